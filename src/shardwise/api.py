@@ -163,7 +163,7 @@ def compare(
     """
     if not isinstance(searches, list | tuple):
         raise ShardwiseError(
-            problem(f"searches is {shorten_repr(searches)}", fix=f"some of {', '.join(SEARCHES)}, in a list")
+            problem(f"searches is {shorten_repr(searches)}", fix=f"a list of some of {', '.join(SEARCHES)}")
         )
     given = PlanRequest.of(module, example_inputs, cluster, kwargs=kwargs, loss=loss, **settings)
     kinds, rows = VjpCache(), []

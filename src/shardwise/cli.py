@@ -1,10 +1,10 @@
-"""The command ``shardwise``: one line per subcommand in ``COMMANDS``.
+"""The command ``shardwise``; ``COMMANDS`` lists its subcommands.
 
-``shardwise run -n 8 train.py --lr 3e-4`` starts eight ranks of a script on this machine; ``shardwise run --hostfile
-hosts.txt train.py``, on each of several machines, the ranks that the file gives it. ``shardwise calibrate -o my.toml``
-measures this machine, ``shardwise clusters`` shows the clusters that are known. ``shardwise plan model.py:build
---cluster h100-16x8 -o plan.json`` plans what ``build()`` returns; ``fits``, ``explain``, ``top``, ``diff``, ``verify``
-and ``check`` ask about models and plans (``commands.plans``).
+``shardwise run -n 8 train.py --lr 3e-4`` starts eight ranks of a script on this machine. ``shardwise run --hostfile
+hosts.txt train.py`` runs on each of several machines and starts the ranks that the file gives it. ``shardwise calibrate
+-o my.toml`` measures this machine, ``shardwise clusters`` lists the known clusters. ``shardwise plan model.py:build
+--cluster h100-16x8 -o plan.json`` plans the model that ``build()`` returns. The other subcommands are in
+``commands.plans``.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from shardwise.progress import show_progress
 
 EXIT_USAGE = 2
 EXIT_BUILD = 1
-EXIT_PIPE = 141  # as shells say it of a program that SIGPIPE ended
-EXIT_INTERRUPT = 130  # or SIGINT
+EXIT_PIPE = 141  # the code that shells give a program ended by SIGPIPE
+EXIT_INTERRUPT = 130  # and by SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Entry point of ``shardwise``. Returns the exit code: 2 for whatever the user can mend in the command."""
+    """Run the command ``shardwise`` and return its exit code, 2 for any error that the user can fix."""
     parser = argparse.ArgumentParser(prog="shardwise", description="Trains an ordinary PyTorch model on many devices.")
     parser.add_argument("--version", action="version", version=_versions())
-    shtab.add_argument_to(parser, "--print-completion", help="a script for the shell, which completes commands")
+    shtab.add_argument_to(parser, "--print-completion", help="print a shell completion script")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
@@ -61,14 +61,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("shardwise: interrupted", file=sys.stderr)
         return EXIT_INTERRUPT
-    except BrokenPipeError:  # whoever read the output has enough of it: head, say
+    except BrokenPipeError:  # the reader of the output, such as head, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
     return code
 
 
 def _versions() -> str:
-    """For example ``shardwise 0.1.0 (torch 2.13.0, Python 3.11.7)``."""
+    """Return a text such as ``shardwise 0.1.0 (torch 2.13.0, Python 3.11.7)``."""
     versions = []
     for package in ("shardwise", "torch"):
         try:
@@ -84,34 +84,34 @@ def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add("-n", "--num-ranks", type=int, help="ranks to start on this machine, usually one per GPU")
     add("-m", "--module", action="store_true", help="the script is the name of a module, as in python -m")
     add("--nnodes", type=int, metavar="N", help="machines that take part, each with its own shardwise run (1)")
-    add("--node-rank", type=int, metavar="I", help="which of them this one is, from 0 (0; of a file: found by name)")
+    add("--node-rank", type=int, metavar="I", help="number of this machine, from 0 (0; with a file: found by name)")
     files = parser.add_mutually_exclusive_group()
-    files.add_argument("--hostfile", metavar="FILE", help="the machines and their ranks, one a line: node1 slots=8")
-    files.add_argument("--rank-table", metavar="FILE", help="the same as the JSON file of an Ascend cluster")
+    files.add_argument("--hostfile", metavar="FILE", help="machines and their ranks, one per line: node1 slots=8")
+    files.add_argument("--rank-table", metavar="FILE", help="the same, as the JSON rank table of an Ascend cluster")
     add("--master-addr", metavar="HOST", help="address of machine 0 (127.0.0.1; with a file: the host of rank 0)")
-    add("--master-port", type=int, metavar="PORT", help="a free port there (one machine: found; with a file: 29500)")
-    add("--log-dir", metavar="DIR", help="keep the whole output of rank 3 in DIR/rank-3.log")
+    add("--master-port", type=int, metavar="PORT", help="a free port there (one machine: any; with a file: 29500)")
+    add("--log-dir", metavar="DIR", help="write the whole output of every rank to DIR, as rank-3.log")
     add("--all", action="store_true", help="show the output of every rank, as mpirun does")
-    add("--tag", action="store_true", help="show the output of every rank, each line behind [rank 3]")
+    add("--tag", action="store_true", help="show the output of every rank, each line prefixed with [rank 3]")
     add(
         "--exit-grace",
         type=float,
         metavar="SECONDS",
-        help="when a rank has ended with exit code 0, stop those that still run after this time (never)",
+        help="stop the remaining ranks this long after one has ended with exit code 0 (never)",
     )
     add(
         "--preload",
         type=lambda names: tuple(filter(None, names.split(","))),
         default=(),
         metavar="MODULES",
-        help="import these once, in a process from which all ranks are forked: torch,transformers",
+        help="import these once, in a process that forks all ranks: torch,transformers",
     )
     add_elastic_arguments(parser)
     add(
         "--alone",
         type=int,
         metavar="RANK",
-        help="measure one rank's part of a plan here, without the others: shardwise run --alone RANK PLAN MODEL",
+        help="measure one rank of a plan here, without the others: shardwise run --alone RANK PLAN MODEL",
     )
     add("command", nargs=argparse.REMAINDER, metavar="script.py ...", help="the script and its arguments")
 
@@ -140,23 +140,23 @@ def _run(chosen: argparse.Namespace) -> int:
 
 
 def _check_alone(chosen: argparse.Namespace) -> None:
-    """Raise LaunchError for options of a job of several ranks."""
+    """Raise LaunchError if ``--alone`` is combined with an option for several ranks."""
     others = {"-n": chosen.num_ranks, "--nnodes": chosen.nnodes, "-m": chosen.module or None}
     others |= {"--hostfile": chosen.hostfile, "--rank-table": chosen.rank_table, "--elastic": chosen.elastic or None}
     options = [option for option, value in others.items() if value is not None]
     if options:
-        what = f"--alone runs one rank without others, and {options[0]} is about several"
+        what = f"--alone runs one rank, and {options[0]} is for several"
         raise LaunchError(problem(what, fix=f"leave out {options[0]}: shardwise run --alone RANK PLAN MODEL"))
 
 
 def _hosts(chosen: argparse.Namespace) -> tuple[tuple[Host, ...], int]:
-    """The machines of a hostfile or a rank table, if there is one, and which of them this is."""
+    """Return the machines of the hostfile or rank table, if one is given, and the number of this machine."""
     path = chosen.hostfile or chosen.rank_table
     if path is None:
         return (), chosen.node_rank or 0
     if chosen.nnodes is not None or (chosen.rank_table and chosen.num_ranks is not None):
         option = "--nnodes" if chosen.nnodes is not None else "-n"
-        raise LaunchError(problem(f"{option} and {path} both say how many there are", fix=f"leave out {option}"))
+        raise LaunchError(problem(f"{option} and {path} both give the number", fix=f"leave out {option}"))
     hosts = read_hostfile(path, chosen.num_ranks) if chosen.hostfile else read_rank_table(path)
     return hosts, find_host(hosts, path) if chosen.node_rank is None else chosen.node_rank
 
@@ -164,10 +164,10 @@ def _hosts(chosen: argparse.Namespace) -> tuple[tuple[Host, ...], int]:
 def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add_output(parser, "the cluster file to write, such as my.toml")
-    add("-n", "--ranks", type=int, metavar="N", help="ranks that measure (one per GPU; without GPUs 2)")
-    add("--like", metavar="CLUSTER", help="a bundled cluster of the same hardware, whose peaks are known: h100")
-    add("--points", metavar="FILE", help="fit what shardwise.launch.measure wrote, instead of measuring")
-    add("--tiny", action="store_true", help="measure a few small sizes only: to see whether it works")
+    add("-n", "--ranks", type=int, metavar="N", help="number of ranks that measure (one per GPU; without GPUs 2)")
+    add("--like", metavar="CLUSTER", help="a bundled cluster of the same hardware, for the peaks: h100")
+    add("--points", metavar="FILE", help="fit a file of shardwise.launch.measure instead of measuring")
+    add("--tiny", action="store_true", help="measure only a few small sizes, as a test")
     add_json(parser)
 
 
@@ -176,15 +176,15 @@ def _calibrate(chosen: argparse.Namespace) -> int:
         cluster, lines = calibrate(
             chosen.output, num_ranks=chosen.ranks, points=chosen.points, like=chosen.like, tiny=chosen.tiny
         )
-    said = [f"{cluster}\n\npredicted against measured seconds, by relative error:", *(f"  {line}" for line in lines)]
-    said.append(f"\nwritten to {chosen.output}: sw.Cluster.load({chosen.output!r})")
+    texts = [f"{cluster}\n\npredicted against measured seconds, by relative error:", *(f"  {line}" for line in lines)]
+    texts.append(f"\nwritten to {chosen.output}: sw.Cluster.load({chosen.output!r})")
     data = {"written": chosen.output, "cluster": cluster_data(cluster), "fits": lines}
-    show("\n".join(said), chosen, lambda: data)
+    show("\n".join(texts), chosen, lambda: data)
     return 0
 
 
 def _add_clusters_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", nargs="?", help="a bundled name (h100-16x8) or a file: show its figures and sources")
+    parser.add_argument("name", nargs="?", help="show the figures and sources of this cluster: h100-16x8, or a file")
     add_json(parser)
 
 
@@ -203,7 +203,7 @@ COMMANDS: tuple[Command, ...] = (
     *PLAN_COMMANDS,
     Command("run", "start the ranks of a training script on this machine", _add_run_arguments, _run),
     Command("calibrate", "measure this machine and write a cluster file", _add_calibrate_arguments, _calibrate),
-    Command("clusters", "show the clusters that plans can be made for", _add_clusters_arguments, _clusters),
+    Command("clusters", "list the bundled clusters, or show one", _add_clusters_arguments, _clusters),
 )
 
 if __name__ == "__main__":

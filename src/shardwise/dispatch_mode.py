@@ -1,4 +1,4 @@
-"""What watches or replaces calls of operators derives from torch's dispatch mode, whose constructor has no type."""
+"""The typed base class of all dispatch modes, which observe or replace operator calls."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class DispatchMode(TorchDispatchMode):
-    """``TorchDispatchMode`` with a constructor that has a type."""
+    """``TorchDispatchMode`` with a typed constructor."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

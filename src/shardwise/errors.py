@@ -1,4 +1,4 @@
-"""The exception tree: everything a user can mend is a ``ShardwiseError``.
+"""The exception tree: every error that a user can fix is a ``ShardwiseError``.
 
 ::
 
@@ -14,7 +14,8 @@
         ReplicaError      ranks that must hold the same bits do not
         CheckpointError   a checkpoint is incomplete or damaged, or cannot be written
 
-Every message says what is wrong, where, the arithmetic and the fix; ``problem`` builds that shape.
+Every message says what is wrong, where, the arithmetic and the fix; ``problem`` builds that shape. The errors that
+users meet most end with the section of docs/errors.md that explains them.
 """
 
 from __future__ import annotations
@@ -22,37 +23,54 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import Literal
 
-_LONGEST_LINE = 2_000  # of a message: a file may say anything
+# Sections of docs/errors.md, each with a program that raises the error and one that does not.
+Section = Literal[
+    "tensor-values",
+    "python-state",
+    "strategy-names",
+    "mesh-size",
+    "micro-batch-size",
+    "nothing-fits",
+    "initial-values",
+    "different-calls",
+    "original-parameters",
+    "saving-shards",
+]
+
+_LONGEST_LINE = 2_000  # characters of a line of a message; it may quote any file
 _AROUND = 60  # characters shown before and after a caret in a long text
 
 
 class ErrorText(str):
-    """The text of an error, together with the parts that it was made of (see ``problem``)."""
+    """The text of an error, with its parts as attributes (see ``problem``)."""
 
     what: str = ""
     op: str = ""
     source: str = ""
     fix: str = ""
     facts: tuple[tuple[str, str], ...] = ()
+    section: Section | None = None
 
 
 class ShardwiseError(ValueError):
-    """The base of all errors that a user can fix. Very long lines of the message lose their middle.
+    """The base of all errors that a user can fix. Very long lines of the message are shortened in the middle.
 
     Attributes:
         what: What is wrong, with the arithmetic.
-        op: The operator, or the path of the module ("" where the error is of none).
-        source: The user's line, ``model.py:41`` ("" where there is none).
-        fix: What to change ("" where the message names nothing).
-        facts: Further (name, text) pairs, in the order of the message.
+        op: The operator or the path of the module, or "".
+        source: The line of the user's code, ``model.py:41``, or "".
+        fix: The suggested change, or "".
+        facts: Additional (name, text) pairs, in the order of the message.
+        section: The section of docs/errors.md that explains the error, or "".
     """
 
     def __init__(self, message: str = "") -> None:
         super().__init__("\n".join(map(_shortened, message.split("\n"))))
         parts = message if isinstance(message, ErrorText) else ErrorText(message)
         self.what, self.op, self.source = parts.what or message, parts.op, parts.source
-        self.fix, self.facts = parts.fix, parts.facts
+        self.fix, self.facts, self.section = parts.fix, parts.facts, parts.section
 
 
 class CaptureError(ShardwiseError):
@@ -60,7 +78,7 @@ class CaptureError(ShardwiseError):
 
 
 class CaptureWarning(UserWarning):
-    """The model can be captured, and something that its Python does will not happen on ranks."""
+    """The model can be captured, but some effects of its Python code will not happen on ranks."""
 
 
 class NotationError(ShardwiseError):
@@ -76,7 +94,7 @@ class PlanError(ShardwiseError):
 
 
 class PlanWarning(UserWarning):
-    """A plan fits, and ranks do not do all that it was made for."""
+    """A plan fits, but ranks do not do all that it was made for."""
 
 
 class LaunchError(ShardwiseError):
@@ -115,14 +133,21 @@ DOCUMENTATION = "https://shardwise.readthedocs.io/en/stable/"  # from the first 
 
 
 def page(name: str) -> str:
-    """Where a page of the documentation is read: a package has no such files, and nothing is published yet."""
+    """Return the address of a page of the documentation, and its file in the repository (nothing is published yet)."""
     return f"{DOCUMENTATION}{name}/ (docs/{name}.md in the repository)"
 
 
 def problem(
-    what: str, *, op: str = "", source: str = "", fix: str = "", facts: Iterable[tuple[str, str]] = ()
+    what: str,
+    *,
+    op: str = "",
+    source: str = "",
+    fix: str = "",
+    facts: Iterable[tuple[str, str]] = (),
+    section: Section | None = None,
 ) -> ErrorText:
-    """Lay out the message of an error: what is wrong (with the arithmetic), where, further facts, and the fix.
+    """Lay out the message of an error: what is wrong (with the arithmetic), where, further facts, the fix, and the
+    section of docs/errors.md that explains it.
 
     An error that is raised with it has these parts as attributes.
 
@@ -138,8 +163,10 @@ def problem(
     lines += [f"  {name + ':':<7} {text}" for name, text in facts]
     if fix:
         lines.append(f"  fix:    {fix}")
+    if section:
+        lines.append(f"  see:    docs/errors.md#{section}")
     text = ErrorText("\n".join(lines))
-    text.what, text.op, text.source, text.fix, text.facts = what, op, source, fix, facts
+    text.what, text.op, text.source, text.fix, text.facts, text.section = what, op, source, fix, facts, section
     return text
 
 
@@ -158,7 +185,7 @@ def _shortened(line: str) -> str:
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few of many names.
+    """Format the first few of many names.
 
     >>> print(listed(["a", "b", "c", "d", "e", "f"]))
     a, b, c, d and 2 more
@@ -167,8 +194,8 @@ def listed(names: Sequence[str]) -> str:
 
 
 def caret(text: str, column: int, message: str) -> str:
-    """``message`` with ``text`` beneath it and a caret under ``column`` (counted from 0). Of a long text, or one of
-    several lines, what stands around the column, in ASCII."""
+    """Return ``message`` with ``text`` below it and a caret under ``column`` (counted from 0). If the text is long or
+    has several lines, only the surroundings of the column are shown, in ASCII."""
     if len(text) <= 2 * _AROUND and text.isascii() and text.isprintable():
         return f"{message}\n  {text}\n  {' ' * column}^"
     start = max(0, column - _AROUND)

@@ -1,7 +1,7 @@
-"""The machines of a job, and which of its ranks each has: from a hostfile, a rank table or Slurm's variables.
+"""Read the machines of a job and their ranks from a hostfile, a rank table or Slurm's variables.
 
-Every machine reads the same file and finds itself in it, so that one command, the same everywhere, starts a job.
-Standard library only.
+Every machine reads the same file and finds itself in it, so that the same command on all machines starts a job. This
+module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _IPV6_LINE = re.compile(r"(?P<name>[^\s=]+:[^\s=]*:[^\s=]*)(?P<options>(?:\s.*)?
 _OPTION = re.compile(r"(?<!\S)([\w-]+)\s*=\s*(\S+)")
 _IGNORED = frozenset({"max_slots", "max-slots", "slots_max", "slots-max"})  # a limit for mpirun's oversubscription
 _MOST_BYTES = 2**26  # of a hostfile or rank table: 64 for each of MAX_DEVICES
-_BACKLOG = 2048  # connections that wait to be taken, as of torch's store
-_NUM_SHOWN = 4  # names or numbers listed in a message before it says "..."
+_BACKLOG = 2048  # connections that may wait to be accepted, as for torch's store
+_NUM_SHOWN = 4  # names or numbers that a message lists before "..."
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A machine: a name or address that the others can reach, and the ranks it has, in the order of LOCAL_RANK.
+    """A machine: a name or address that the others can reach, and its ranks in the order of LOCAL_RANK.
 
-    ``devices``: the numbers of the GPUs they use, one per rank; empty when that is 0, 1, 2, ...
+    ``devices``: the GPU number of each rank; empty if they are 0, 1, 2, ...
     """
 
     name: str
@@ -43,10 +43,10 @@ class Host:
 
 
 def read_hostfile(path: str, default_slots: int | None = None) -> tuple[Host, ...]:
-    """The hosts of an Open MPI hostfile; ranks are numbered in the order of its lines.
+    """Return the hosts of an Open MPI hostfile. Ranks are numbered in the order of its lines.
 
-    A line is ``node1 slots=8``, ``node1:8`` or ``node1``, which has ``default_slots`` ranks (by default 1); what
-    follows a ``#`` is a comment. A host that is listed again has the sum. Raises LaunchError with the line.
+    A line is ``node1 slots=8``, ``node1:8`` or ``node1``, which has ``default_slots`` ranks (by default 1). ``#``
+    starts a comment. The slots of a host that is listed several times are added. Raises LaunchError with the line.
     """
     slots: dict[str, int] = {}
     for number, line in enumerate(_read(path, "hostfile").splitlines(), start=1):
@@ -63,7 +63,7 @@ def read_hostfile(path: str, default_slots: int | None = None) -> tuple[Host, ..
 
 
 def _hostfile_line(text: str, where: str) -> tuple[str, int | None]:
-    """(host, slots or None) of a line without its comment."""
+    """Return (host, slots or None) of a line without its comment."""
     fix = "write one host per line: node1 slots=8 (or node1:8, or node1)"
     match = _HOSTFILE_LINE.fullmatch(text) or _IPV6_LINE.fullmatch(text)
     if match is None or _OPTION.sub("", match["options"]).strip():
@@ -77,7 +77,7 @@ def _hostfile_line(text: str, where: str) -> tuple[str, int | None]:
         elif key not in _IGNORED:
             raise LaunchError(
                 problem(
-                    f"the option {shorten_repr(key)} of host {shorten_repr(name)[1:-1]} is not known",
+                    f"unknown option {shorten_repr(key)} of host {shorten_repr(name)[1:-1]}",
                     source=where,
                     fix=fix,
                 )
@@ -86,22 +86,20 @@ def _hostfile_line(text: str, where: str) -> tuple[str, int | None]:
         raise LaunchError(problem(f"host {name} has two numbers of slots", source=where, fix=fix))
     slots = whole_number(counts[0]) if counts else None
     if counts and not (slots and slots <= MAX_DEVICES):
-        what = (
-            f"host {name} has {shorten_repr(counts[0])} slots, which is not a number of ranks from 1 to {MAX_DEVICES}"
-        )
+        what = f"host {name} has {shorten_repr(counts[0])} slots; the number must be from 1 to {MAX_DEVICES}"
         raise LaunchError(problem(what, source=where, fix=fix))
     return name, slots
 
 
 def read_rank_table(path: str) -> tuple[Host, ...]:
-    """The hosts of a rank table, the JSON file in which Ascend clusters describe a job::
+    """Return the hosts of a rank table, the JSON file in which Ascend clusters describe a job::
 
         {"version": "1.0", "server_count": "1", "status": "completed",
          "server_list": [{"server_id": "10.0.0.1",
                           "device": [{"device_id": "0", "device_ip": "192.1.27.6", "rank_id": "0"}, ...]}]}
 
     ``server_id`` is a host's address, ``rank_id`` the rank and ``device_id`` its GPU there; ``device_ip`` (the address
-    of an Ascend network card) is not used. Numbers may be written as texts. Raises LaunchError with what is wrong.
+    of an Ascend network card) is not used. Numbers may be strings. Raises LaunchError for an invalid table.
     """
     text = _read(path, "rank table")
     try:
@@ -121,7 +119,7 @@ def read_rank_table(path: str) -> tuple[Host, ...]:
 
 
 class _TableError(Exception):
-    """What is wrong with a rank table, to follow the words "the rank table"."""
+    """A fault of a rank table. The message continues the words "the rank table"."""
 
 
 def _server(number: int, entry: Any) -> Host:
@@ -142,7 +140,7 @@ def _server(number: int, entry: Any) -> Host:
 
 
 def _check_table(table: dict[str, Any], hosts: Sequence[Host]) -> None:
-    """What no server shows alone."""
+    """Check the conditions on all servers together. Raises _TableError."""
     ranks = Counter(rank for host in hosts for rank in host.ranks)
     names = Counter(host.name for host in hosts)
     if twice := [rank for rank, count in ranks.items() if count > 1]:
@@ -173,7 +171,8 @@ def _whole(holder: Any, key: str, where: str) -> int:
 
 
 def find_host(hosts: Sequence[Host], path: str) -> int:
-    """Which of the hosts of a file this machine is: by name, else by address. LaunchError unless it is exactly one."""
+    """Return the index of this machine among the hosts of a file, by name, else by address. Raises LaunchError unless
+    exactly one host matches."""
     ours = socket.gethostname()
     names = {ours, ours.split(".", 1)[0], socket.getfqdn()}
     numbers = [number for number, host in enumerate(hosts) if host.name in names or host.name.split(".", 1)[0] == ours]
@@ -182,40 +181,40 @@ def find_host(hosts: Sequence[Host], path: str) -> int:
         return numbers[0]
     if numbers:
         what = f"{len(numbers)} hosts of {path} are this machine ({ours}): {_some([hosts[i].name for i in numbers])}"
-        raise LaunchError(problem(what, fix=f"say which one this is, counted from 0: --node-rank {numbers[0]}"))
+        raise LaunchError(problem(what, fix=f"give the number of this one, from 0: --node-rank {numbers[0]}"))
     what = f"this machine ({ours}) is not one of the hosts of {path}: {_some([host.name for host in hosts])}"
-    raise LaunchError(problem(what, fix="add it, or say which host this is, counted from 0: --node-rank 0"))
+    raise LaunchError(problem(what, fix="add it, or give the number of this host, from 0: --node-rank 0"))
 
 
 def _is_here(name: str) -> bool:
-    """Whether a name or address leads to this machine."""
-    return bool(_own_addresses(name))
+    """Return whether a name or address resolves to this machine."""
+    return bool(_local_addresses(name))
 
 
-def _own_addresses(name: str) -> list[str]:
-    """Of the addresses that a name leads to those of this machine: only such can be bound."""
+def _local_addresses(name: str) -> list[str]:
+    """Return the addresses of a name that belong to this machine: those that a socket can bind."""
     try:
         addresses = socket.getaddrinfo(name, 0, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
         return []
-    own = []
+    local = []
     for family, kind, protocol, _, address in addresses:
         with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
             probe.bind(address)
-            own.append(str(address[0]))
-    return own
+            local.append(str(address[0]))
+    return local
 
 
 def own_address(name: str) -> str:
-    """Return the address of this machine at which a server listens that others reach by ``name``. Empty where it leads
-    to none, or to loopback though it does not say so (Debian's 127.0.1.1, to which other machines do not resolve it).
-    """
+    """Return the address of this machine at which a server must listen so that others reach it by ``name``. Return ""
+    if there is none, or if a name other than localhost resolves to loopback: Debian maps the host name to 127.0.1.1,
+    and other machines resolve it differently."""
     loopback = "127.0.0.1" if name == "localhost" else name if _is_loopback(name) else ""
-    return loopback or next((address for address in _own_addresses(name) if not _is_loopback(address)), "")
+    return loopback or next((address for address in _local_addresses(name) if not _is_loopback(address)), "")
 
 
 def route_address(name: str, port: int) -> str:
-    """Return the address of this machine from which it reaches another, without sending anything; empty for none."""
+    """Return the address of this machine from which it reaches another, or "". Sends nothing."""
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -227,7 +226,7 @@ def route_address(name: str, port: int) -> str:
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address of this machine, or at all where it is empty. Raises OSError."""
+    """Return a socket that listens at an address of this machine; at all of them if it is empty. Raises OSError."""
     everywhere = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if everywhere or ":" in address else socket.AF_INET
     return socket.create_server((address, port), family=family, backlog=_BACKLOG, dualstack_ipv6=everywhere)
@@ -241,7 +240,7 @@ def _is_loopback(address: str) -> bool:
 
 
 def expand_nodelist(text: str) -> tuple[str, ...]:
-    """The hosts of one of Slurm's lists, in its order.
+    """Return the hosts of a Slurm node list, in its order.
 
     >>> expand_nodelist("node[01-03,07],gpu5")
     ('node01', 'node02', 'node03', 'node07', 'gpu5')
@@ -256,7 +255,8 @@ def expand_nodelist(text: str) -> tuple[str, ...]:
 
 
 def _numbers(text: str) -> Iterator[str]:
-    """``"01-03,07"``: 01, 02, 03, 07. ValueError for what is neither a number nor a range, or a long one."""
+    """Yield the numbers of ``"01-03,07"``: 01, 02, 03, 07. Raises ValueError for other text, or a range that is too
+    long."""
     for part in text.split(","):
         first, _, last = part.partition("-")
         if int(last or first) - int(first) >= MAX_DEVICES:
@@ -266,7 +266,7 @@ def _numbers(text: str) -> Iterator[str]:
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
-    """Slurm's tasks per node. ValueError for anything else.
+    """Return the counts of Slurm's tasks per node. Raises ValueError for other text.
 
     >>> expand_counts("4(x2),3")
     (4, 4, 3)
@@ -289,7 +289,7 @@ def _read(path: str, kind: str) -> str:
 
 
 def _some(items: Sequence[object]) -> str:
-    """The first few of a list.
+    """Format the first few items of a list.
 
     >>> _some([1, 2, 3, 4, 5])
     '1, 2, 3, 4, ...'

@@ -1,8 +1,6 @@
-"""What is being done, and how long it will take: long work says it (``report_progress``), a terminal shows it
-(``show_progress``).
+"""Progress display: long work calls ``report_progress``, and ``show_progress`` prints it on a terminal.
 
-Nothing is shown where standard error is no terminal, nor before two seconds; what ended leaves a line if it took
-longer.
+Nothing is shown if standard error is not a terminal, or in the first two seconds. Work that took longer leaves a line.
 """
 
 from __future__ import annotations
@@ -20,19 +18,19 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 SHOWN_AFTER_SECONDS = 2.0
 _Item = TypeVar("_Item")
-_Listener = Callable[[str, int, int], None]  # what, how much of it is done, of how much (0: not known)
+_Listener = Callable[[str, int, int], None]  # description, amount done, total (0: unknown)
 _listener: ContextVar[_Listener | None] = ContextVar("listener", default=None)
 
 
 def report_progress(what: str, done: int = 0, total: int = 0) -> None:
-    """Say what is being done from here on, and how much of it is done already. Nobody may listen."""
+    """Report the current work and the amount of it that is done. Does nothing outside ``show_progress``."""
     listener = _listener.get()
     if listener is not None:
         listener(what, done, total)
 
 
 def each(items: Sequence[_Item], what: Callable[[_Item], str]) -> Iterator[_Item]:
-    """The items, one after another, each with what is being done with it."""
+    """Yield the items in order, and report the progress at each. ``what`` describes the work on an item."""
     for done, item in enumerate(items):
         report_progress(what(item), done, len(items))
         yield item
@@ -40,7 +38,7 @@ def each(items: Sequence[_Item], what: Callable[[_Item], str]) -> Iterator[_Item
 
 @contextmanager
 def show_progress(what: str) -> Iterator[None]:
-    """Show what is being done inside, on a terminal. Inside of another one it says what that one shows."""
+    """Show the progress of the work in this context on a terminal. A nested context updates the outer display."""
     if _listener.get() is not None:
         report_progress(what)
         yield
@@ -68,7 +66,7 @@ def show_progress(what: str) -> Iterator[None]:
 
 
 class _Display:
-    """Turns what is said into a line. What is left of a count is taken to last as long as what is done did."""
+    """A listener that writes a line with the estimated time left, at the average time per item so far."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self.write = write
@@ -82,7 +80,7 @@ class _Display:
 
 
 def describe_progress(what: str, done: int, total: int, seconds: float) -> str:
-    """``prices and search on Mesh(dp=8): 3 of 12, about 9 s left``. ``seconds``: what the done ones took."""
+    """Format ``prices and search on Mesh(dp=8): 3 of 12, about 9 s left``. ``seconds``: the time since the first."""
     if total < 2:
         return what
     left = f", about {seconds / done * (total - done):.0f} s left" if done else ""

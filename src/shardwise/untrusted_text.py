@@ -1,7 +1,7 @@
-"""Texts that somebody else may have written, or broken: plan files, cluster files, layouts, strategies.
+"""Read untrusted text safely: plan files, cluster files, layouts, strategies.
 
-A reader bounds a text before it looks inside: its size, its characters, its nesting and its numbers. What follows may
-then take time that is linear in the text. Messages quote an excerpt of it, never the whole.
+Readers check the limits of a text first: its size, characters, nesting and numbers. Parsing then takes time linear in
+the text. Messages quote an excerpt of it, never the whole.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from typing import Any
 from shardwise.errors import NotationError, ShardwiseError, caret
 
 MAX_DEVICES = 2**20  # of a mesh, a cluster or a job; the largest bundled cluster has 2 ** 16
-MAX_NOTATION = 2**21  # characters of a layout or a strategy: a range for each of MAX_DEVICES hardly fits
-MAX_FILE = 2**28  # bytes of a plan: some 10 KB a layer is usual
-MAX_NUMBER = 2**63 - 1  # what torch can hold as a size
+MAX_NOTATION = 2**21  # characters of a layout or a strategy: two per device of MAX_DEVICES
+MAX_FILE = 2**28  # bytes of a plan, which usually has about 10 KB per layer
+MAX_NUMBER = 2**63 - 1  # the largest size that torch can represent
 MAX_NESTING = 16
 
 _DIGITS = re.compile(r"[0-9]{1,19}")
 _NOT_PLAIN = re.compile(r"[^ -~]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
-# Strings are skipped, unfinished ones to the end of the text: no character is looked at twice.
+# Skips strings (unfinished ones to the end of the text), so that no character is scanned twice.
 _BRACKETS = re.compile(r'"(?:[^"\\]++|\\.)*+"?|([\[{])|([\]}])', re.DOTALL)
 
 
 def shorten_repr(value: object, most: int = 60) -> str:
-    """``repr`` for a message: with at most so many characters, whatever the value is."""
+    """Return a ``repr`` of at most ``most`` characters for any value, for a message."""
     if isinstance(value, str):
         return repr(value) if len(value) <= most else f"{value[: most - 20]!r}... ({len(value):,} characters)"
     if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 128:
@@ -44,23 +44,23 @@ def shorten_repr(value: object, most: int = 60) -> str:
 
 
 def is_number(value: object) -> bool:
-    """Whether a setting is a real number, and no truth value."""
+    """Return whether a setting is a real number and not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def whole_number(text: str) -> int | None:
-    """The number that a text of ASCII digits writes, up to what torch can hold as a size; None for any other text."""
+    """Return the number of a text of ASCII digits, at most ``MAX_NUMBER``; None for any other text."""
     number = int(text) if _DIGITS.fullmatch(text) else MAX_NUMBER + 1
     return number if number <= MAX_NUMBER else None
 
 
 def check_notation(text: object, reads: str, most: int = MAX_NOTATION) -> str:
-    """The text of a notation, if it may be one: printable ASCII of at most so many characters. ``reads``: "a layout
-    reads ...". Raises NotationError."""
+    """Return the text if it is printable ASCII of at most ``most`` characters. ``reads``: the expected form, as in "a
+    layout reads ...". Raises NotationError."""
     if not isinstance(text, str):
         raise NotationError(f"{shorten_repr(text)} is not a text: {reads}")
     if len(text) > most:
-        raise NotationError(f"a text of {len(text):,} characters, at most {most:,} are read: {reads}")
+        raise NotationError(f"the text has {len(text):,} characters, at most {most:,} are allowed: {reads}")
     odd = _NOT_PLAIN.search(text)
     if odd:
         raise NotationError(
@@ -70,19 +70,18 @@ def check_notation(text: object, reads: str, most: int = MAX_NOTATION) -> str:
 
 
 def read_text(path: str | Path, most: int) -> str:
-    """The content of a UTF-8 file. Raises OSError, UnicodeDecodeError, or ShardwiseError for more than ``most``
+    """Return the content of a UTF-8 file. Raises OSError, UnicodeDecodeError, or ShardwiseError for more than ``most``
     bytes."""
     with Path(path).open("rb") as file:
         content = file.read(most + 1)
     if len(content) > most:
-        raise ShardwiseError(f"{path} has more than {most:,} bytes, which no such file needs")
+        raise ShardwiseError(f"{path} has more than {most:,} bytes, the limit for such files")
     return content.decode("utf-8")
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text. Raises ShardwiseError saying what is wrong: what is not JSON; and what the standard
-    library takes, names given twice, numbers that no float or 64-bit integer holds, nesting deeper than
-    ``MAX_NESTING``, and lone surrogates."""
+    """Return the value of a JSON text. Raises ShardwiseError for invalid JSON, and for some texts that the standard
+    library accepts: repeated names, numbers beyond a float or 64 bits, deep nesting, and lone surrogates."""
     if len(text) > MAX_FILE:
         raise ShardwiseError(f"it has {len(text):,} characters, more than {MAX_FILE:,}")
     _check_brackets(text)
@@ -108,7 +107,7 @@ def check_texts(value: Any) -> None:
     for text in _texts(value):
         odd = None if text.isascii() else _SURROGATE.search(text)
         if odd:
-            raise ShardwiseError(f"{shorten_repr(text)} has a lone surrogate ({odd.group()!a}), which is no character")
+            raise ShardwiseError(f"{shorten_repr(text)} has a lone surrogate ({odd.group()!a}), not a character")
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -126,7 +125,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _check_brackets(text: str) -> None:
-    """Deep nesting is found before a parser goes down."""
+    """Raise ShardwiseError for deep nesting before the recursive parser sees it."""
     depth = 0
     for match in _BRACKETS.finditer(text):
         depth += (match.group(1) is not None) - (match.group(2) is not None)
@@ -161,5 +160,5 @@ def _no_constant(text: str) -> Any:
 
 
 def is_line(text: str, most: int = MAX_NOTATION) -> bool:
-    """Whether a text is one line: without control characters, of at most ``most`` characters."""
+    """Return whether a text is one line, without control characters and with at most ``most`` characters."""
     return len(text) <= most and not _CONTROL.search(text)

@@ -45,11 +45,13 @@ def test_every_block_of_the_page_runs_and_prints_what_it_says(page: Path, folder
         if block.ranks:
             name = block.file or f"block_{block.line}.py"
             (folder / name).write_text(block.code, encoding="utf-8")
-            printed = run_ranks(run_script, block.ranks, str(folder), name)[0]
+            with _ended(block, where) as printed:
+                printed.append(run_ranks(run_script, block.ranks, str(folder), name)[0])
         else:
-            printed = _execute(block, namespace, where)
+            with _ended(block, where) as printed:
+                printed.append(_execute(block, namespace, where))
         if block.prints is not None:
-            problem = difference(block.prints, printed)
+            problem = difference(block.prints, printed[0])
             assert not problem, f"{where} prints something else:\n{problem}"
 
 
@@ -64,20 +66,41 @@ def run_script(folder: str, name: str) -> str:
 
 
 def _execute(block: Block, namespace: dict[str, Any], where: str) -> str:
-    """Runs a block in this process; returns what it prints, or the message of the exception that it is to end with."""
+    """Runs a block in this process; returns what it prints."""
     # The padding gives tracebacks the line of the page; a block that is a file has the lines of the file.
     padding = "" if block.file else "\n" * block.line
     code = compile(padding + block.code, block.file or where.partition(":")[0], "exec")
     output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(code, namespace)
+    return output.getvalue()
+
+
+@contextlib.contextmanager
+def _ended(block: Block, where: str) -> Iterator[list[str]]:
+    """Checks that what runs inside ends as the block says, and appends the message of the exception to the list."""
+    printed: list[str] = []
     try:
-        with contextlib.redirect_stdout(output):
-            exec(code, namespace)
+        yield printed
     except Exception as error:
         if type(error).__name__ != block.raises:
             raise AssertionError(f"the block at {where} fails: {type(error).__name__}: {error}") from error
-        return f"{type(error).__name__}: {error}"
-    assert not block.raises, f"the block at {where} does not raise {block.raises}"
-    return output.getvalue()
+        printed.append(f"{type(error).__name__}: {error}")
+    else:
+        assert not block.raises, f"the block at {where} does not raise {block.raises}"
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (Block(1, "1 + 1", raises="ValueError"), "the block at p.md:1 does not raise ValueError"),
+        (Block(1, "int('x')"), "the block at p.md:1 fails: ValueError: invalid"),
+        (Block(1, "int('x')", raises="TypeError"), "the block at p.md:1 fails: ValueError: invalid"),
+    ],
+)
+def test_a_block_that_ends_otherwise_than_it_says_fails(block: Block, message: str) -> None:
+    with pytest.raises(AssertionError, match=message), _ended(block, "p.md:1"):
+        _execute(block, {}, "p.md:1")
 
 
 def test_pages_have_blocks_that_run() -> None:

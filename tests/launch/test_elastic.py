@@ -411,7 +411,7 @@ def test_numbers_that_cannot_be_are_refused(job: Job, settings: dict[str, Any], 
 
 def test_options_without_elastic_are_refused(script: Callable[[str], str], capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "-n", "2", "--spares", "1", script("")]) == 2
-    assert "are of elastic jobs" in capfd.readouterr().err
+    assert "need --elastic" in capfd.readouterr().err
 
 
 def test_the_command_line_says_the_settings(monkeypatch: pytest.MonkeyPatch, script: Callable[[str], str]) -> None:

@@ -64,7 +64,7 @@ def test_hosts_without_a_number_have_as_many_ranks_as_the_command_says(path: Pat
         ("node1 slots=0", "host node1 has '0' slots"),
         ("node1:eight", "host node1 has 'eight' slots"),
         ("node1:2 slots=2", "host node1 has two numbers of slots"),
-        ("node1 slot=2", "the option 'slot' of host node1 is not known"),
+        ("node1 slot=2", "unknown option 'slot' of host node1"),
         ("node1 node2", "'node1 node2' is not a line of a hostfile"),
         ("=8", "'=8' is not a line of a hostfile"),
     ],

@@ -50,7 +50,7 @@ def test_records_of_tensorflow_are_read_by_name(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="a record has no y"):
         next(ds.TFRecordDataset(str(file), columns_list=["y"]).create_tuple_iterator())
     file.write_bytes(rows[0][:-1])
-    with pytest.raises(RuntimeError, match="ends inside of a record"):
+    with pytest.raises(RuntimeError, match="ends inside a record"):
         ds.TFRecordDataset(str(file))
 
 

@@ -103,7 +103,7 @@ class WithParameter(Clipped):
 
 
 def test_a_bprop_that_could_not_be_honoured_is_refused() -> None:
-    with pytest.raises(TypeError, match="bprop and the parameter w, whose gradient bprop can not return"):
+    with pytest.raises(TypeError, match="bprop and the parameter w, whose gradient bprop cannot return"):
         WithParameter()(torch.ones(3))
     with pytest.raises(TypeError, match="has a bprop and a forward"):
         type("Both", (ms.nn.Cell,), {"forward": lambda self, x: x, "bprop": lambda self, x, out, dout: dout})

@@ -234,7 +234,7 @@ def who_is_who() -> Any:
         D.get_group_rank_from_world_rank(0, "odd")
     with pytest.raises(ValueError, match="has 2 ranks"):
         D.get_world_rank_from_group_rank("odd", 2)
-    with pytest.raises(ValueError, match="a part of the ranks"):
+    with pytest.raises(ValueError, match="not the group of all ranks"):
         D.get_local_rank("odd")
     if rank in (0, 2):
         with pytest.raises(ValueError, match="is not in the group"):
@@ -379,7 +379,7 @@ def connected(backends: list[str | None]) -> tuple[str, str]:
 
 def test_init_takes_what_the_machine_has_and_rank_0_says_so_once(run_ranks: RunRanks) -> None:
     first, second = run_ranks(connected, 2, [None, "gloo", "hccl", "nccl", "hccl"])
-    expected = 'the ranks talk through gloo, which serves the CPU of this machine, not through "hccl"'
+    expected = 'the ranks communicate through gloo, which fits the CPU here, not through "hccl"'
     assert first == ("gloo", f"shardwise.mindspore: {expected}\n")
     assert second == ("gloo", "")
 

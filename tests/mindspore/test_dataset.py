@@ -283,15 +283,15 @@ def test_files_of_rows_that_are_not_as_they_say_are_refused(tmp_path: Path, monk
         return read
 
     data, ends = np.zeros(8, np.uint8), np.array([4, 8])
-    foreign = "no file that mindrecord.FileWriter"
+    foreign = "is not a file of mindrecord.FileWriter"
     (tmp_path / "other").write_bytes(b"not an archive")
     for make, message in (
         (lambda: ds.MindDataset(str(tmp_path / "other")), foreign),
         (broken(n_bytes=data), "n.ends"),
-        (broken(n_bytes=data, n_ends=np.array([4, 9])), "not of 2 rows"),
-        (broken(n_bytes=data, n_ends=np.array([8, 4])), "not of 2 rows"),
-        (broken(n_bytes=data, n_ends=np.array([3, 8])), "not of 2 rows"),  # a row of three bytes
-        (broken(n_bytes=data.astype(np.int64), n_ends=ends), "not of 2 rows"),
+        (broken(n_bytes=data, n_ends=np.array([4, 9])), "does not have 2 rows"),
+        (broken(n_bytes=data, n_ends=np.array([8, 4])), "does not have 2 rows"),
+        (broken(n_bytes=data, n_ends=np.array([3, 8])), "does not have 2 rows"),  # a row of three bytes
+        (broken(n_bytes=data.astype(np.int64), n_ends=ends), "does not have 2 rows"),
         (broken(n_bytes=data, n_ends=np.array([Evil(trace)])), "allow_pickle=False"),
         (lambda: ds.MindDataset(str(tmp_path / "none")), "there is no file"),
         (lambda: ds.MindDataset([]), "names no file"),
@@ -390,13 +390,13 @@ def test_mistakes_are_named() -> None:
         yield 2, np.zeros(3)
 
     mistakes: list[tuple[Callable[[], Any], type[Exception], str]] = [
-        (lambda: ds.GeneratorDataset(3, ["x"]), TypeError, "int is no source of rows"),
+        (lambda: ds.GeneratorDataset(3, ["x"]), TypeError, "int is not a source of rows"),
         (lambda: ds.GeneratorDataset(source, []), TypeError, "names of columns"),
         (lambda: ds.GeneratorDataset(source, ["x", "x"]), ValueError, "two columns"),
         (
             lambda: ds.GeneratorDataset(source, ["x", "y"], shuffle=True),
             ValueError,
-            "shuffle needs rows by their index",
+            "shuffle needs rows by index",
         ),
         (
             lambda: ds.GeneratorDataset(source, ["x", "y"], num_shards=2, shard_id=0),

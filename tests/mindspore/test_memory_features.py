@@ -165,7 +165,7 @@ def test_layouts_that_do_not_fit_say_what() -> None:
         (lambda: ms.Layout((2, 2), ("dp", "mp"), [3, 2, 1, 0]), "all ranks, in order"),
         (lambda: GRID("dp", "mq"), "no dim 'mq'"),
         (lambda: GRID("dp", "dp"), "splits two dims"),
-        (lambda: ops.MatMul().shard((GRID, GRID)), "says nothing of a tensor"),
+        (lambda: ops.MatMul().shard((GRID, GRID)), "does not place a tensor"),
     ):
         with pytest.raises(ValueError, match=message):
             make()
@@ -202,7 +202,7 @@ def test_reports_list_copies_and_the_parts_of_redistributions() -> None:
     plan = planning.planned(Placed(((4, 1), (1, 1))), (X.double(),))
     told = ms.parallel.copies_report(plan)
     assert "w: 2 KiB, 4 copies, [16, 16]" in told
-    assert "4 devices hold 8 KiB of 2 KiB: redundant are 3 times the parameters" in told
+    assert "4 devices hold 8 KiB of 2 KiB: redundancy: 3 times the parameters" in told
 
     class Pair(nn.Cell):
         def __init__(self) -> None:
@@ -227,14 +227,14 @@ def test_checkpoints_of_other_versions_and_broken_ones_say_so(tmp_path: Any) -> 
     path = tmp_path / "net.ckpt"
     good = {"format": "shardwise-rank-checkpoint", "rank": 0, "info": {}, "parameters": {"w": {"data": torch.ones(2)}}}
     for content, message in (
-        ({**good, "format": "other"}, "no checkpoint of this library"),
+        ({**good, "format": "other"}, "not a checkpoint of this library"),
         ({key: value for key, value in good.items() if key != "rank"}, "another version: it lacks rank"),
         ({**good, "parameters": {"w": torch.ones(2)}}, "its entry w lacks data"),
-        ({**good, "parameters": {"w": {"data": torch.ones(2), "layout": "[2]"}}}, "says half a layout"),
+        ({**good, "parameters": {"w": {"data": torch.ones(2), "layout": "[2]"}}}, "lacks data, or half its layout"),
     ):
         torch.save(content, path)
         with pytest.raises(ValueError, match=message):
             ms.load_checkpoint(str(path))
     path.write_bytes(b"not a checkpoint")
-    with pytest.raises(ValueError, match="can not be read as a checkpoint"):
+    with pytest.raises(ValueError, match="cannot be read as a checkpoint"):
         ms.load_checkpoint(str(path))

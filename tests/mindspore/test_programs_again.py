@@ -340,7 +340,7 @@ def test_parameters_take_values_of_their_shapes_by_their_names() -> None:
     cell.centre = Tensor(np.full(4, 2.0, np.float32))
     assert isinstance(cell.centre, Parameter)
     assert cell.centre.asnumpy().tolist() == [2.0] * 4
-    with pytest.raises(ValueError, match=r"\[4\] is given a value \[2\]"):
+    with pytest.raises(ValueError, match=r"\[4\] gets a value \[2\]"):
         cell.centre = Tensor([1.0, 2.0])
     assert cell.infer_param_pipeline_stage() == cell.trainable_params()
 

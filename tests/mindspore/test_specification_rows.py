@@ -245,8 +245,8 @@ def test_arguments_of_a_model_are_told_apart() -> None:
         assert model._optimizer is optimizer
         assert model._loss_fn in (loss, None)
     for given, words in (
-        ((optimizer, loss, net), "Momentum is no network"),
-        ((net, loss, loss), "MSELoss is no optimizer"),
+        ((optimizer, loss, net), "Momentum is not a network"),
+        ((net, loss, loss), "MSELoss is not an optimizer"),
         ((net, optimizer, optimizer), "two optimizers"),
     ):
         with pytest.raises(TypeError, match=words):

@@ -100,7 +100,7 @@ REFUSED: list[tuple[P.Primitive, tuple[Any, ...], int, Any, str, str]] = [
     (P.GatherD(), (x(8, 8), 1, ids(8, 4)), 8, ((2, 1), (4, 1)), "strategies of all inputs must be equal", "for both"),
     (P.GatherD(), (x(8, 8), 1, ids(8, 4)), 8, ((1, 2), (1, 2)), "splits dim 1, which it looks up", "1 for"),
     (P.GatherNd(), (x(8, 8), ids(8, 1)), 8, ((2, 1), (1, 1)), "splits dim 0, which is looked up", "1 for"),
-    (P.GatherNd(), (x(8, 8), ids(8, 2)), 8, ((1, 1), (1, 2)), "splits dim 1, which names a place", "1 for"),
+    (P.GatherNd(), (x(8, 8), ids(8, 2)), 8, ((1, 1), (1, 2)), "splits dim 1, which addresses an element", "1 for"),
     (P.OneHot(), (ids(8, 8), 4, 1.0, 0.0), 8, ((8, 1, 1), (), ()), "the indices have 2 dims", "strict=False"),
     (P.OneHot(), (ids(8), 4, 1.0, 0.0), 8, ((8, 1),), "size: 1 is not equal to inputs size: 3", "one tuple for each"),
     (P.OneHot(), (ids(8), 10, 1.0, 0.0), 8, ((1, 4), (), ()), "shape 10 cannot be divisible by strategy value 4",
@@ -134,12 +134,12 @@ REFUSED: list[tuple[P.Primitive, tuple[Any, ...], int, Any, str, str]] = [
     (P.Concat(1), ((x(8, 8), x(8, 8)),), 8, ((1, 2), (1, 2)), "splits dim 1, along which the inputs are joined",
      "1 for"),
     (P.Stack(1), ((x(8, 8), x(8, 8)),), 8, ((4, 1), (2, 1)), "Strategies of relevant dimensions", "for both"),
-    (P.Split(0, 2), (x(8, 8),), 8, ((2, 1),), "splits dim 0, which is taken apart", "1 for that dim"),
+    (P.Split(0, 2), (x(8, 8),), 8, ((2, 1),), "splits dim 0, which is cut into parts", "1 for that dim"),
     (P.Split(2, 2), (x(8, 8),), 8, ((2, 1),), "axis 2 is out of range", "from -2 to 1"),
     (P.StridedSlice(), (x(8, 8), (0, 0), (4, 8), (1, 1)), 8, ((2, 1),), "0:4:1 is taken", "strict=False"),
     (P.StridedSlice(), (x(8, 8), (0, 0), (8, 8), (1, 2)), 8, ((1, 2),), "0:8:2 is taken", "strict=False"),
     (P.StridedSlice(new_axis_mask=1), (x(8, 8), (0, 0, 0), (1, 8, 8), (1, 1, 1)), 8, ((2, 1),), "a mask is not 0", "1"),
-    (P.Slice(), (x(8, 8), (1, 0), (-1, 8)), 8, ((2, 1),), "is taken (a split dim is taken whole)", "strict=False"),
+    (P.Slice(), (x(8, 8), (1, 0), (-1, 8)), 8, ((2, 1),), "is taken (a split dim must be taken whole)", "strict=False"),
     (P.TopK(), (x(8, 8), 2), 8, ((2, 2),), "splits dim 1, of which it finds the largest", "1 for that dim"),
     (P.Sort(0), (x(8, 8),), 8, ((2, 2),), "splits dim 0, which it sorts", "1 for that dim"),
     # what an operand leaves to the others is checked as if it were written
@@ -150,9 +150,9 @@ REFUSED: list[tuple[P.Primitive, tuple[Any, ...], int, Any, str, str]] = [
     (P.MatMul(), (x(8, 8), x(8, 8)), 8, ((), (4, 4)), "it requires 16 devices", "divides 8"),
     (P.MatMul(), (x(8, 8), x(8)), 8, ((2, 4), ()), "the strategy ((2, 4), (4,))", "matrices"),
     (manual((4, 4)), (x(8, 8), ids(8, 8), 0), 4, ((), (1, 4)), "2 numbers, and param_strategy[0] is 4", "one number"),
-    (P.ReLU(), (x(8, 8),), 8, ((),), "leaves all inputs [[8, 8]] to the others", "numbers for one"),
+    (P.ReLU(), (x(8, 8),), 8, ((),), "has no split counts for any of the inputs [[8, 8]]", "numbers for one"),
     # counts that an operator of several can not carry inside
-    (P.TensorScatterAdd(), (x(8, 8), ids(2, 1), x(2, 8)), 8, ((1, 2), (2, 1), (2, 2)), "splits dim 0, which can not be",
+    (P.TensorScatterAdd(), (x(8, 8), ids(2, 1), x(2, 8)), 8, ((1, 2), (2, 1), (2, 2)), "splits dim 0, which cannot be",
      "1 for that dim"),
 ]  # fmt: skip
 

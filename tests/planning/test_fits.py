@@ -17,7 +17,7 @@ import shardwise as sw
 from shardwise.api import step_memory
 from shardwise.planning import fits as fits_module
 from shardwise.plans.request import PlanRequest
-from shardwise.report import suggestions as options
+from shardwise.planning import suggestions as options
 
 
 class Texts(nn.Module):
@@ -90,7 +90,7 @@ def test_what_does_not_fit_is_mended_and_the_mends_fit() -> None:
     assert answer.options
     assert all(option.fits and option.peak_bytes <= limit for option in answer.options)
     assert "what would make it fit" in str(answer)
-    assert "sw.fits plans such mends" not in str(answer), "these are they"
+    assert "sw.fits plans such fixes" not in str(answer), "these are they"
 
 
 def test_what_cannot_fit_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,21 +128,21 @@ def refused(**settings: Any) -> str:
 
 def test_a_refusal_names_the_cheapest_mends_and_they_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "MAX_REFUSED_SECONDS", inf)
-    monkeypatch.setattr(options, "MEND_SECONDS", inf)
+    monkeypatch.setattr(options, "MAX_SUGGESTION_SECONDS", inf)
     module, batch = asked(64)
     plan = sw.plan(module, batch, sw.Cluster.load("h100-1x2"))
     limit = step_memory(module, batch, plan).peak.num_bytes * 0.4
     settings: dict[str, Any] = {"memory_bytes": limit, "recompute": "none", "micro_batch": 64}
     said = refused(**settings)
-    lines = [line for line in said.splitlines() if line.startswith("  mend ")]
+    lines = [line for line in said.splitlines() if line.startswith("  fix ")]
     assert 1 <= len(lines) <= 3
     answer = sw.fits(module, batch, "h100-1x2", seconds=600, **settings)
     known = {option.what: options.suggestion_line(option) for option in answer.options}
-    assert any(line.partition(": ")[2] in known.values() for line in lines)
+    assert any(line.partition(": ")[2].strip() in known.values() for line in lines)
     assert all(float(line.partition(", peak ")[2].split()[0]) * 2**20 <= limit for line in lines)
     assert "one of these" in said
     none = refused(memory_bytes=1000.0)
-    assert "mends:  none of " in none
+    assert "fixes:  none of " in none
     assert "fix:    use more devices" in none
 
 
@@ -154,8 +154,8 @@ def test_where_planning_takes_long_the_refusal_says_who_plans_mends(monkeypatch:
 def test_a_comparison_plans_no_mends() -> None:
     module, batch = asked(64)
     found = sw.compare(module, batch, sw.Cluster.load("h100-1x2"), searches=("dynamic_programming",), memory_bytes=1e3)
-    assert "mends:" not in str(found.rows[0].error)
-    assert "sw.fits plans such mends" in str(found.rows[0].error)
+    assert "fixes:" not in str(found.rows[0].error)
+    assert "sw.fits plans such fixes" in str(found.rows[0].error)
 
 
 def test_states_on_the_host_are_a_mend_where_there_is_a_host() -> None:
@@ -192,13 +192,13 @@ def test_what_a_plan_announces_points_at_the_call() -> None:
 
 def test_mends_of_stages_are_ordered_by_their_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(options, "MAX_REFUSED_SECONDS", inf)
-    monkeypatch.setattr(options, "MEND_SECONDS", inf)
+    monkeypatch.setattr(options, "MAX_SUGGESTION_SECONDS", inf)
     module, batch = asked(64)
     settings: dict[str, Any] = {"stages": 2, "global_batch": 64, "micro_batch": 16, "recompute": "none"}
     free = sw.plan(module, batch, sw.Cluster.load("h100-1x2"), **settings)
     assert free.pipeline is not None
     most = max(own.peak_bytes for own in free.pipeline.stages)
     said = refused(memory_bytes=0.45 * most, **settings)
-    lines = [line for line in said.splitlines() if line.startswith("  mend ")]
+    lines = [line for line in said.splitlines() if line.startswith("  fix ")]
     assert lines
     assert all("step " in line and "peak " in line for line in lines), said

@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise import cli
 from shardwise.costs.pipeline_simulation import PipelinePrediction
 from shardwise.plans.request import PlanRequest
-from shardwise.report import suggestions as options
+from shardwise.planning import suggestions as options
 from shardwise.report.search_reports import PipelineReport
 
 

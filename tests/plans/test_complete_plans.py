@@ -301,7 +301,7 @@ def test_a_priced_plan_of_version_4_says_how_to_make_it_anew() -> None:
     with pytest.raises(sw.PlanError) as caught:
         sw.Plan.load(path)
     text = str(caught.value)
-    assert "has plan version 4: it does not say by which layouts its conversions go, which prices decided" in text
+    assert "has plan version 4: it does not list the paths of its conversions, which were chosen by price" in text
     assert "make the plan again with sw.plan" in text
     assert "edited=True" in text
     again = sw.Plan.load(path, edited=True)

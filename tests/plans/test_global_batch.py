@@ -152,7 +152,7 @@ def test_the_micro_batch_is_the_largest_that_fits_unless_smaller_ones_are_faster
     tried = tight.report.explain("micro_batch")
     assert tried.tried[0].micro_batch == 256
     assert "no plan fits" in tried.tried[0].refused
-    assert str(tried).startswith(f"a pass is over {tight.micro_batch} samples; tried, the largest first")
+    assert str(tried).startswith(f"a micro-batch has {tight.micro_batch} samples; tried, the largest first")
 
 
 def test_a_batch_that_does_not_fit_in_a_pass_is_planned_in_passes_without_being_asked(monkeypatch):

@@ -312,7 +312,8 @@ def test_stages_fit_with_the_layouts_in_which_they_meet() -> None:
     with (
         mock.patch.object(pipelines, "_excess", return_value={0: 10_240.0}),
         pytest.raises(
-            sw.PlanError, match=r"stage 0 fits alone.* 225 KiB with 2 micro-batches at once, and has 215 KiB"
+            sw.PlanError,
+            match=r"stage 0 fits alone.* 225 KiB per device with 2 micro-batches in flight \(limit 215 KiB\)",
         ),
     ):
         plan(model, memory_bytes=limit, **options)

@@ -276,7 +276,7 @@ def test_a_missing_or_binary_file_is_a_plan_error(tmp_path):
         (("stages",), {}, "stages is {}, not a list"),
         (("stages",), [], "stages is [], a plan has one at least"),
         (("stages", 0), 3, "stages[0] is 3, not an object"),
-        (("ranks",), "0-x", "stages[0].ranks: ranks read 0-3,8, not '0-x'"),
+        (("ranks",), "0-x", "stages[0].ranks: ranks must be like 0-3,8, not '0-x'"),
         (("conversions",), {}, "conversions is {}, not a list"),
         (("conversions", 0, "path"), [3], "conversions[0].path[0] is 3, not a text"),
         (("conversions", 0, "path"), [], "conversions[0].path is [], while other conversions have a path"),

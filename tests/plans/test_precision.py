@@ -61,7 +61,7 @@ def test_a_precision_is_in_the_file_the_print_and_the_digest() -> None:
         ({"compute": "i8", "parameter": "", "reduce": ""}, "no gradient flows"),
         ({"compute": 7, "parameter": "", "reduce": ""}, "is no dtype"),
         ({"compute": "bf17", "parameter": "", "reduce": ""}, "bf17"),
-        ({"compute": "", "parameter": "", "reduce": ""}, "says nothing"),
+        ({"compute": "", "parameter": "", "reduce": ""}, "is empty"),
     ],
 )
 def test_a_file_with_a_wrong_precision_is_refused(entry: Any, said: str) -> None:
@@ -268,7 +268,7 @@ def test_the_name_of_a_dtype_is_not_a_dtype() -> None:
 
 
 def test_storage_that_loses_updates_is_announced() -> None:
-    with pytest.warns(sw.PlanWarning, match=r"stored as torch\.bfloat16 and computed with as torch\.float32"):
+    with pytest.warns(sw.PlanWarning, match=r"stored as torch\.bfloat16 and used as torch\.float32"):
         plan_of("llama", 2, sw.Precision(compute=FP32, parameter=BF16), "dp")
 
 

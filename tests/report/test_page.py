@@ -355,5 +355,5 @@ def test_a_pipeline_of_a_file_without_seconds_has_no_chart(tmp_path: Path) -> No
     del body["pipeline"]["memory_bytes"]
     write_page(tmp_path / "plan.html", sw.Plan.from_json(json.dumps(body), edited=True))
     text = text_of(tmp_path / "plan.html")
-    assert "plan again for the schedule as a chart" in text
+    assert "plan again for a chart of the schedule" in text
     assert "Schedule of a step" not in text

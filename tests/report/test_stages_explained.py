@@ -52,7 +52,7 @@ def test_what_is_explained_is_what_the_stage_has(plan: sw.Plan) -> None:
             (chosen,) = (own for own in found.explanation.alternatives if own.chosen)
             assert chosen.choice == (entry.strategy or "whole")
             alike.add((number, bool(found.alike)))
-            assert (f"in stage {number}, planned as an equal one" in str(found)) == bool(found.alike)
+            assert (f"in stage {number}, planned as an equal stage" in str(found)) == bool(found.alike)
             explained += 1
     assert explained == 8
     assert any(entry.strategy for stage in plan.stages for entry in stage.operators), "something is split"

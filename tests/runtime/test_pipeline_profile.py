@@ -97,11 +97,11 @@ def test_actions_and_operators_are_measured(
         page = Path(f"{path}.html").read_text()
         (measured, _), (waits, _) = answers[0]["seconds"], answers[0]["bubbles"]
         assert f'step without its optimizer</th><td class="number">{format_seconds(measured)}</td>' in page
-        assert f'places that wait (bubbles)</th><td class="number">{waits:.1%}</td>' in page
+        assert f'pipeline ranks idle (bubbles)</th><td class="number">{waits:.1%}</td>' in page
         for chart in ("measured-0", "measured-1"):
             boxes = page.partition(f'id="{chart}"')[2].partition("</svg>")[0].count('<rect class="box')
             assert boxes == sum(map(len, answers[0]["actions"]))
-        assert all(f"Stage {number} by itself, operator by operator" in page for number in range(stages))
+        assert all(f"Stage {number} alone, operator by operator" in page for number in range(stages))
     trace = json.loads(Path(path).read_text())["traceEvents"]
     titles = {e["args"]["name"] for e in trace if e["name"] == "process_name"}
     assert titles == {f"place {place}, {which}" for place in range(2) for which in ("measured", "predicted")}

@@ -211,7 +211,7 @@ def test_what_is_read_is_what_one_device_has(run_ranks: RunRanks) -> None:
     ]
     for kinds in run_ranks(compared, 2, [plan.to_json() for plan in plans], time_limit_seconds=120):
         assert set(kinds) == {"Tensor LazyTensor LazyTensor LazyTensor Tensor"}  # the loss and sums are scalars
-    assert "3.56 KiB bring a call's outputs together (/tanh 2 KiB, head/add 1.5 KiB, /argmax 64 B)" in str(plans[0])
+    assert "3.56 KiB deliver outputs to the caller (/tanh 2 KiB, head/add 1.5 KiB, /argmax 64 B)" in str(plans[0])
     for sent, said, text, alone in run_ranks(unread, 2, plans[1].to_json()):
         # The head's input there and its cotangent back; four numbers a row in the loss and argmax, and a sum.
         assert sent == 2 * BATCH * 32 * 8 + 4 * BATCH * 8 + 8
@@ -231,7 +231,7 @@ def test_a_price_has_no_outputs() -> None:
     columns = {"hidden": "n@tp", "head": "n@tp"}
     settings: dict[str, Any] = {"mesh": sw.Mesh(tp=2), "strategies": columns, "search": "dynamic_programming"}
     plans = [sw.plan(own.double(), batch, 2, **settings) for own in (model, OnlyLoss())]
-    told = ["bring a call's outputs together" in str(plan) for plan in plans]
+    told = ["deliver outputs to the caller" in str(plan) for plan in plans]
     assert told == [True, False]
     assert plans[0].prediction.peak_bytes == plans[1].prediction.peak_bytes
     assert plans[0].prediction.exposed == plans[1].prediction.exposed

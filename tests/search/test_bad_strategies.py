@@ -1,4 +1,4 @@
-"""Strategies that can not be followed: every message names the operator, the user's line, the numbers and the mend."""
+"""Strategies that cannot be followed: every message names the operator, the user's line, the numbers and the mend."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_dim_that_the_rule_can_not_split_is_named():
             return sw.shard(torch.roll, ((1, 4),))(x, (1,)).mean()
 
     text = message(RolledFlat())
-    assert "dim 1 of operand 0 [16, 32] can not be split (4 ways asked for)" in text
+    assert "dim 1 of operand 0 [16, 32] cannot be split (4 ways asked for)" in text
     assert re.search(rf"op: +/roll \({HERE}\)", text), text
     assert "factors that can be split: none\n" in f"{text}\n"
 
@@ -88,7 +88,7 @@ def test_a_broadcast_dim_can_not_be_split():
         def forward(self, x: Tensor) -> Tensor:
             return sw.shard(torch.mul, ((2, 1), (2, 1)))(x, torch.ones(1, 32)).mean()
 
-    assert "dim 0 of operand 1 has 1 elements: it can not be split 2 ways" in message(Scaled())
+    assert "dim 0 of operand 1 has 1 elements: it cannot be split 2 ways" in message(Scaled())
 
 
 def test_a_strategy_for_a_factor_that_can_not_be_split_is_refused():
@@ -97,7 +97,7 @@ def test_a_strategy_for_a_factor_that_can_not_be_split_is_refused():
             return sw.shard(torch.roll, "d1@dp")(x, (1,)).mean()
 
     text = message(RolledFlat())
-    assert "factor d1 can not be split" in text
+    assert "factor d1 cannot be split" in text
     assert re.search(rf"op: +/roll \({HERE}\)", text), text
 
 

@@ -1,4 +1,4 @@
-"""A subcommand of ``shardwise``."""
+"""The type of the subcommands of ``shardwise``, and helpers for their output files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.errors import ShardwiseError, problem
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: its arguments and what it does. ``execute`` returns the exit code."""
+    """A subcommand with its arguments. ``execute`` runs it and returns the exit code."""
 
     name: str
     help: str
@@ -23,7 +23,7 @@ class Command:
 
 
 def add_output(parser: argparse.ArgumentParser, what: str, *, required: bool = True) -> None:
-    """``--output FILE``, which is looked at before any work is done."""
+    """Add ``--output FILE``. The path is checked before any work is done."""
     parser.add_argument("-o", "--output", required=required, type=_to_write, metavar="FILE", help=what)
 
 
@@ -34,16 +34,16 @@ def _to_write(text: str) -> str:
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text} may not be written")
+        raise argparse.ArgumentTypeError(f"no permission to write {text}")
     return text
 
 
 @contextmanager
 def writing(path: str) -> Iterator[None]:
-    """In here a file is written. Raises ShardwiseError where that fails."""
+    """Raise a ShardwiseError for an OSError of writing to ``path`` inside this context."""
     try:
         yield
     except OSError as error:
         raise ShardwiseError(
-            problem(f"{path} is not written: {error.strerror or error}", fix="-o another file")
+            problem(f"cannot write {path}: {error.strerror or error}", fix="give another file with -o")
         ) from error

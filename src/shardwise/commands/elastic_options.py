@@ -11,41 +11,41 @@ _DEFAULT = ElasticConfig()
 
 
 def add_elastic_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("ranks that are lost")
+    group = parser.add_argument_group("lost ranks")
     add = group.add_argument
-    add("--elastic", action="store_true", help="go on without a rank, or a machine, that dies, hangs or differs")
-    add("--min-ranks", type=int, metavar="K", help="go on with fewer ranks, down to these (as many as start)")
-    add("--spares", type=int, metavar="S", help="further devices, which take the places of lost ones (0)")
+    add("--elastic", action="store_true", help="continue without ranks or machines that die, hang or diverge")
+    add("--min-ranks", type=int, metavar="K", help="the smallest number of ranks to continue with (default: all)")
+    add("--spares", type=int, metavar="S", help="spare devices, which replace lost ones (0)")
     add(
         "--max-failures",
         type=int,
         metavar="N",
-        help=f"losses without a step in between after which the job ends ({_DEFAULT.max_failures})",
+        help=f"end the job after this number of losses without a step in between ({_DEFAULT.max_failures})",
     )
     add(
         "--silent-after",
         type=float,
         metavar="SECONDS",
-        help=f"a rank that alone gives no sign of life for so long is lost ({_DEFAULT.silent_seconds:g})",
+        help=f"a single rank without a heartbeat for this time is lost ({_DEFAULT.silent_seconds:g})",
     )
     add(
         "--idle-after",
         type=float,
         metavar="SECONDS",
-        help="so is one that comes to no collective for so long while all others wait in one, or for messages of "
-        "its stage (their time-out)",
+        help="a rank that joins no collective for this time is lost, if all others wait in one or for messages of its "
+        "stage (the time-out of collectives)",
     )
     add(
         "--wait-for-machines",
         type=float,
         metavar="SECONDS",
-        help="how long a job of several machines waits for those that are missing, at its start and where fewer than "
-        f"--min-ranks are left ({_DEFAULT.wait_seconds:g})",
+        help="wait this long for missing machines, at the start and if fewer than --min-ranks are left "
+        f"({_DEFAULT.wait_seconds:g})",
     )
 
 
 def elastic_settings(chosen: argparse.Namespace) -> ElasticConfig | None:
-    """None without ``--elastic``. Raises LaunchError for its options without it."""
+    """Return the elastic settings, None without ``--elastic``. Raises LaunchError for other options of the group."""
     settings = {
         "min_ranks": chosen.min_ranks,
         "spares": chosen.spares,
@@ -57,7 +57,7 @@ def elastic_settings(chosen: argparse.Namespace) -> ElasticConfig | None:
     settings = {name: value for name, value in settings.items() if value is not None}
     if not chosen.elastic and settings:
         names = "--min-ranks, --spares, --max-failures, --silent-after, --idle-after and --wait-for-machines"
-        what = f"{names} are of elastic jobs"
+        what = f"{names} need --elastic"
         raise LaunchError(problem(what, fix="add --elastic, or leave them out"))
     return ElasticConfig(**settings, preload=chosen.preload) if chosen.elastic else None
 

@@ -1,5 +1,4 @@
-"""What ``--json`` prints: one document on standard output; numbers are numbers, and names say their units. The schemas
-are in the page "commands" of the documentation."""
+"""The output of ``--json``: one document on standard output. Keys name their units (schemas: docs/commands.md)."""
 
 from __future__ import annotations
 
@@ -27,12 +26,12 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def show(text: Any, chosen: argparse.Namespace, data: Callable[[], Any]) -> None:
-    """For a person, or with --json for a program."""
+    """Print the text, or the data as JSON if ``--json`` is given."""
     print(json.dumps(_plain(data()), indent=1, allow_nan=False) if chosen.json else text)
 
 
 def _plain(data: Any) -> Any:
-    """As JSON has it: what is not finite is null."""
+    """Convert data for JSON: floats that are not finite become null, tuples become lists."""
     if isinstance(data, float):
         return data if isfinite(data) else None
     if isinstance(data, Mapping):
@@ -41,7 +40,7 @@ def _plain(data: Any) -> Any:
 
 
 def predicted(plan: Plan) -> tuple[float, float] | None:
-    """Seconds of a step and bytes of a device; None: nothing is predicted."""
+    """Return the predicted seconds of a step and bytes of a device; None if nothing is predicted."""
     if plan.pipeline is not None:
         return plan.pipeline.step_seconds, plan.pipeline.memory_bytes
     prediction = plan.predicted
@@ -49,7 +48,7 @@ def predicted(plan: Plan) -> tuple[float, float] | None:
 
 
 def totals(plan: Plan) -> list[dict[str, Any]]:
-    """The collectives of a pass, alike ones together."""
+    """Return the collectives of a pass, summed by direction, kind and axes."""
     entries = []
     for direction in ("forward", "backward"):
         count: Counter[tuple[str, str]] = Counter()
@@ -65,7 +64,7 @@ def totals(plan: Plan) -> list[dict[str, Any]]:
 
 
 def entry_data(plan: Plan, name: str) -> dict[str, Any]:
-    """What the file of a plan says of an operator or a tensor that it has."""
+    """Return the entry of an operator or a tensor in a plan file. The plan must have it."""
     for number, stage in enumerate(plan.stages):
         uses = [asdict(entry) for entry in stage.conversions or () if name in (entry.value, entry.op)]
         for tensor in (*stage.parameters, *stage.buffers, *stage.inputs):
@@ -78,7 +77,7 @@ def entry_data(plan: Plan, name: str) -> dict[str, Any]:
 
 
 def explanation_data(answer: Explanation | StageExplanation | MicroBatches | AutoStagesReport) -> dict[str, Any]:
-    """Of a choice (in a stage), of micro-batches, or of stages."""
+    """Return the data of an explanation: of a choice (in a stage), of micro-batches, or of stages."""
     from shardwise.report.explain import Explanation
     from shardwise.report.search_reports import MicroBatches, StageExplanation
 
@@ -135,7 +134,7 @@ def explanation_data(answer: Explanation | StageExplanation | MicroBatches | Aut
 
 
 def _planned(trial: MicroBatchOutcome | SettingOutcome) -> dict[str, Any]:
-    """What became of a micro-batch, or of a setting."""
+    """Return the outcome of planning with a micro-batch or a setting."""
     return {
         "step_seconds": trial.step_seconds or None,
         "bytes": trial.num_bytes or None,
@@ -148,13 +147,13 @@ def _renamed(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def ranking_data(ranking: PlanRanking | PipelineRanking) -> dict[str, Any]:
-    """The best plans of a search, or the best pipelines."""
+    """Return the data of the best plans of a search, or of the best pipelines."""
     from shardwise.report.pipeline_ranking import PipelineRanking
 
     if isinstance(ranking, PipelineRanking):
-        named = ("step_seconds", "bubble", "num_bytes", "changed")
+        names = ("step_seconds", "bubble", "num_bytes", "changed")
         pipelines = [
-            {name.replace("num_bytes", "bytes"): getattr(pipeline, name) for name in named}
+            {name.replace("num_bytes", "bytes"): getattr(pipeline, name) for name in names}
             for pipeline in ranking.pipelines
         ]
         return {"looked_at": ranking.looked_at, "refused": ranking.refused, "pipelines": pipelines}
@@ -175,5 +174,5 @@ def ranking_data(ranking: PlanRanking | PipelineRanking) -> dict[str, Any]:
 
 
 def cluster_data(cluster: Cluster) -> dict[str, Any]:
-    """All figures of a cluster: bytes, seconds, bytes and FLOPs a second."""
+    """Return all figures of a cluster, in bytes, seconds, bytes per second and FLOP/s."""
     return {"num_devices": cluster.num_devices, **asdict(cluster)}

@@ -1,4 +1,4 @@
-"""What a command is about: ``model.py:build``, ``package.module:build``, or a transformers configuration on disk."""
+"""Load the model of a command: ``model.py:build``, ``package.module:build``, or a transformers config.json on disk."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-SAMPLES, TOKENS = 8, 1024  # that a configuration is given
+SAMPLES, TOKENS = 8, 1024  # default input sizes for a transformers configuration
 
 
 class BuildError(Exception):
-    """An error of the user's own ``build()``: it is shown as his, from his first line on."""
+    """An error of the user's ``build()``; its traceback is shown from the user's first line on."""
 
     def __init__(self, error: BaseException, step: TracebackType | None) -> None:
         super().__init__(str(error))
@@ -38,7 +38,7 @@ class BuildError(Exception):
 
 @dataclass(frozen=True)
 class Model:
-    """A module with its example inputs, and the loss beside them (or None)."""
+    """A module with its example inputs and its loss function (or None)."""
 
     module: nn.Module
     inputs: Any
@@ -46,7 +46,7 @@ class Model:
 
 
 def add_model(parser: argparse.ArgumentParser, *, values: bool = False) -> None:
-    """The arguments that name a model. ``values``: whether it must have some."""
+    """Add the arguments that name a model. ``values``: it needs real tensors, not meta tensors."""
     meta_note = "" if values else "; meta tensors will do"
     parser.add_argument(
         "model",
@@ -59,7 +59,7 @@ def add_model(parser: argparse.ArgumentParser, *, values: bool = False) -> None:
 
 
 def model_of(chosen: argparse.Namespace, *, values: bool = False) -> Model:
-    """The model of ``add_model``. Raises ShardwiseError for what is none, BuildError for an error inside of it."""
+    """Load the model that the arguments name. Raises ShardwiseError if they name none, BuildError for its errors."""
     with show_progress("building the model"):
         sizes = {name: getattr(chosen, name) for name in ("batch", "sequence") if getattr(chosen, name) is not None}
         for name, size in sizes.items():
@@ -67,13 +67,13 @@ def model_of(chosen: argparse.Namespace, *, values: bool = False) -> Model:
                 raise ShardwiseError(problem(f"--{name} is {size}", fix="a whole number from 1"))
         place = Path(chosen.model)
         if place.is_file() and place.suffix == ".json" and names_plan(place):
-            what = f"{chosen.model} is a plan, and a model is asked for"
+            what = f"{chosen.model} is a plan file, not a model"
             raise ShardwiseError(problem(what, fix="give FILE:FUNCTION, such as model.py:build, or a config.json"))
         if chosen.model and (place.suffix == ".json" or place.is_dir()):
             return _of_config(place / "config.json" if place.is_dir() else place, chosen, values)
         for name in sizes:
-            what = f"--{name} is for a configuration, and {chosen.model} returns its own inputs"
-            raise ShardwiseError(problem(what, fix="leave it out; --global-batch and --micro-batch divide a step"))
+            what = f"--{name} is for transformers configurations, and {chosen.model} returns its own inputs"
+            raise ShardwiseError(problem(what, fix="leave it out; use --global-batch and --micro-batch"))
         built = call_build_function(chosen.model)
         if not isinstance(built, tuple) or len(built) not in (2, 3):
             kind = f"{len(built)} values" if isinstance(built, tuple) else f"a {type(built).__name__}"
@@ -83,13 +83,13 @@ def model_of(chosen: argparse.Namespace, *, values: bool = False) -> Model:
 
 
 def names_plan(path: Path) -> bool:
-    """Whether a file says that it is a plan."""
+    """Return whether a file is marked as a plan file."""
     with path.open("rb") as file:
         return b'"shardwise-plan"' in file.read(200)
 
 
 def call_build_function(text: str) -> Any:
-    """What the function ``model.py:build`` returns."""
+    """Call the function ``model.py:build`` and return its result."""
     build = load_named_object(text)
     if not callable(build):
         place, _, name = text.rpartition(":")
@@ -99,7 +99,7 @@ def call_build_function(text: str) -> Any:
 
 
 def load_named_object(text: str) -> Any:
-    """What ``model.py:name`` is, or None."""
+    """Return the object ``model.py:name``, or None if the module lacks it."""
     place, _, name = text.rpartition(":")
     if not place or not name:
         fix = "write FILE:FUNCTION, such as model.py:build, or a config.json on disk (nothing is downloaded)"
@@ -112,7 +112,7 @@ def load_named_object(text: str) -> Any:
 
 
 class _UserCodeErrors:
-    """Errors of the user's code leave it as his own; those that say what he can mend are left alone."""
+    """A context that turns errors of the user's code into BuildError; ShardwiseErrors pass unchanged."""
 
     def __enter__(self) -> None: ...
 
@@ -128,7 +128,7 @@ class _UserCodeErrors:
 
 
 def _import_module(place: str) -> Any:
-    """A module by file or by name; its folder (the current one) may hold what it imports."""
+    """Import a module by file or by name, with its folder (or the current one) on ``sys.path``."""
     path = Path(place)
     is_file = path.suffix == ".py"
     sys.path.insert(0, str(path.resolve().parent if is_file else Path.cwd()))
@@ -157,8 +157,8 @@ def _import_module(place: str) -> Any:
 
 
 def _of_config(path: Path, chosen: argparse.Namespace, values: bool) -> Model:
-    """The model of a transformers configuration, in its dtype: the class that it names, or the causal one, with token
-    ids."""
+    """Build the model of a transformers configuration, in its dtype, with token ids as inputs. Its class is the one
+    that the configuration names, or the causal language model."""
     import torch
 
     if not path.is_file():
@@ -172,7 +172,7 @@ def _of_config(path: Path, chosen: argparse.Namespace, values: bool) -> Model:
     except (OSError, ValueError) as error:
         raise ShardwiseError(
             problem(
-                f"{path} is no configuration that transformers knows: {str(error).splitlines()[0]}",
+                f"transformers cannot read the configuration {path}: {str(error).splitlines()[0]}",
                 fix="give its config.json, or FILE:BUILD",
             )
         ) from error
@@ -183,7 +183,7 @@ def _of_config(path: Path, chosen: argparse.Namespace, values: bool) -> Model:
     device = torch.device("cpu" if values else "meta")
     with device:
         make = transformers.AutoModelForCausalLM.from_config if head is None else head._from_config
-        module = make(config)  # head(config) would be in float32, whatever the configuration says
+        module = make(config)  # head(config) would ignore the configuration's dtype
         ids = torch.zeros(chosen.batch or SAMPLES, chosen.sequence or TOKENS, dtype=torch.int64)
         if values:
             ids = torch.randint(getattr(config.get_text_config(), "vocab_size", 2), ids.shape)

@@ -14,37 +14,35 @@ _DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float
 
 
 def add_settings(parser: argparse.ArgumentParser, *, cluster: bool = True) -> None:
-    """One option per setting. ``cluster``: whether it must be said."""
+    """Add one option per setting. ``cluster``: whether ``--cluster`` is required."""
     add = parser.add_argument
     add(
         "--cluster",
         required=cluster,
         metavar="CLUSTER",
-        help="a bundled name, a file, or a number of devices like those here, of any memory",
+        help="a bundled name, a file, or a number of devices like those here, without a memory limit",
     )
     add("--mode", metavar="MODE", help="auto, semi_auto, data_parallel or stand_alone (auto)")
     add("--search", metavar="SEARCH", help="dynamic_programming, ilp, recursive_programming or sharding_propagation")
-    add("--mesh", metavar="AXES", help="such as dp=16,tp=8 (chosen)")
-    add("--max-mesh-axes", type=int, default=2, metavar="N", help="of meshes that are chosen (2)")
+    add("--mesh", metavar="AXES", help="such as dp=16,tp=8 (chosen by the search)")
+    add("--max-mesh-axes", type=int, default=2, metavar="N", help="largest number of axes of the tried meshes (2)")
     add("--global-batch", type=int, metavar="N", help="samples of an optimizer step (those of the example inputs)")
-    add("--micro-batch", type=int, metavar="N", help="samples of a pass (chosen)")
+    add("--micro-batch", type=int, metavar="N", help="samples of a micro-batch (chosen by the search)")
     add("--precision", metavar="DTYPES", help="such as compute=bf16,parameter=f32,reduce=f32 (the model's own)")
-    add("--memory", metavar="BYTES", help='for tensors of a device, such as "60 GiB" (all but its reserve)')
-    add("--optimizer", default="adamw", help="whose states are counted (adamw); 'adamw on host': they wait there")
-    add(
-        "--strategy", action="append", metavar="NAME=TEXT", help="of a part of the model: 'blocks.*.up=n@tp'; repeat it"
-    )
+    add("--memory", metavar="BYTES", help='memory limit of a device, such as "60 GiB" (all but its reserve)')
+    add("--optimizer", default="adamw", help="whose states count as memory (adamw); 'adamw on host': in host memory")
+    add("--strategy", action="append", metavar="NAME=TEXT", help="of submodules: 'blocks.*.up=n@tp'; repeatable")
     add("--layout", action="append", metavar="NAME=TEXT", help="of an input, parameter or buffer: 'x=[32@dp, 512]'")
-    add("--bucket-bytes", type=int, metavar="N", help="of the largest message of gradients (25 MiB)")
+    add("--bucket-bytes", type=int, metavar="N", help="size of gradient buckets (25 MiB)")
     add("--recompute", metavar="HOW", help="auto, none, gathers, cheap, cheap+gathers or full (auto)")
-    add("--offload", choices=("auto", "none", "all"), help="what waits for backward in the memory of the host (auto)")
-    add("--stages", metavar="N", help="of a pipeline: a number, marked (sw.stage), or auto")
-    add("--schedule", metavar="NAME", help="of the stages: 1F1B, GPipe, ZBVZeroBubble, Solved, ... (1F1B)")
-    add("--zero", type=int, choices=(1, 2, 3), help="store parameters, gradients and optimizer states in parts")
+    add("--offload", choices=("auto", "none", "all"), help="saved tensors that wait in host memory (auto)")
+    add("--stages", metavar="N", help="pipeline stages: a number, marked (sw.stage), or auto")
+    add("--schedule", metavar="NAME", help="pipeline schedule: 1F1B, GPipe, ZBVZeroBubble, Solved, ... (1F1B)")
+    add("--zero", type=int, choices=(1, 2, 3), help="ZeRO stage: shard parameters, gradients and states")
 
 
 def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
-    """Those of ``sw.plan``; what was not said is left out. Raises ShardwiseError for what cannot be read."""
+    """Return the settings of ``sw.plan`` that the options give. Raises ShardwiseError for text that does not parse."""
     from shardwise.costs.units import parse_quantity
     from shardwise.layouts.mesh import Mesh
 
@@ -81,7 +79,7 @@ def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
 
 
 def cluster_of(text: str) -> Cluster | int:
-    """A cluster by name or file; a number of devices stays one, as ``sw.plan`` takes it."""
+    """Return the cluster of a name or a file, or a number of devices as an int."""
     number = whole_number(text)
     return Cluster.load(text) if number is None else number
 
@@ -106,7 +104,7 @@ def _precision(text: str) -> Any:
     if wrong or pairs.keys() - {"compute", "parameter", "reduce"}:
         raise ShardwiseError(
             problem(
-                f"--precision {text!r} is not understood",
+                f"cannot parse --precision {text!r}",
                 fix=f"compute=, parameter=, reduce=, each {', '.join(_DTYPES)}: compute=bf16,parameter=f32",
             )
         )

@@ -1,6 +1,6 @@
-"""Commands about plans: make one, ask whether it fits, explain, compare, prove, and check those of other tools.
+"""Subcommands that plan, explain, compare, verify and check.
 
-Each imports what it needs when it runs: ``shardwise run`` starts ranks without loading torch.
+Each imports its modules when it runs, so that ``shardwise run`` starts ranks without loading torch.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_settings(parser)
-    parser.add_argument("--compare", action="store_true", help="plan with every search and show them side by side")
-    add_output(parser, "write the plan, with --compare the fastest, as JSON", required=False)
+    parser.add_argument("--compare", action="store_true", help="plan with every search and print a table")
+    add_output(parser, "write the plan (with --compare the fastest one) as JSON", required=False)
     add_json(parser)
 
 
@@ -79,8 +79,8 @@ def _plan(chosen: argparse.Namespace) -> int:
 def _add_fits(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_settings(parser)
-    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="for mends or changes (30)")
-    parser.add_argument("--price", type=float, metavar="X", help="of a device and hour, for the price of 1e9 tokens")
+    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="time for planning suggestions (30)")
+    parser.add_argument("--price", type=float, metavar="X", help="price of a device-hour, for the price of 1e9 tokens")
     add_json(parser)
 
 
@@ -89,7 +89,7 @@ def _fits(chosen: argparse.Namespace) -> int:
 
     cluster, settings = cluster_of(chosen.cluster), settings_of(chosen)
     model = model_of(chosen)
-    with show_progress(f"planning for {chosen.cluster}, and what would change it"):
+    with show_progress(f"planning for {chosen.cluster}, with suggestions"):
         answer = fits(
             model.module,
             model.inputs,
@@ -117,7 +117,7 @@ def _explain(chosen: argparse.Namespace) -> int:
     from shardwise.plans.plan import Plan
     from shardwise.plans.printing import format_entry
 
-    if _is_plan(chosen.model):  # its search is gone: what it does there, not what else it might do
+    if _is_plan(chosen.model):  # a plan file has no search, so alternatives are not known
         plan = Plan.load(chosen.model)
         show(format_entry(plan, chosen.name), chosen, lambda: entry_data(plan, chosen.name))
         return 0
@@ -144,7 +144,7 @@ def _top(chosen: argparse.Namespace) -> int:
 def _add_trace(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_settings(parser)
-    add_output(parser, "the trace, for https://ui.perfetto.dev")
+    add_output(parser, "the trace file, for https://ui.perfetto.dev")
     add_json(parser)
 
 
@@ -163,8 +163,8 @@ def _trace(chosen: argparse.Namespace) -> int:
 def _add_report(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_settings(parser, cluster=False)
-    parser.add_argument("--other", metavar="PLAN", help="a plan file to set beside it")
-    add_output(parser, "the page: plan.html")
+    parser.add_argument("--other", metavar="PLAN", help="another plan file to compare with")
+    add_output(parser, "the HTML file, such as plan.html")
     add_json(parser)
 
 
@@ -190,7 +190,7 @@ def _searched(chosen: argparse.Namespace) -> PlanningResult:
     from shardwise.api import plan
 
     if chosen.cluster is None:
-        raise ShardwiseError(problem("a model is planned for a cluster", fix="--cluster h100-1x8, or name a plan file"))
+        raise ShardwiseError(problem("a model needs a cluster", fix="add --cluster h100-1x8, or give a plan file"))
     model = model_of(chosen)
     with show_progress(f"planning for {chosen.cluster}"):
         settings = {"search": "dynamic_programming", **settings_of(chosen)}
@@ -198,8 +198,8 @@ def _searched(chosen: argparse.Namespace) -> PlanningResult:
 
 
 def _is_plan(text: str) -> bool:
-    """Whether a file is a plan, and no configuration of a model. Raises ShardwiseError for a .json that is missing, or
-    is no JSON."""
+    """Return whether a path is a plan file rather than a model or its configuration. Raises ShardwiseError for a .json
+    file that is missing or does not parse."""
     path = Path(text)
     if path.suffix == ".json" and not path.exists():
         raise ShardwiseError(problem(f"there is no file {text}", fix="check the path"))
@@ -211,18 +211,18 @@ def _is_plan(text: str) -> bool:
         json.loads(path.read_bytes())
     except ValueError as error:
         fix = "give a plan file, a config.json on disk, or FILE:FUNCTION"
-        raise ShardwiseError(problem(f"{text} is no JSON: {str(error)[:100]}", fix=fix)) from error
+        raise ShardwiseError(problem(f"{text} is not JSON: {str(error)[:100]}", fix=fix)) from error
     return False
 
 
 def _add_diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", metavar="PLAN", help="a plan file")
-    parser.add_argument("other", metavar="OTHER", help="another, which may not be worse")
+    parser.add_argument("other", metavar="OTHER", help="the plan file to compare with it")
     parser.add_argument(
         "--max-growth",
         type=float,
         metavar="PERCENT",
-        help="exit with 1 if predicted step or memory grow by more; and if they are not predicted",
+        help="exit with 1 if the predicted step or memory grows by more than this; with 2 if they are not predicted",
     )
     add_json(parser)
 
@@ -231,7 +231,7 @@ def _diff(chosen: argparse.Namespace) -> int:
     from shardwise.plans.plan import Plan
 
     if chosen.max_growth is not None and isnan(chosen.max_growth):
-        raise ShardwiseError(problem("--max-growth is no number", fix="percent, such as --max-growth 5"))
+        raise ShardwiseError(problem("--max-growth is not a number", fix="give percent, such as --max-growth 5"))
     first, second = Plan.load(chosen.plan), Plan.load(chosen.other)
     diff = first.diff(second)
     growth: dict[str, float] = {}
@@ -262,7 +262,7 @@ def _diff(chosen: argparse.Namespace) -> int:
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     add_model(parser, values=True)
     parser.add_argument("plan", metavar="PLAN", help="a plan file")
-    parser.add_argument("--steps", type=int, default=3, help="of the optimizer (3)")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps (3)")
     add_json(parser)
 
 
@@ -296,8 +296,8 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--devices", type=int, default=8, metavar="N", help="virtual ranks (8)")
     parser.add_argument("--mesh", metavar="AXES", help="such as dp=2,tp=4 (tp over all devices)")
-    parser.add_argument("--cluster", metavar="CLUSTER", help="for prices (nodes of eight H100)")
-    parser.add_argument("--no-price", action="store_true", help="leave out what it costs, and our own plan")
+    parser.add_argument("--cluster", metavar="CLUSTER", help="cluster for prices (nodes of eight H100)")
+    parser.add_argument("--no-price", action="store_true", help="skip prices and the comparison with shardwise's plan")
     add_json(parser)
 
 
@@ -338,12 +338,12 @@ def _check(chosen: argparse.Namespace) -> int:
 
 PLAN_COMMANDS: tuple[Command, ...] = (
     Command("plan", "choose how to split a model over a cluster", _add_plan, _plan),
-    Command("fits", "whether a model fits a cluster, how fast, and what to change", _add_fits, _fits),
-    Command("explain", "why an operator is split as it is", _add_explain, _explain),
-    Command("top", "the best plans of a search", _add_top, _top),
-    Command("report", "a plan as a page that one looks at, from a model or a plan file", _add_report, _report),
-    Command("trace", "a simulated step as a trace that one looks at", _add_trace, _trace),
-    Command("diff", "what two plans do differently", _add_diff, _diff),
+    Command("fits", "check whether a model fits a cluster, how fast, and what to change", _add_fits, _fits),
+    Command("explain", "explain why an operator is split as it is", _add_explain, _explain),
+    Command("top", "list the best plans of a search", _add_top, _top),
+    Command("report", "write an HTML page about a plan, from a model or a plan file", _add_report, _report),
+    Command("trace", "write a simulated step as a trace for Perfetto", _add_trace, _trace),
+    Command("diff", "compare two plans", _add_diff, _diff),
     Command("verify", "prove that a plan computes what one device computes", _add_verify, _verify),
     Command("check", "prove or refute a plan of another tool", _add_check, _check),
 )

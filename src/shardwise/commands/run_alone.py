@@ -1,4 +1,4 @@
-"""``shardwise run --alone RANK PLAN MODEL``: one rank of a plan, measured without the others."""
+"""``shardwise run --alone RANK PLAN MODEL``: measure one rank of a plan without the others."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from shardwise.progress import show_progress
 
 
 def run_rank_alone(rank: int, arguments: Sequence[str]) -> int:
-    """Print the measured step of a rank beside the predicted one; returns the exit code."""
+    """Print the measured and the predicted step of a rank. Return the exit code."""
     parser = argparse.ArgumentParser(prog=f"shardwise run --alone {rank}")
     parser.add_argument("plan", metavar="PLAN", help="a plan file")
     add_model(parser)
-    parser.add_argument("--steps", type=int, default=3, help="that are measured (3)")
-    parser.add_argument("--device", metavar="DEVICE", help="such as cuda:1 or cpu (the GPU, if there is one)")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps (3)")
+    parser.add_argument("--device", metavar="DEVICE", help="device, such as cuda:1 or cpu (the GPU, if there is one)")
     parser.add_argument("--compile", action="store_true", help="compile the program, as on GPUs")
     chosen = parser.parse_args(arguments)
     from shardwise.plans.plan import Plan

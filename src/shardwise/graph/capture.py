@@ -241,7 +241,9 @@ def _matched_strategies(module: nn.Module, strategies: Mapping[str, Any]) -> dic
     if missing:
         raise ShardwiseError(
             problem(
-                f"no module matches {'; '.join(missing)}", fix="patterns are over the names of model.named_modules()"
+                f"no module matches {'; '.join(missing)}",
+                fix="patterns are over the names of model.named_modules()",
+                section="strategy-names",
             )
         )
     return regions
@@ -387,6 +389,7 @@ def _check_state(called: ModuleCall, inputs: tuple[InputTensor, ...], traced: Ex
                 f"the model's forward changes its own Python state, and {what}: {calls.changed}",
                 source=line_of_change(called, changed),
                 fix="keep what changes from call to call in a buffer (self.register_buffer), or pass it as an input",
+                section="python-state",
             )
         )
     if calls.kept_changing:

@@ -37,6 +37,7 @@ def explain_export_error(error: Exception) -> CaptureError:
                 f"the model's control flow, or a size, depends on the data of a tensor ({first})",
                 source=source,
                 fix=fix,
+                section="tensor-values",
             )
         )
     fix = (

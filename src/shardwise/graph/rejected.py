@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from shardwise.errors import CaptureError, problem
+from shardwise.errors import CaptureError, Section, problem
 from shardwise.graph.ir import Op, Ref, Value
 from shardwise.graph.schema import arguments, operator_name, tensor_results
 
@@ -62,6 +62,7 @@ def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
 
     ``value``: the fake result; ``origin``: gives module and line.
     """
+    section: Section | None = None
     if not isinstance(target, OpOverload):
         name = getattr(target, "__name__", str(target))
         used = f"torch.{name.removesuffix('_impl')}"
@@ -76,7 +77,7 @@ def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
     elif operator_name(target) in REJECTED:
         name = operator_name(target)
         what, fix = REJECTED[name]
-        what = f"{name} {what}"
+        what, section = f"{name} {what}", "tensor-values"
     elif target is torch.ops.aten.tensor_split.tensor_indices_or_sections:
         what = "tensor_split takes the places at which it splits from a tensor, so that shapes depend on data"
         fix = "give them as Python integers: torch.tensor_split(x, (2, 5)), or places.tolist() ahead of the model"
@@ -86,10 +87,10 @@ def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
     elif not _has_fixed_shapes(value):
         name = operator_name(target)
         boolean = "boolean indexing" if name in ("index", "index_put") else name
-        what, fix = f"{boolean} has a result whose shape depends on data", _DATA_SHAPE
+        what, fix, section = f"{boolean} has a result whose shape depends on data", _DATA_SHAPE, "tensor-values"
     else:
         return
-    raise CaptureError(problem(what, op=origin.module, source=origin.source, fix=fix))
+    raise CaptureError(problem(what, op=origin.module, source=origin.source, fix=fix, section=section))
 
 
 def reject_mixed_dtypes(op: Op, values: Mapping[str, Value], origin: Op) -> None:

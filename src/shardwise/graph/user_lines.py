@@ -152,7 +152,7 @@ class UserLines(TorchFunctionMode):
             self.caught.append(error)
         elif line and (name in _READS or type(error).__name__ in DATA_DEPENDENT):
             what = f"{name.strip('_')} reads the data of a tensor, which is not there while the model is captured"
-            self.caught.append(CaptureError(problem(what, source=line, fix=READ_A_NUMBER)))
+            self.caught.append(CaptureError(problem(what, source=line, fix=READ_A_NUMBER, section="tensor-values")))
 
     def _check_saving(self, line: str) -> None:
         """Raise CaptureError for saved-tensor hooks that the model sets; those of torch change no number."""

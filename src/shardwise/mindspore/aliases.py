@@ -1,4 +1,4 @@
-"""Where the reference keeps names that programs import by long paths: path there -> path here."""
+"""Long import paths of the reference: path there -> path here."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ PATHS = {
 
 
 def install() -> None:
-    """Let these paths be imported."""
+    """Make these paths importable."""
     for path, target in PATHS.items():
         module = import_module(f"{HERE}.{target}")
         sys.modules.setdefault(f"{HERE}.{path}", module)

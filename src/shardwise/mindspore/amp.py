@@ -1,5 +1,4 @@
-"""Mixed precision by hand: the finite check of gradients, and the scale of the loss that keeps small ones from
-vanishing.
+"""Mixed precision and loss scaling. The loss scale keeps small gradients from underflowing.
 
 A step scales the loss, unscales its gradients, updates if all of them are finite, and adjusts the scale.
 """
@@ -23,23 +22,27 @@ from shardwise.mindspore.notes import note
 from shardwise.mindspore.tensor import Tensor as Number
 
 Tensor = torch.Tensor
-NUM_STATUS = 8  # elements of the status that Ascend devices keep
+NUM_STATUS = 8  # elements of the overflow status of Ascend devices
 
 
 def init_status() -> Tensor:
-    """An overflow status (``overflow``), without one; ``all_finite`` needs none."""
+    """Return a cleared overflow status (``overflow``). ``all_finite`` needs none."""
     return torch.zeros(NUM_STATUS)
 
 
-init_register = init_status  # as document 004 calls it
+init_register = init_status  # its name in document 004
 
 
 def all_finite(inputs: Any, status: Tensor | None = None, *, group: str | None = None) -> Tensor:
-    """Whether no element of tensors, nested in tuples or lists, is infinite or not a number: a bool scalar.
+    """Return whether all elements of the tensors are finite, as a bool scalar.
 
-    It is this rank's answer, as in the reference: gradients that a reducer has summed give the same on all ranks.
-    ``group``: the name of a group of ranks that agree (true if it is true on each); one small message. ``status`` is
-    taken and not needed.
+    Without ``group`` this is this rank's answer, as in the reference. Gradients that a reducer has summed give the same
+    answer on all ranks.
+
+    Args:
+        inputs: tensors, nested in tuples or lists.
+        status: accepted and not needed.
+        group: name of a group of ranks; the result is true if it is true on each of them (one small message).
     """
     tensors = [tensor for tensor in _tensors(inputs) if tensor.is_floating_point() or tensor.is_complex()]
     flags = [torch.isfinite(tensor).all() for tensor in tensors]
@@ -51,7 +54,7 @@ def all_finite(inputs: Any, status: Tensor | None = None, *, group: str | None =
 
 
 def _tensors(inputs: Any) -> Iterator[Tensor]:
-    """The tensors of a nest; nothing for None, a parameter without a gradient."""
+    """Yield the tensors of a nest. None, a parameter without a gradient, yields nothing."""
     if isinstance(inputs, Tensor):
         yield inputs
     elif isinstance(inputs, Iterable) and not isinstance(inputs, str):
@@ -62,7 +65,7 @@ def _tensors(inputs: Any) -> Iterator[Tensor]:
 
 
 def _scaled(inputs: Any, factor: Tensor) -> Any:
-    """The same nest with every tensor multiplied, its dtype kept."""
+    """Multiply every tensor of a nest by ``factor`` and keep its dtype."""
     if isinstance(inputs, Tensor):
         return as_gradient((inputs * factor.to(inputs.device)).to(inputs.dtype), parameter_of(inputs))
     if isinstance(inputs, tuple | list):
@@ -71,17 +74,17 @@ def _scaled(inputs: Any, factor: Tensor) -> Any:
 
 
 class LossScaler(ABC):
-    """Scales a loss before it is differentiated. ``scale_value``: the present scale, a float32 scalar."""
+    """Base of loss scales. ``scale_value``: the present scale, a float32 scalar."""
 
     def __init__(self, scale_value: float) -> None:
         self.scale_value: Tensor = Number(_at_least_one("scale_value", scale_value, strictly=False))
 
     def scale(self, inputs: Any) -> Any:
-        """Tensors, nested in tuples or lists, times the scale."""
+        """Multiply tensors, nested in tuples or lists, by the scale."""
         return _scaled(inputs, self.scale_value)
 
     def unscale(self, inputs: Any) -> Any:
-        """Tensors, nested in tuples or lists, divided by the scale."""
+        """Divide tensors, nested in tuples or lists, by the scale."""
         return _scaled(inputs, 1 / self.scale_value)
 
     @abstractmethod
@@ -90,24 +93,24 @@ class LossScaler(ABC):
 
 
 class StaticLossScaler(LossScaler):
-    """Always the same scale."""
+    """A constant loss scale."""
 
     def adjust(self, grads_finite: Tensor | bool) -> bool:
         return False
 
 
 class DynamicLossScaler(LossScaler):
-    """The largest scale that works: ``scale_factor`` times larger after ``scale_window`` finite steps in a row, as much
-    smaller, but at least 1, after a step that is not finite."""
+    """A loss scale that is multiplied by ``scale_factor`` after ``scale_window`` finite steps in a row. A step that is
+    not finite divides it by the factor, down to 1."""
 
     def __init__(self, scale_value: float, scale_factor: float, scale_window: int) -> None:
         super().__init__(scale_value)
         self.scale_factor = _at_least_one("scale_factor", scale_factor)
         self.scale_window = _window(scale_window)
-        self.counter = 0  # finite steps in a row, since the scale has last grown
+        self.counter = 0  # consecutive finite steps since the scale last grew
 
     def adjust(self, grads_finite: Tensor | bool) -> bool:
-        """True, as the scale may have changed."""
+        """Choose the scale of the next step. Return True: the scale may have changed."""
         value = _next_scale(
             float(self.scale_value), self.scale_factor, bool(grads_finite), self.counter + 1 == self.scale_window
         )
@@ -117,7 +120,7 @@ class DynamicLossScaler(LossScaler):
 
 
 def _next_scale(scale: float, factor: float, finite: bool, is_time: bool) -> float:
-    """Grown by the factor if it is time to and the result is a float32; shrunk, not below 1, if a step failed."""
+    """Multiply by the factor if it is time and the result is a float32. Divide by it, down to 1, if a step failed."""
     if not finite:
         return max(scale / factor, 1.0)
     grown = float(torch.tensor(scale * factor)) if is_time else scale
@@ -125,8 +128,8 @@ def _next_scale(scale: float, factor: float, finite: bool, is_time: bool) -> flo
 
 
 class LossScaleManager:
-    """The base of managers of one's own: the scale of the loss, whether a step that overflows is left out, and what
-    follows from either."""
+    """Base class of user-defined managers of the loss scale. A manager also decides whether a step that overflows is
+    skipped."""
 
     def get_loss_scale(self) -> float:
         raise NotImplementedError(f"{type(self).__name__}.get_loss_scale")
@@ -135,15 +138,15 @@ class LossScaleManager:
         return self.get_update_cell() is not None
 
     def update_loss_scale(self, overflow: bool) -> None:
-        """Choose the scale of the next step: by default the same."""
+        """Choose the scale of the next step. The default keeps it."""
 
     def get_update_cell(self) -> Any:
-        """What TrainOneStepWithLossScaleCell takes; None where overflowing steps are not left out."""
+        """Return the argument of TrainOneStepWithLossScaleCell, or None where overflowing steps are not skipped."""
         return None
 
 
 class FixedLossScaleManager(LossScaleManager):
-    """Always the same scale. ``drop_overflow_update``: whether a step changes nothing if a gradient is not finite."""
+    """A constant loss scale. ``drop_overflow_update``: skip a step whose gradients are not all finite."""
 
     def __init__(self, loss_scale: float = 128.0, drop_overflow_update: bool = True) -> None:
         self._scale, self._drop = _at_least_one("loss_scale", loss_scale, strictly=False), drop_overflow_update
@@ -159,13 +162,13 @@ class FixedLossScaleManager(LossScaleManager):
 
 
 class DynamicLossScaleManager(LossScaleManager):
-    """As ``DynamicLossScaler``, told of the overflow instead of its absence, with a float as the scale."""
+    """``DynamicLossScaler`` with a float as the scale; it is updated with ``overflow`` instead of ``grads_finite``."""
 
     def __init__(self, init_loss_scale: float = 2.0**24, scale_factor: float = 2, scale_window: int = 2000) -> None:
         self.loss_scale = _at_least_one("init_loss_scale", init_loss_scale, strictly=False)
         self.scale_factor = _at_least_one("scale_factor", scale_factor)
         self.scale_window = _window(scale_window)
-        self.cur_iter = 0  # finite steps in a row, since the scale has last grown
+        self.cur_iter = 0  # consecutive finite steps since the scale last grew
 
     def get_loss_scale(self) -> float:
         return self.loss_scale
@@ -184,7 +187,7 @@ class DynamicLossScaleManager(LossScaleManager):
 
 
 class FixedLossScaleUpdateCell(FixedLossScaleManager):
-    """The scale of a training cell, which stays; called with the scale and whether a step overflowed."""
+    """The constant loss scale of a training cell, called with the scale and whether a step overflowed."""
 
     def __init__(self, loss_scale_value: float) -> None:
         super().__init__(loss_scale_value, True)
@@ -194,15 +197,15 @@ class FixedLossScaleUpdateCell(FixedLossScaleManager):
 
 
 class DynamicLossScaleUpdateCell(DynamicLossScaleManager):
-    """The scale of a training cell, which adjusts itself when it is called with the scale and whether a step
-    overflowed. A scale that is a parameter is written to, as in the reference."""
+    """The loss scale of a training cell. A call with the scale and whether a step overflowed adjusts it. A scale that
+    is a parameter is overwritten, as in the reference."""
 
     def __init__(self, loss_scale_value: float, scale_factor: float, scale_window: int) -> None:
         super().__init__(loss_scale_value, scale_factor, scale_window)
 
     def __call__(self, loss_scale: Any, overflow: Any) -> Any:
         self.update_loss_scale(bool(overflow))
-        if isinstance(loss_scale, nn.Parameter):  # where a training cell of one's own keeps the scale
+        if isinstance(loss_scale, nn.Parameter):  # a user's training cell keeps the scale in it
             with torch.no_grad():
                 loss_scale.fill_(self.get_loss_scale())
         return overflow
@@ -216,12 +219,12 @@ BLACK = ("BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm", "LayerNor
 
 
 def get_white_list() -> list[Any]:
-    """The cells that O1 computes in half precision."""
+    """Return the cells that O1 computes in half precision."""
     return _cells(WHITE)
 
 
 def get_black_list() -> list[Any]:
-    """The cells that O2 computes in float32."""
+    """Return the cells that O2 computes in float32."""
     return _cells(BLACK)
 
 
@@ -232,9 +235,14 @@ def _cells(names: Iterable[str]) -> list[Any]:
 
 
 def auto_mixed_precision(network: Any, amp_level: str = "O0", dtype: torch.dtype = torch.float16) -> Any:
-    """Let a network compute in half precision. O0: nothing; O1 and auto: convolutions and dense layers, whose results
-    are float32 again; O2: everything but batch and layer norms; O3: everything. Parameters and their updates keep their
-    precision; under O2 and O3 the network returns float32. Returns the network."""
+    """Let a network compute in half precision and return it.
+
+    Parameters and their updates keep their precision. Under O2 and O3 the network returns float32.
+
+    Args:
+        amp_level: O0: nothing. O1 and auto: convolutions and dense layers, whose results are cast back to float32. O2:
+            everything but batch and layer norms. O3: everything.
+    """
     if amp_level not in LEVELS:
         raise ValueError(problem(f"amp_level is {amp_level!r}", fix=f"one of {', '.join(LEVELS)}"))
     if amp_level in ("O1", "auto"):
@@ -249,7 +257,7 @@ def auto_mixed_precision(network: Any, amp_level: str = "O0", dtype: torch.dtype
 def custom_mixed_precision(
     network: Any, *, white_list: Any = None, black_list: Any = None, dtype: torch.dtype = torch.float16
 ) -> Any:
-    """Cells of the classes of ``white_list`` compute in half precision, or all but those of ``black_list``."""
+    """Let the cells of ``white_list``'s classes, or all but those of ``black_list``, compute in half precision."""
     if (white_list is None) == (black_list is None):
         what = "custom_mixed_precision takes a white_list or a black_list"
         raise ValueError(problem(what, fix="one of them: white_list=amp.get_white_list()"))
@@ -266,13 +274,13 @@ def custom_mixed_precision(
 
 
 def at_level(title: str, network: Any, level: str, settings: dict[str, Any]) -> Any:
-    """``auto_mixed_precision`` with what ``Model`` and ``build_train_network`` take beside a level: under O0, O2 and O3
-    ``cast_model_type`` is the dtype to compute in, and ``keep_batchnorm_fp32`` whether batch and layer norms keep
-    float32. ``boost_level`` is taken, with a note. Raises TypeError for other settings."""
-    known = {"keep_batchnorm_fp32": None, "cast_model_type": None, "boost_level": "O0"}
-    options = bound_to(title, known, (), settings)
+    """Apply ``auto_mixed_precision`` with the settings of ``Model`` and ``build_train_network`` beside a level. Under
+    O0, O2 and O3 ``cast_model_type`` is the compute dtype, and ``keep_batchnorm_fp32`` keeps batch and layer norms in
+    float32. ``boost_level`` is accepted, with a note. Raises TypeError for other settings."""
+    defaults = {"keep_batchnorm_fp32": None, "cast_model_type": None, "boost_level": "O0"}
+    options = bound_to(title, defaults, (), settings)
     if options["boost_level"] != "O0":
-        note(f"{title}(boost_level={options['boost_level']!r}) has no effect here: every step is a whole one")
+        note(f"{title}(boost_level={options['boost_level']!r}) has no effect here: every step is computed in full")
     dtype, keeps = options["cast_model_type"], options["keep_batchnorm_fp32"]
     if level in ("O0", "O2", "O3"):
         dtype = dtype or (torch.float32 if level == "O0" else torch.float16)
@@ -287,8 +295,8 @@ def at_level(title: str, network: Any, level: str, settings: dict[str, Any]) -> 
 def build_train_network(
     network: Any, optimizer: Any, loss_fn: Any = None, level: str = "O0", boost_level: str = "O0", **settings: Any
 ) -> Any:
-    """The training cell of a network in mixed precision. ``loss_scale_manager``, by default that of the level; other
-    settings are those of ``at_level``."""
+    """Return the training cell of a network in mixed precision. ``loss_scale_manager`` defaults to that of the level;
+    the other settings are those of ``at_level``."""
     from shardwise.mindspore.nn.wrap import WithLossCell
     from shardwise.mindspore.train.model import training_cell
 

@@ -1,4 +1,4 @@
-"""Where a call is: outermost, inside a cell's, or made again for backward; and whether cells run as parts of plans."""
+"""State of the current call: outermost, inside another cell, or recomputed; and whether cells run by plan."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ _AGAIN: ContextVar[bool] = ContextVar("shardwise_again", default=False)
 
 
 def is_outermost() -> bool:
-    """Whether a call of a cell is neither inside another one's nor inside capture, nor what a plan is compared with."""
+    """Return whether a cell's call is the outermost one. Calls inside capture or the reference mode are not."""
     return not _INSIDE.get() and not torch.compiler.is_exporting() and not in_reference_mode()
 
 
 def inside() -> AbstractContextManager[None]:
-    """Calls of cells meanwhile are parts of another one's."""
+    """Mark calls of cells within the context as parts of another cell's call."""
     return _noted(_INSIDE, True)
 
 
 def again(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-    """What a function returns; where it runs by itself, backward calls it again instead of keeping what it made."""
+    """Call a function. In eager mode backward recomputes it instead of saving its activations."""
     if torch.compiler.is_exporting() or not torch.is_grad_enabled():
         return function(*args, **(kwargs or {}))
 
     is_inside = _INSIDE.get()
 
     @contextmanager
-    def second() -> Iterator[None]:  # backward of a Tensor disables what its class makes of operators
+    def second() -> Iterator[None]:  # backward of a Tensor disables __torch_function__
         with _noted(_AGAIN, True), _noted(_INSIDE, is_inside), torch._C._EnableTorchFunction():
             yield
 
@@ -48,17 +48,17 @@ def again(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = 
 
 
 def is_again() -> bool:
-    """Whether a function runs a second time, for backward."""
+    """Return whether a function runs a second time, for backward."""
     return _AGAIN.get()
 
 
 def outside(result: Any) -> Any:
-    """What a function of the dialect returns: where no cell runs, its tensors have the reference's methods."""
+    """Give tensors of the result the reference's methods, unless a cell is running."""
     return pytree.tree_map(as_ours, result) if is_outermost() else result
 
 
 def is_split() -> bool:
-    """Whether cells run as parts of a plan: the mode is semi_auto or auto, on several devices."""
+    """Return whether cells run as parts of a plan: in semi_auto or auto mode on several devices."""
     options = context.options()
     return options.distributed and options.devices > 1
 

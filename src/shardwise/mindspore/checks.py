@@ -1,6 +1,6 @@
-"""Checks of options: each takes an option's name and value, and returns what is stored or says what is wrong.
+"""Checks of options. Each takes an option's name and value, and returns the value to store or raises an error.
 
-A wrong type is a TypeError, a wrong value a ValueError, what this version does not do yet a NotImplementedError.
+A wrong type is a TypeError, a wrong value a ValueError, a feature of a later version a NotImplementedError.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from shardwise.mindspore.notes import note
 Check = Callable[[str, Any], Any]
 
 
-def closest(name: str, known: Iterable[str]) -> str:
-    """The mend of a misspelled name: what was probably meant, or all there is.
+def closest(name: str, candidates: Iterable[str]) -> str:
+    """Suggest a fix for a misspelled name: the closest known name, or the list of all.
 
     >>> closest("semi_autoparallel", ["auto_parallel", "semi_auto_parallel"])
     'did you mean "semi_auto_parallel"?'
     """
-    known = sorted(known)
-    near = get_close_matches(name.lower(), known, n=1, cutoff=0.75)
-    return f'did you mean "{near[0]}"?' if near else f"choose from {', '.join(known)}"
+    candidates = sorted(candidates)
+    near = get_close_matches(name.lower(), candidates, n=1, cutoff=0.75)
+    return f'did you mean "{near[0]}"?' if near else f"choose from {', '.join(candidates)}"
 
 
 def flag(name: str, value: Any) -> bool:
-    """True or False."""
+    """Check for True or False."""
     if not isinstance(value, bool):
         raise TypeError(problem(f"{name} is {value!r}, not True or False", fix=f"write {name}={bool(value)}"))
     return value
 
 
 def whole(low: int, high: int) -> Check:
-    """An integer of a range."""
+    """Return a check for an integer from ``low`` to ``high``."""
 
     def check(name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int):
@@ -49,14 +49,14 @@ def whole(low: int, high: int) -> Check:
 
 
 def from_on(name: str, value: Any, low: int, fix: str = "a whole number") -> int:
-    """An integer from ``low`` on."""
+    """Check for an integer from ``low`` on."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ValueError(problem(f"{name} is {value!r}", fix=f"{fix} from {low}"))
     return value
 
 
 def fraction(name: str, value: Any) -> float:
-    """A number above 0, at most 1."""
+    """Check for a number above 0, at most 1."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(problem(f"{name} is {value!r}, of type {type(value).__name__}", fix="give a number"))
     if not 0 < value <= 1:
@@ -65,31 +65,31 @@ def fraction(name: str, value: Any) -> float:
 
 
 def text(name: str, value: Any) -> str:
-    """A string."""
+    """Check for a string."""
     if not isinstance(value, str):
         raise TypeError(problem(f"{name} is {value!r}, of type {type(value).__name__}", fix="give a string"))
     return value
 
 
 def one_of(*known: str) -> Check:
-    """One of some words."""
+    """Return a check for one of some words."""
 
     def check(name: str, value: Any) -> str:
         if text(name, value) not in known:
-            raise ValueError(problem(f'{name} is "{value}", which there is not', fix=closest(value, known)))
+            raise ValueError(problem(f'{name} is "{value}", which does not exist', fix=closest(value, known)))
         return str(value)
 
     return check
 
 
 def channels_first(title: str, data_format: str, else_: str = "") -> None:
-    """NotImplementedError for another order of the dims of images."""
+    """Raise NotImplementedError unless the channels are dim 1."""
     if data_format != "NCHW":
         raise NotImplementedError(f"{title}(data_format={data_format!r}): channels are dim 1 here{else_}")
 
 
 def later(inner: Check, default: Any, what: str) -> Check:
-    """Checked, and refused unless it is the default: ``what`` follows in a later version."""
+    """Return a check that accepts only the default. ``what`` follows in a later version."""
 
     def check(name: str, value: Any) -> Any:
         if inner(name, value) != default:
@@ -101,7 +101,7 @@ def later(inner: Check, default: Any, what: str) -> Check:
 
 
 def meaningless(inner: Check, default: Any, why: str) -> Check:
-    """Checked, and refused unless it is the default, as nothing here could follow it: ``why``."""
+    """Return a check that accepts only the default, as the option cannot have an effect here. ``why``: the reason."""
 
     def check(name: str, value: Any) -> Any:
         if inner(name, value) != default:
@@ -112,7 +112,7 @@ def meaningless(inner: Check, default: Any, why: str) -> Check:
 
 
 def idle(inner: Check, default: Any, why: str) -> Check:
-    """Checked and kept, with a note where it is not the default: it changes no result, and here nothing: ``why``."""
+    """Return a check that keeps any value, with a note unless it is the default. It has no effect: ``why``."""
 
     def check(name: str, value: Any) -> Any:
         if inner(name, value) != default:
@@ -122,21 +122,21 @@ def idle(inner: Check, default: Any, why: str) -> Check:
     return check
 
 
-def known_name(name: str, known: Iterable[str], where: str) -> None:
-    """ValueError unless ``where`` has an option of this name."""
-    known = tuple(known)
-    if name not in known:
-        raise ValueError(problem(f'{where} has no option "{name}"', fix=closest(name, known)))
+def known_name(name: str, names: Iterable[str], where: str) -> None:
+    """Raise ValueError unless ``where`` has an option of this name."""
+    names = tuple(names)
+    if name not in names:
+        raise ValueError(problem(f'{where} has no option "{name}"', fix=closest(name, names)))
 
 
-def entries(known: dict[str, Check], defaults: dict[str, Any] | None = None) -> Check:
-    """A dictionary, every entry by its own check; what is left out has its default."""
+def entries(checks: dict[str, Check], defaults: dict[str, Any] | None = None) -> Check:
+    """Return a check for a dictionary with a check per entry. Missing entries get their defaults."""
 
     def check(name: str, value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise TypeError(problem(f"{name} is {value!r}, not a dictionary", fix=f"its keys are {', '.join(known)}"))
+            raise TypeError(problem(f"{name} is {value!r}, not a dictionary", fix=f"its keys are {', '.join(checks)}"))
         for key in value:
-            known_name(text(f"a key of {name}", key), known, name)
-        return {**(defaults or {}), **{key: known[key](f"{name}[{key!r}]", entry) for key, entry in value.items()}}
+            known_name(text(f"a key of {name}", key), checks, name)
+        return {**(defaults or {}), **{key: checks[key](f"{name}[{key!r}]", entry) for key, entry in value.items()}}
 
     return check

@@ -1,5 +1,4 @@
-"""What programs say about compiling: here a cell is captured where it is split, and runs as Python elsewhere, so that
-these change nothing."""
+"""Compilation settings of programs. They have no effect: split cells are captured, and other cells run as Python."""
 
 from __future__ import annotations
 
@@ -9,14 +8,14 @@ from typing import Any
 
 
 class JitConfig:
-    """Taken, and without effect."""
+    """Compilation settings, accepted without effect."""
 
     def __init__(self, **settings: Any) -> None:
         self.jit_config_dict = settings
 
 
 def jit(fn: Any = None, *args: Any, **settings: Any) -> Any:
-    """The function itself: ``@jit``, ``@jit(jit_config=...)`` or ``jit(fn)``."""
+    """Return the function unchanged: ``@jit``, ``@jit(jit_config=...)`` or ``jit(fn)``."""
     return (lambda decorated: decorated) if fn is None else fn
 
 
@@ -24,13 +23,13 @@ ms_function = ms_class = jit_class = lazy_inline = no_inline = constexpr = _prim
 
 
 def mutable(input_data: Any, dynamic_len: bool = False) -> Any:
-    """The same: numbers may change between calls anyway."""
+    """Return the argument unchanged: numbers may change between calls anyway."""
     return input_data
 
 
 @contextmanager
 def no_init_parameters() -> Iterator[None]:
-    """Kept for programs that use it: parameters that are made meanwhile have their values at once, as always here."""
+    """Do nothing. Parameters made in this context get their values at once, as always here."""
     yield
 
 

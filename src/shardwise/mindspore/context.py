@@ -20,12 +20,12 @@ from shardwise.mindspore.options import ALGO_CHECKS, ALIASES, CHECKS, AlgoParame
 
 GRAPH_MODE, PYNATIVE_MODE = 0, 1
 GIGABYTE = 2**30
-MACHINE = "machine"  # the topic of the one note on what this machine has instead of what the program names
+MACHINE = "machine"  # topic of the note that this machine differs from the program's target
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What ``set_context`` sets. Both modes run alike: a cell is captured where it is split, else it runs eagerly.
+    """Settings of ``set_context``. Both modes behave the same: split cells are captured, other cells run eagerly.
 
     ``save_graphs``: 0 (False) to 3; from 1 (True) on the printed programs are written to ``save_graphs_path``.
     """
@@ -39,12 +39,12 @@ class Settings:
 
     @property
     def device_type(self) -> str:
-        """ "cuda" or "cpu": what this machine has of the target (any accelerator is a GPU here)."""
+        """Return the type of the device that the program uses, "cuda" or "cpu" (any accelerator is a GPU here)."""
         return "cuda" if self.device_target != "CPU" and torch.cuda.is_available() else "cpu"
 
     @property
     def device_bytes(self) -> int | None:
-        """The memory that a plan may use on each device; None unless the program has limited it."""
+        """Return the memory that a plan may use on each device, in bytes. None unless the program has limited it."""
         if self.max_device_memory == Settings().max_device_memory:
             return None
         return round(float(self.max_device_memory.removesuffix("GB")) * GIGABYTE)
@@ -75,7 +75,7 @@ _SETTINGS: dict[str, Check] = {
     "max_device_memory": _memory,
 }
 _IS_TORCHS = "torch decides that here"
-# Settings of the reference that a program may keep: they change no result, and here nothing at all.
+# Settings of the reference without effect here, and the reasons. In the reference they change no result either.
 _IDLE: dict[str, str] = {
     **dict.fromkeys(("enable_graph_kernel", "graph_kernel_flags", "jit_level", "jit_config"), "torch.compile fuses"),
     **dict.fromkeys(("enable_compile_cache", "compile_cache_path"), "programs are compiled in seconds"),
@@ -101,32 +101,38 @@ class _Context:
 
     def __init__(self) -> None:
         self.settings, self.options, self.algo = Settings(), Options(), AlgoParameters()
-        self.idle: dict[str, Any] = {}  # settings that do nothing, as they were given
+        self.idle: dict[str, Any] = {}  # values of settings without effect
 
 
 _context = _Context()
 
 
 def settings() -> Settings:
-    """What ``set_context`` has set."""
+    """Return the settings of ``set_context``."""
     return _context.settings
 
 
 def options() -> Options:
-    """What ``set_auto_parallel_context`` has set."""
+    """Return the options of ``set_auto_parallel_context``."""
     return _context.options
 
 
 def algo_parameters() -> AlgoParameters:
-    """What ``set_algo_parameters`` has set."""
+    """Return the parameters of ``set_algo_parameters``."""
     return _context.algo
 
 
 def set_context(**values: Any) -> None:
-    """Set how the program runs: ``mode``, ``device_target``, ``device_id``, ``save_graphs``, ``save_graphs_path``,
-    ``max_device_memory`` ("30GB").
+    """Set how the program runs.
 
-    Settings of the reference that change no result are taken with a note. ValueError for an unknown name or value.
+    Settings of the reference that change no result are accepted with a note.
+
+    Args:
+        values: ``mode``, ``device_target``, ``device_id``, ``save_graphs``, ``save_graphs_path``, ``max_device_memory``
+            ("30GB").
+
+    Raises:
+        ValueError: for an unknown name or value.
     """
     for name in values:
         known_name(name, (*_SETTINGS, *_IDLE), "set_context")
@@ -136,32 +142,32 @@ def set_context(**values: Any) -> None:
             _context.idle[name] = values[name]
             note(f"set_context({name}=...) has no effect here: {_IDLE[name]}")
     _context.settings = replace(_context.settings, **stored)
-    target = stored.get("device_target", "CPU")  # which every machine has
+    target = stored.get("device_target", "CPU")  # every machine has a CPU
     has = {"cuda": "GPU", "cpu": "CPU"}[_context.settings.device_type]
     if target not in ("CPU", has):
         note(f'device_target="{target}": the program runs on what this machine has, the {has}', MACHINE)
 
 
 def set_device(device_target: str, device_id: int = 0) -> None:
-    """Which kind of device, and which of them: ``set_context(device_target=, device_id=)``."""
+    """Choose the kind of device and its index: ``set_context(device_target=, device_id=)``."""
     set_context(device_target=device_target, device_id=device_id)
 
 
 def set_deterministic(deterministic: bool) -> None:
-    """Whether kernels give the same bits in every run: torch's switch."""
+    """Make kernels give the same bits in every run (``torch.use_deterministic_algorithms``)."""
     torch.use_deterministic_algorithms(flag("deterministic", deterministic))
 
 
 def run_check() -> None:
-    """Multiply two matrices on this machine, and say so."""
+    """Multiply two matrices on this machine and print that it works."""
     ones = torch.ones(2, 2, device=settings().device_type)
     assert torch.equal(ones @ ones, ones + ones)
     print(f"shardwise.mindspore: multiplication has been calculated correctly on the {get_context('device_target')}.")
 
 
 def get_context(name: str) -> Any:
-    """A setting. Without one, ``device_target`` is what the machine has: "GPU" or "CPU". Of one that does nothing what
-    was given, or None."""
+    """Return a setting. ``device_target`` defaults to "GPU" or "CPU", whichever the machine has. A setting without
+    effect returns the value that was given, or None."""
     known_name(name, (*_SETTINGS, *_IDLE), "get_context")
     if name in _IDLE:
         return _context.idle.get(name)
@@ -170,46 +176,51 @@ def get_context(name: str) -> Any:
 
 
 def reset_context() -> None:
-    """Forget what ``set_context`` has set."""
+    """Reset the settings of ``set_context``."""
     _context.settings, _context.idle = Settings(), {}
 
 
 def set_auto_parallel_context(**values: Any) -> None:
-    """Set how the program is split: the options of ``Options``, which says what each means.
+    """Set how the program is split. Either all options are set, or none.
 
-    Either all of them are set, or none: TypeError for a wrong type, ValueError for an unknown name, a wrong value or
-    what means nothing here, NotImplementedError for what follows in a later version.
+    Args:
+        values: the fields of ``Options``.
+
+    Raises:
+        TypeError: for a wrong type.
+        ValueError: for an unknown name, a wrong value or an option that has no meaning here.
+        NotImplementedError: for features of a later version.
     """
     _context.options = _context.options.with_options(**values)
 
 
 def get_auto_parallel_context(attr_key: str) -> Any:
-    """An option."""
+    """Return an option."""
     name = ALIASES.get(attr_key, attr_key)
     known_name(name, CHECKS, "get_auto_parallel_context")
     return copy.deepcopy(getattr(_context.options, name))
 
 
 def reset_auto_parallel_context() -> None:
-    """Give every option its default."""
+    """Reset every option to its default."""
     _context.options = Options()
 
 
 def set_algo_parameters(**values: Any) -> None:
-    """Set what the searches may do: the fields of ``AlgoParameters``. All of them are set, or none."""
+    """Set the parameters of the searches: the fields of ``AlgoParameters``. All of them are set, or none."""
     for name in values:
         known_name(name, ALGO_CHECKS, "set_algo_parameters")
     _context.algo = replace(_context.algo, **{name: ALGO_CHECKS[name](name, value) for name, value in values.items()})
 
 
 def get_algo_parameters(name: str) -> Any:
-    """One of them."""
+    """Return a parameter of the searches."""
     known_name(name, ALGO_CHECKS, "get_algo_parameters")
     return getattr(_context.algo, name)
 
 
 def reset_algo_parameters() -> None:
-    """Give every one its default."""
+    """Reset every parameter of the searches to its default."""
     _context.algo = AlgoParameters()
 
 

@@ -1,9 +1,9 @@
-"""How a cell runs: by itself, or as this rank's part of a plan of the library.
+"""Execution of cells: eagerly, or as this rank's part of a plan.
 
 In stand_alone, data_parallel and hybrid_parallel mode a cell is ordinary eager code on every rank. In
 semi_auto_parallel and auto_parallel mode the outermost call of a cell is planned (``sw.plan``) and split
-(``sw.parallelize``), once; later calls with other shapes are captured by what that gave. The cell's parameters then
-hold this rank's shards.
+(``sw.parallelize``) once. Later calls with other shapes are captured by the same ``sw.Parallel``. The cell's parameters
+then hold this rank's shards.
 """
 
 from __future__ import annotations
@@ -56,23 +56,23 @@ from shardwise.runtime.pipeline import Pipeline
 
 @dataclass
 class Split:
-    """A cell on this rank. ``local``: ranks feed their parts of a batch, which the plan knows."""
+    """A split cell on this rank. ``local``: ranks feed their own parts of a batch."""
 
     par: sw.Parallel | Pipeline
     local: bool
-    written: int = 0  # programs whose IR has been written
+    written: int = 0  # number of programs whose IR has been written
 
 
 _SPLITS: weakref.WeakKeyDictionary[nn.Module, Split] = weakref.WeakKeyDictionary()
 
 
 def call(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The outermost call of a cell: every tensor it returns, whole; where ranks feed their parts of a batch, this
-    rank's rows of whatever has a batch."""
+    """Run the outermost call of a cell and return whole tensors. Where ranks feed their own parts of a batch, return
+    this rank's rows of every result with a batch dim."""
     leaves = pytree.tree_leaves((args, kwargs)) if is_split() else []
     if any(isinstance(x, torch.Tensor) and parameter_of(x) is not None for x in leaves):
         _check_whole(cell)
-        return nn.Module.__call__(cell, *args, **kwargs)  # of gradients: parts, as their parameters are
+        return nn.Module.__call__(cell, *args, **kwargs)  # on gradients, which are sharded like their parameters
     args, kwargs = pytree.tree_map(plain, (args, kwargs))
     if not is_split() or _runs_by_itself(cell, (args, kwargs)):
         _check_whole(cell)
@@ -89,14 +89,14 @@ def call(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _of_computed(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a cell returns for inputs whose gradients are wanted, such as what another cell returned: every rank
-    computes it whole. Raises RuntimeError where ranks have rows of their own."""
+    """Run a cell for inputs that require gradients, such as results of another cell. Every rank computes it whole.
+    Raises RuntimeError where ranks have rows of their own."""
     if staged.is_on() or fed_counts(context.options(), args, kwargs):
-        what = "the gradient of its input is wanted, which it is given in parts"
-        fix = "full_batch=True, or one cell that holds this one and what computes its input"
+        what = "its input requires a gradient, and ranks feed it in parts"
+        fix = "full_batch=True, or one cell that contains this one and computes its input"
         raise RuntimeError(problem(what, op=type(cell).__name__, fix=fix))
-    note(f"{type(cell).__name__} is given what was computed with gradients: every rank computes it whole")
-    if cell not in _SPLITS:  # parameters are kept in the same way whatever comes first
+    note(f"{type(cell).__name__} gets inputs that require gradients: every rank computes it whole")
+    if cell not in _SPLITS:  # split now, so that parameters are kept the same way in any order of calls
         inputs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         _SPLITS[cell] = _split(cell, *inputs)
     with inside():
@@ -104,8 +104,8 @@ def _of_computed(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _outside_of_stages(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a cell returns that is no PipelineCell, where parameters are in stages: for evaluation all ranks have all
-    of them meanwhile. Raises RuntimeError in training."""
+    """Run a cell that is no PipelineCell while parameters are in stages: all ranks gather all parameters to evaluate
+    it. Raises RuntimeError in training."""
     if cell.training and torch.is_grad_enabled() and any(p.requires_grad for p in cell.parameters()):
         what = f"{type(cell).__name__} is trained with pipeline_stages={context.options().pipeline_stages}"
         fix = "train nn.PipelineCell(net_with_loss, micro_size); for evaluation call set_train(False)"
@@ -115,17 +115,17 @@ def _outside_of_stages(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _check_whole(cell: nn.Module) -> None:
-    """Raises RuntimeError where the cell's parameters are shards, which only a plan can compute with."""
+    """Raise RuntimeError if the cell's parameters are shards, which only a plan can compute with."""
     for name, parameter in cell.named_parameters():
         holding = holding_of(parameter)
         if holding is not None and holding.is_split:
             what = f"{name} is split as {holding.layout}, and the mode is {context.options().parallel_mode} now"
-            fix = "keep the context with which the cell was split, or build the cell anew"
+            fix = "keep the context with which the cell was split, or build the cell again"
             raise RuntimeError(problem(what, op=type(cell).__name__, fix=fix))
 
 
 def _runs_by_itself(cell: nn.Module, inputs: Any) -> bool:
-    """Whether a cell needs no plan: a loss of what another cell returned, in a loop that the user wrote."""
+    """Return whether a cell needs no plan: a loss of another cell's results in a user-written loop."""
     if getattr(cell, "is_loss", False):
         return True
     computed = any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.tree_leaves(inputs))
@@ -133,8 +133,8 @@ def _runs_by_itself(cell: nn.Module, inputs: Any) -> bool:
 
 
 def run(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], scale: float = 1.0) -> tuple[Split, Any]:
-    """The part of a split cell on this rank, and what it returned: whole tensors, differentiable. ``scale``: what the
-    loss is multiplied by before its gradient is computed, where a cell in stages computes it at once."""
+    """Run a split cell. Return its part on this rank and its results, whole and differentiable. ``scale``: factor of
+    the loss before its gradient is computed, for cells in stages, which compute it at once."""
     args, micro_size = _fed(cell, args, kwargs), getattr(cell, "micro_size", 0)
     split = split_of(cell, args, kwargs)
     if split.par.training != cell.training:
@@ -152,8 +152,8 @@ def run(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], scale: f
 
 
 def _fed(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """The inputs of a cell, where it is in stages those of all micro-batches. Raises RuntimeError for a cell in stages
-    that is no PipelineCell."""
+    """Return the inputs of a cell; for a cell in stages, those of all micro-batches. Raises RuntimeError for a cell in
+    stages that is no PipelineCell."""
     if not staged.is_on():
         return args
     options, micro_size = context.options(), getattr(cell, "micro_size", 0)
@@ -165,7 +165,7 @@ def _fed(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 
 def split_of(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Split:
-    """A cell as it is split for its inputs, which happens once."""
+    """Return the split cell. It is split once, for its first inputs."""
     split = _SPLITS.get(cell)
     if split is None:
         split = _SPLITS[cell] = _split(cell, args, kwargs)
@@ -173,18 +173,18 @@ def split_of(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 def layouts_of(cell: Any, inputs: tuple[Any, ...]) -> dict[str, Layout]:
-    """How the parameters of a cell are split, by their names in checkpoints; it is split as its first call will do
+    """Return the layouts of a cell's parameters by their checkpoint names. The cell is split as its first call would do
     it. Raises RuntimeError in modes that split nothing."""
     if not is_split():
         what = f"parallel_mode {context.options().parallel_mode!r} splits no parameters"
         raise RuntimeError(problem(what, op=type(cell).__name__, fix="semi_auto_parallel or auto_parallel mode"))
     split_of(cell, _fed(cell, tuple(plain(x) for x in inputs), {}), {})
-    held = ((name, holding_of(parameter)) for name, parameter in cell.parameters_dict().items())
-    return {name: holding.layout for name, holding in held if holding is not None}
+    holdings = ((name, holding_of(parameter)) for name, parameter in cell.parameters_dict().items())
+    return {name: holding.layout for name, holding in holdings if holding is not None}
 
 
 def plan_of(cell: nn.Module) -> sw.Plan:
-    """The plan of a cell that has run split. Raises RuntimeError for another."""
+    """Return the plan of a cell that has run split. Raises RuntimeError for any other."""
     split = next((_SPLITS[module] for module in cell.modules() if module in _SPLITS), None)
     if split is None:
         raise RuntimeError(problem(f"{type(cell).__name__} has not run split yet", fix="call it, or train it, first"))
@@ -192,8 +192,7 @@ def plan_of(cell: nn.Module) -> sw.Plan:
 
 
 def own_part(split: Split, index: int, whole: torch.Tensor) -> torch.Tensor:
-    """Of the ``index``-th tensor that a split cell returned, what this rank had computed of it before it was
-    gathered."""
+    """Return the part of the ``index``-th output that this rank had computed before it was gathered."""
     assert isinstance(split.par, sw.Parallel), "a loss of stages is one number"
     layout = split.par.output_layout(index)
     part: torch.Tensor = shard(whole, layout, split.par.plan.mesh.coordinates(dist.get_rank()))
@@ -203,7 +202,7 @@ def own_part(split: Split, index: int, whole: torch.Tensor) -> torch.Tensor:
 def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Split:
     options = context.options()
     if not dist.is_initialized():
-        what = f"parallel_mode {options.parallel_mode!r} on {options.devices} devices needs ranks that can talk"
+        what = f"parallel_mode {options.parallel_mode!r} on {options.devices} devices needs connected ranks"
         fix = (
             "call communication.init() first, and start the program with: shardwise run -n "
             f"{options.devices} net.py (or mpirun -n {options.devices} python net.py)"
@@ -249,7 +248,7 @@ def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
 
 
 def _save(plan: sw.Plan, path: Path) -> None:
-    """Write the plan of all ranks to the file of each, which may be one for all."""
+    """Write the plan to each rank's file. The file may be the same for all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rank_file = path.with_name(f"{path.name}.{dist.get_rank()}")
     plan.save(rank_file)
@@ -257,27 +256,28 @@ def _save(plan: sw.Plan, path: Path) -> None:
 
 
 def _named(cell: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by all of their names."""
+    """Return parameters and buffers by all of their names."""
     return {**dict(cell.named_parameters(remove_duplicate=False)), **dict(cell.named_buffers(remove_duplicate=False))}
 
 
 def _values(cell: nn.Module) -> Any:
-    """The whole initial values, one at a time: what a cell holds that was split before, or read from a checkpoint of
-    ranks, and rank 0's of all else. Every rank asks for the same."""
-    named, known = _named(cell), dict[str, Held]()
-    told: list[dict[str, Held]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(told, {name: holding for name, tensor in named.items() if (holding := holding_of(tensor))})
-    for holdings in told:
-        known |= holdings
+    """Return a function that fills in whole initial values, one tensor at a time. Tensors that were split before, or
+    read from ranks' checkpoints, are gathered; the others are rank 0's. Every rank must ask for the same tensors."""
+    named, holding_by_name = _named(cell), dict[str, Held]()
+    by_rank: list[dict[str, Held]] = [{}] * dist.get_world_size()
+    own_holdings = {name: holding for name, tensor in named.items() if (holding := holding_of(tensor))}
+    dist.all_gather_object(by_rank, own_holdings)
+    for holdings in by_rank:
+        holding_by_name |= holdings
 
     def value(name: str, tensor: torch.Tensor) -> None:
-        tensor.copy_(gathered(named[name], known.get(name)))
+        tensor.copy_(gathered(named[name], holding_by_name.get(name)))
 
     return value
 
 
 def _install(par: sw.Parallel | Pipeline, cell: nn.Module) -> None:
-    """Let the cell's own parameters and buffers be those of the program, with the shards that it has made."""
+    """Make the cell's own parameters and buffers those of the program, with its shards."""
     plan, program_tensors, own_names = par.plan, _named(par), _named(cell)
     tied: dict[int, list[str]] = {}
     for name, tensor in own_names.items():
@@ -293,7 +293,7 @@ def _install(par: sw.Parallel | Pipeline, cell: nn.Module) -> None:
         layout = home.layouts.get(name) or Layout.whole(home.mesh, whole_shape(tensor))
         part = program_tensors[here[0]].data if here else tensor.data.new_empty(0)
         if holding_of(tensor) is not None and part.shape == tensor.shape:
-            part = tensor.data  # which another program has, too
+            part = tensor.data  # shared with another program
         axes = copied_axes(plan.alone(plan.stages.index(home))).get(name, ())
         hold(tensor, part, Held(layout, home.placement.ranks), home.mesh.size_of(axes))
         for alias in here:
@@ -302,5 +302,5 @@ def _install(par: sw.Parallel | Pipeline, cell: nn.Module) -> None:
             own_table = getattr(par.get_submodule(owner), table)
             if leaf in own_table:
                 own_table[leaf] = tensor
-            else:  # a buffer there, of the same memory
+            else:  # a buffer in the program: share the memory
                 program_tensors[alias].data = part

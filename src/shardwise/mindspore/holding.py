@@ -1,4 +1,4 @@
-"""What a rank holds of a parameter that a plan has split: its shard, or nothing where other ranks have its stage."""
+"""A rank's part of a split parameter: its shard, or nothing if other ranks have its stage."""
 
 from __future__ import annotations
 
@@ -18,59 +18,59 @@ from shardwise.mindspore import context
 from shardwise.runtime.local_shards import shard
 
 _HELD = "_shardwise_held"  # the attribute of a split parameter
-_AVERAGED = "_shardwise_averaged"  # of the number of ranks whose gradients it sums
+_AVERAGED = "_shardwise_averaged"  # the attribute of the number of ranks whose gradients it sums
 _PARAMETER = "_shardwise_parameter"  # the attribute of a gradient
 
 
 @dataclass(frozen=True)
 class Held:
-    """How a parameter is kept: ``layout`` over ``ranks``, which are those of its stage."""
+    """Distribution of a parameter: ``layout`` over ``ranks``, the ranks of its stage."""
 
     layout: Layout
     ranks: tuple[int, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The whole one."""
+        """Return the shape of the whole parameter."""
         return tuple(self.layout.shape)
 
     @property
     def is_split(self) -> bool:
-        """Whether no rank has all of it, or some rank has nothing of it."""
+        """Return whether some rank lacks a part of the parameter."""
         return bool(self.layout.positions) or len(self.ranks) < rank_groups.all_ranks_group().size
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Where one of the ranks is on the mesh."""
+        """Return the mesh coordinates of a rank."""
         return dict(self.layout.mesh.coordinates(self.ranks.index(rank)))
 
 
 def holding_of(parameter: torch.Tensor) -> Held | None:
-    """How a parameter is kept; None while this rank has all of it."""
+    """Return the distribution of a parameter. None while this rank has all of it."""
     holding: Held | None = getattr(parameter, _HELD, None)
     return holding
 
 
 def whole_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The shape of the whole of which a tensor may be a shard."""
+    """Return the shape of the whole tensor, of which ``tensor`` may be a shard."""
     holding = holding_of(tensor)
     return tuple(tensor.shape) if holding is None else holding.shape
 
 
 def is_elsewhere(parameter: torch.Tensor) -> bool:
-    """Whether the ranks of another stage have a parameter, and this one has nothing of it."""
+    """Return whether a parameter belongs to another stage, so that this rank has nothing of it."""
     holding = holding_of(parameter)
     return holding is not None and dist.is_initialized() and dist.get_rank() not in holding.ranks
 
 
 def hold(parameter: torch.Tensor, part: torch.Tensor, holding: Held, averaged_over: int = 1) -> None:
-    """Let a parameter be this rank's part of a whole. ``averaged_over``: the ranks whose gradients are summed in it."""
+    """Store this rank's part in a parameter. ``averaged_over``: number of ranks whose gradients its gradient sums."""
     parameter.data = part
     setattr(parameter, _HELD, holding)
     setattr(parameter, _AVERAGED, averaged_over)
 
 
 def own_shard(value: Any, parameter: torch.Tensor) -> Any:
-    """Of a tensor in the whole shape of a split parameter, this rank's part; anything else as it is."""
+    """Return this rank's part of a tensor shaped like a whole split parameter. Other values stay unchanged."""
     holding = holding_of(parameter)
     if holding is None or not isinstance(value, torch.Tensor) or not value.dim() or value.shape == parameter.shape:
         return value
@@ -81,7 +81,7 @@ def own_shard(value: Any, parameter: torch.Tensor) -> Any:
 
 
 def joined(holding: Held, parts: Iterable[tuple[int, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole of which ranks have parts, and which of its elements are missing. ``parts``: (rank, part)."""
+    """Join the ranks' parts. Return the whole tensor and a mask of missing elements. ``parts``: (rank, part)."""
     layout, shape = holding.layout, holding.shape
     places = torch.arange(prod(shape)).reshape(shape)
     whole, missing = torch.empty(0), torch.ones(prod(shape), dtype=torch.bool)
@@ -94,8 +94,7 @@ def joined(holding: Held, parts: Iterable[tuple[int, torch.Tensor]]) -> tuple[to
 
 
 def gathered(tensor: torch.Tensor, holding: Held | None) -> torch.Tensor:
-    """The whole of a tensor of which the ranks hold parts; of one that nobody has split, rank 0's. All ranks call
-    it."""
+    """Gather a split tensor. A tensor that is not split is broadcast from rank 0. All ranks must call it."""
     part = tensor.detach().as_subclass(torch.Tensor)
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return part
@@ -109,7 +108,7 @@ def gathered(tensor: torch.Tensor, holding: Held | None) -> torch.Tensor:
 
 @contextmanager
 def whole(cell: nn.Module) -> Iterator[None]:
-    """Every rank has all parameters and buffers of a cell meanwhile; all ranks call it."""
+    """Give every rank all parameters and buffers of a cell within the context. All ranks must call it."""
     parts = [(x, x.data) for x in (*cell.parameters(), *cell.buffers()) if holding_of(x) is not None]
     try:
         for tensor, part in parts:
@@ -121,7 +120,7 @@ def whole(cell: nn.Module) -> Iterator[None]:
 
 
 class _Gathered(torch.autograd.Function):
-    """A whole parameter of its parts. Every rank has the same cotangent, whole, and keeps its part."""
+    """All-gather of a parameter. Every rank has the same whole cotangent and keeps its part."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
@@ -135,14 +134,14 @@ class _Gathered(torch.autograd.Function):
 
 
 def with_whole_parameters(cell: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and buffers of a cell by their names, those in parts gathered; all ranks call it."""
+    """Return a cell's parameters and buffers by name, gathering the split ones. All ranks must call it."""
     named = {**dict(cell.named_parameters()), **dict(cell.named_buffers())}
     apply: Any = _Gathered.apply
     return {name: apply(x) if (of := holding_of(x)) and of.layout.positions else x for name, x in named.items()}
 
 
 def copies(parameter: torch.Tensor) -> int:
-    """How many ranks hold the same shard of a parameter."""
+    """Return the number of ranks that hold the same shard of a parameter."""
     holding = holding_of(parameter)
     if holding is None:
         return context.options().stage_devices
@@ -151,19 +150,18 @@ def copies(parameter: torch.Tensor) -> int:
 
 
 def averaged_over(parameter: torch.Tensor) -> int:
-    """How many ranks' gradients the gradient of a parameter sums, whether or not its storage is one part of it."""
+    """Return the number of ranks whose gradients a parameter's gradient sums, even if its storage is sharded."""
     return max(copies(parameter), getattr(parameter, _AVERAGED, 1))
 
 
 def as_gradient(tensor: torch.Tensor, parameter: torch.Tensor | None) -> torch.Tensor:
-    """A tensor, known as a gradient of a parameter, so that it is this rank's part as the parameter is; None: of
-    none."""
+    """Mark a tensor as the gradient of a parameter, so that it is sharded like the parameter. None marks nothing."""
     if parameter is not None:
         setattr(tensor, _PARAMETER, parameter)
     return tensor
 
 
 def parameter_of(gradient: torch.Tensor) -> torch.Tensor | None:
-    """The parameter of a gradient; None for one that has been computed with since, and for any other tensor."""
+    """Return the parameter of a gradient. None for results computed from gradients and for other tensors."""
     parameter: torch.Tensor | None = getattr(gradient, _PARAMETER, None)
     return parameter

@@ -1,4 +1,4 @@
-"""``ms.Layout``: strategies by names of the device matrix's dims, where split counts do not say which devices."""
+"""``ms.Layout``: strategies by names of the device matrix's dims, for layouts that split counts cannot describe."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout
 from shardwise.mindspore.checks import closest
 
-AXIS = "data"  # all devices; its name lets operators without strategy split their batch over all of them
+AXIS = "data"  # axis of all devices; by this name operators without strategy split their batch over it
 Counts = tuple[tuple[int, ...], ...]
 
 
 class Layout:
-    """``Layout((2, 2, 2), ("dp", "sp", "mp"))`` names the dims of the device matrix; called with one name, tuple of
-    names or "None" per dim it says how a tensor lies: ``layout("dp", ("sp", "mp"))``. ``device_matrix`` x ... = all
-    devices, row-major. Raises ValueError for other numbers and names."""
+    """A layout by names: ``Layout((2, 2, 2), ("dp", "sp", "mp"))`` names the dims of the device matrix. A call with a
+    name, tuple of names or "None" per dim places a tensor: ``layout("dp", ("sp", "mp"))``. The product of
+    ``device_matrix`` is the number of devices, row-major. Raises ValueError for other numbers and names."""
 
     def __init__(
         self, device_matrix: Sequence[int], alias_name: Sequence[str], rank_list: Sequence[int] | None = None
     ) -> None:
         self.device_matrix, self.alias_name = tuple(device_matrix), tuple(alias_name)
         self.tensor_map: tuple[tuple[str, ...], ...] | None = None
-        told = f"Layout({self.device_matrix}, {self.alias_name})"
+        what = f"Layout({self.device_matrix}, {self.alias_name})"
         if len(self.device_matrix) != len(self.alias_name) or len({*self.alias_name}) != len(self.alias_name):
-            raise ValueError(problem(told, fix='one name for each dim: Layout((2, 4), ("dp", "mp"))'))
+            raise ValueError(problem(what, fix='one name for each dim: Layout((2, 4), ("dp", "mp"))'))
         if any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in self.device_matrix):
-            raise ValueError(problem(told, fix="whole numbers from 1"))
+            raise ValueError(problem(what, fix="whole numbers from 1"))
         if rank_list is not None and list(rank_list) != list(range(prod(self.device_matrix))):
-            raise ValueError(problem(f"{told} on the ranks {list(rank_list)}", fix="all ranks, in order: leave it out"))
+            raise ValueError(problem(f"{what} on the ranks {list(rank_list)}", fix="all ranks, in order: leave it out"))
 
     def __call__(self, *tensor_map: str | tuple[str, ...]) -> Layout:
         placed = copy.copy(self)
@@ -50,14 +50,14 @@ class Layout:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """In how many parts each dim is split."""
+        """Return the number of parts of each dim."""
         if self.tensor_map is None:
-            raise ValueError(problem(f"{self} says nothing of a tensor", fix='call it: layout("dp", "None")'))
+            raise ValueError(problem(f"{self} does not place a tensor", fix='call it: layout("dp", "None")'))
         sizes = dict(zip(self.alias_name, self.device_matrix, strict=True))
         return tuple(prod(sizes[name] for name in names) for names in self.tensor_map)
 
     def text(self, shape: Sequence[int], devices: int) -> str:
-        """The layout of a tensor in the library's words. Raises LayoutError where the device matrix does not fit."""
+        """Return the layout of a tensor as text. Raises LayoutError if the device matrix does not fit."""
         mesh = Mesh({AXIS: devices})
         axes, left = {}, list(mesh.sub_axes)
         for name, size in zip(self.alias_name, self.device_matrix, strict=True):
@@ -86,7 +86,7 @@ Layouts = tuple[Layout | None, ...]
 
 
 def as_counts(strategy: Any) -> tuple[Any, Layouts | None]:
-    """A strategy with split counts in place of layouts, and the layouts, where there are some."""
+    """Replace the layouts of a strategy by split counts. Return also the layouts, if there are any."""
     if not isinstance(strategy, (tuple, list)) or not any(isinstance(entry, Layout) for entry in strategy):
         return strategy, None
     counts = tuple(entry.counts if isinstance(entry, Layout) else entry for entry in strategy)

@@ -1,7 +1,7 @@
-"""What tables of names share: settings of functions, arguments under other words, and names that do not exist.
+"""Shared parts of operator tables: settings of functions, argument aliases, and errors for missing names.
 
-An entry of a table is a function whose positional arguments are tensors and whose keyword-only ones are settings: of
-``lambda x, *, alpha=1.0: F.elu(x, alpha)`` a cell or a primitive is made that takes ``alpha`` when it is made.
+An entry of a table is a function whose positional arguments are tensors and whose keyword-only arguments are settings.
+``lambda x, *, alpha=1.0: F.elu(x, alpha)`` becomes a cell or a primitive whose constructor takes ``alpha``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.errors import page, problem
 from shardwise.mindspore.notes import note
 
 Function = Callable[..., Any]
-# Words that versions of the reference use for the same argument.
+# Names of the same argument in different versions of the reference.
 WORDS = (
     {"x", "input", "input_x", "x1", "logits", "tensor", "input_params", "params", "inputs", "tensors", "variable", "A"},
     {"y", "other", "x2", "mat2", "labels", "label", "target", "targets", "index", "indices", "input_indices", "value"},
@@ -34,21 +34,21 @@ WORDS = (
 
 
 def settings_of(function: Function) -> dict[str, Any]:
-    """The keyword-only arguments of a function: name -> default, or ``...`` where there is none."""
+    """Return the keyword-only arguments of a function: name -> default, or ``...`` where there is none."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: ... if p.default is p.empty else p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def signature_of(known: dict[str, Any]) -> inspect.Signature:
-    """That of a table: name -> default, or ``...`` where there is none."""
+def signature_of(table: dict[str, Any]) -> inspect.Signature:
+    """Return the signature of a table: name -> default, or ``...`` where there is none."""
     kind, empty = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
     return inspect.Signature([
-        inspect.Parameter(name, kind, default=empty if default is ... else default) for name, default in known.items()
+        inspect.Parameter(name, kind, default=empty if default is ... else default) for name, default in table.items()
     ])  # fmt: skip
 
 
 def parameters_of(words: Sequence[str]) -> list[inspect.Parameter]:
-    """Of a signature in words: ``x axis=-1``, and behind ``*`` those that are given by name."""
+    """Parse a signature in words: ``x axis=-1``. Words behind ``*`` are keyword-only."""
     kinds = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     parameters = []
     for place, word in enumerate(words):
@@ -59,9 +59,9 @@ def parameters_of(words: Sequence[str]) -> list[inspect.Parameter]:
     return parameters
 
 
-def bound_to(title: str, known: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a table that a constructor is given, with defaults. Raises TypeError for others."""
-    return _bound(title, signature_of(known), args, kwargs)
+def bound_to(title: str, defaults: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Bind constructor arguments to a table's settings, with defaults. Raises TypeError for others."""
+    return _bound(title, signature_of(defaults), args, kwargs)
 
 
 def _bound(title: str, signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -74,17 +74,17 @@ def _bound(title: str, signature: inspect.Signature, args: Any, kwargs: Any) -> 
 
 
 class WithSettings:
-    """A class whose constructor takes the settings of the class statement, in order, with their defaults (``...``: it
-    must be given): ``class Normal(Initializer, sigma=0.01, mean=0.0)``. Each is an attribute, but for those that are
-    parameters of ``_settle``, which is given them.
+    """A class whose constructor takes the settings of the class statement, in order, with their defaults (``...``:
+    required): ``class Normal(Initializer, sigma=0.01, mean=0.0)``. Each becomes an attribute, except the parameters of
+    ``_settle``, which are passed to it.
 
-    ``_settle`` makes of the settings what the rest reads, and raises ValueError for those that can not be.
+    ``_settle`` derives other attributes from the settings, and raises ValueError for invalid ones.
     """
 
     settings: ClassVar[dict[str, Any]] = {}
     _signature: ClassVar[inspect.Signature] = signature_of({})
-    _handed: ClassVar[tuple[str, ...]] = ()  # to _settle
-    __signature__: ClassVar[inspect.Signature | None] = None  # what inspect and help say; None: that of __init__
+    _handed: ClassVar[tuple[str, ...]] = ()  # settings passed to _settle
+    __signature__: ClassVar[inspect.Signature | None] = None  # for inspect and help; None: that of __init__
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__()
@@ -100,7 +100,7 @@ class WithSettings:
         self._settle(**handed)
 
     def _take(self, values: dict[str, Any]) -> None:
-        """Makes the base, and the settings its attributes."""
+        """Initialise the base class and set the settings as attributes."""
         super().__init__()
         for name, value in values.items():
             setattr(self, name, value)
@@ -115,29 +115,29 @@ class WithSettings:
         def _settle(self) -> None: ...
 
     def _chosen(self) -> dict[str, Any]:
-        """The settings as they are now."""
+        """Return the settings as they are now."""
         return {name: getattr(self, name) for name in type(self).settings}
 
 
 def classes_of(table: dict[str, Function], base: type[Any], module: str, **body: Any) -> dict[str, type[Any]]:
-    """A class per function of a table, made from ``base``, which finds it as ``function``; its settings are the
-    function's."""
+    """Return a class per function of a table, derived from ``base``, with the function as ``function`` and its
+    settings."""
 
-    def made(name: str, function: Function) -> type[Any]:
+    def make_class(name: str, function: Function) -> type[Any]:
         about = {"__module__": module, "__doc__": f"The reference's {name}.", "function": staticmethod(function)}
         return type(name, (base,), {**about, **body}, **settings_of(function))
 
-    return {name: made(name, function) for name, function in table.items()}
+    return {name: make_class(name, function) for name, function in table.items()}
 
 
 def translated(name: str, function: Function) -> Function:
-    """The function, which also takes its arguments under the words of other versions (``WORDS``)."""
-    known = inspect.signature(function).parameters
+    """Wrap a function so that it also takes its arguments under the names of other versions (``WORDS``)."""
+    parameters = inspect.signature(function).parameters
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        for word in [word for word in kwargs if word not in known]:
-            same = [p for p in known if any({p, word} <= group for group in WORDS) and p not in kwargs]
+        for word in [word for word in kwargs if word not in parameters]:
+            same = [p for p in parameters if any({p, word} <= group for group in WORDS) and p not in kwargs]
             if same:
                 kwargs[same[0]] = kwargs.pop(word)
         return function(*args, **kwargs)
@@ -150,11 +150,11 @@ _OF_TORCH_ALONE = {"size_average", "reduce", "_stacklevel", "device"}
 
 
 def in_order(function: Function) -> Function:
-    """A function or module of torch without the places of arguments that the reference does not have:
-    ``BCELoss(None, "sum")`` gives no ``size_average``."""
+    """Drop the positions of arguments that the reference does not have from a torch function or module: ``BCELoss(None,
+    "sum")`` sets no ``size_average``."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
-    except ValueError:  # of C++
+    except ValueError:  # a C++ function
         return function
     names = [p.name for p in parameters if p.name not in _OF_TORCH_ALONE and p.kind is p.POSITIONAL_OR_KEYWORD]
     if not _OF_TORCH_ALONE & {p.name for p in parameters}:
@@ -171,20 +171,20 @@ def in_order(function: Function) -> Function:
 
 
 def absent(module: str, names: Callable[[], Iterable[str]], elsewhere: dict[str, str] | None = None) -> Any:
-    """``__getattr__`` of a module: an error that says the nearest name that exists, and a note of the same, since
-    ``from module import name`` drops the error's text. ``elsewhere``: what stands for some names that do not."""
+    """Return a ``__getattr__`` of a module whose error suggests the nearest name. It also prints a note, since ``from
+    module import name`` drops the error's text. ``elsewhere``: suggestions for some missing names."""
 
     def missing(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         is_package = hasattr(sys.modules[module], "__path__")
-        if is_package and find_spec(f"{module}.{name}") is not None:  # a module that nobody has imported yet
+        if is_package and find_spec(f"{module}.{name}") is not None:  # a module that is not imported yet
             return import_module(f"{module}.{name}")
         short = module.removeprefix("shardwise.mindspore").lstrip(".")
-        known = {existing.lower(): existing for existing in names() if not existing.startswith("_")}
-        near = get_close_matches(name.lower(), known, n=1, cutoff=0.6)
-        instead = (elsewhere or {}).get(name) or (f"the nearest is {known[near[0]]}" if near else "")
-        fix = "; ".join(filter(None, (instead, f"what exists is listed in {page('from-mindspore')}")))
+        existing_names = {existing.lower(): existing for existing in names() if not existing.startswith("_")}
+        near = get_close_matches(name.lower(), existing_names, n=1, cutoff=0.6)
+        instead = (elsewhere or {}).get(name) or (f"the nearest is {existing_names[near[0]]}" if near else "")
+        fix = "; ".join(filter(None, (instead, f"all names are listed in {page('from-mindspore')}")))
         text = problem(f"{'.'.join(filter(None, ('ms', short)))} has no {name}", fix=fix)
         note(text)
         raise AttributeError(text)

@@ -1,4 +1,4 @@
-"""Notes: what a program ought to be told once, on rank 0, on the error stream."""
+"""Notes: printed once, on rank 0, on the error stream."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import sys
 
 from shardwise.launch.ranks import rank
 
-_told: set[str] = set()  # of this process
+_told: set[str] = set()  # texts and topics printed by this process
 
 
 def note(text: str, topic: str = "") -> None:
-    """Print ``text`` on rank 0, unless it, or anything on the same ``topic``, has been said."""
+    """Print ``text`` on rank 0, unless it, or a note on the same ``topic``, was printed before."""
     if (topic or text) not in _told:
         _told.add(topic or text)
         if rank() == 0:

@@ -1,4 +1,4 @@
-"""``mindspore.numpy``: functions under numpy's names, over those of ``ops`` and torch's."""
+"""``mindspore.numpy``: functions under numpy's names, implemented with ``ops`` and torch."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from shardwise.mindspore.tensor import Tensor, as_torch
 from shardwise.mindspore.tensor_methods import dtype_of, taken
 
 
-def _made(obj: Any, dtype: Any = None, copy: bool = True, ndmin: int = 0) -> Tensor:
+def _as_tensor(obj: Any, dtype: Any = None, copy: bool = True, ndmin: int = 0) -> Tensor:
     tensor = as_torch(obj, None if dtype is None else dtype_of(dtype))
     return Tensor(tensor.reshape((1,) * max(ndmin - tensor.dim(), 0) + tuple(tensor.shape)))
 
 
 def _in_words(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of tensors, which takes lists and numbers as well."""
+    """Wrap a function of tensors so that it also takes lists and numbers."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return function(*(_made(x) if isinstance(x, (list, tuple)) and x else x for x in args), **kwargs)
+        return function(*(_as_tensor(x) if isinstance(x, (list, tuple)) and x else x for x in args), **kwargs)
 
     return call
 
 
 def _rolled(a: Any, axis: int, start: int = 0) -> Any:
-    """``axis`` before ``start``."""
+    """Move ``axis`` before ``start``."""
     axis, start = axis % a.dim(), start + a.dim() if start < 0 else start
     return torch.movedim(a, axis, start - 1 if axis < start else start)
 
 
 def _interpolated(x: Any, xp: Any, fp: Any, left: Any = None, right: Any = None) -> Any:
-    """The line through points (xp, fp) at ``x``; outside of them its ends."""
+    """Interpolate linearly between points (xp, fp) at ``x``; outside of them use the end values."""
     x = torch.as_tensor(x, dtype=fp.dtype)
     high = torch.searchsorted(xp, x).clamp(1, len(xp) - 1)
     share = (x - xp[high - 1]) / (xp[high] - xp[high - 1])
@@ -47,19 +47,19 @@ def _interpolated(x: Any, xp: Any, fp: Any, left: Any = None, right: Any = None)
 
 
 def _convolved(a: Any, v: Any, mode: str = "full") -> Any:
-    """The sums of products of two sequences, one turned round and moved along the other."""
+    """Convolve two sequences."""
     whole = torch.nn.functional.conv1d(a.view(1, 1, -1), v.flip(0).view(1, 1, -1), padding=len(v) - 1).view(-1)
     size = {"full": len(whole), "same": max(len(a), len(v)), "valid": abs(len(a) - len(v)) + 1}[mode]
     return whole[(len(whole) - size) // 2 :][:size]
 
 
 def _set(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Of two sequences as sets: the sorted elements of the first that ``function`` keeps."""
+    """Return a set operation of two sequences: the sorted distinct elements of the first that ``function`` keeps."""
     return lambda ar1, ar2, assume_unique=False: (distinct := torch.unique(ar1))[function(distinct, ar2)]
 
 
 def _along_axis(func1d: Callable[..., Any], axis: int, arr: Any, *args: Any, **kwargs: Any) -> Any:
-    """What a function makes of each row along ``axis``, in whose place are the dims of what it returns."""
+    """Apply a function to each row along ``axis``, and put the dims of its results there."""
     rows, axis = arr.movedim(axis, -1), axis % arr.dim()
     stacked = torch.stack([torch.as_tensor(func1d(row, *args, **kwargs)) for row in rows.reshape(-1, rows.shape[-1])])
     out = stacked.reshape(*rows.shape[:-1], *stacked.shape[1:])
@@ -67,8 +67,8 @@ def _along_axis(func1d: Callable[..., Any], axis: int, arr: Any, *args: Any, **k
 
 
 def _chosen(a: Any, choices: Any, mode: str = "clip") -> Any:
-    """At each place the element of the choice that ``a`` numbers; numbers outside are cut ("clip") or go round
-    ("wrap")."""
+    """Pick at each position the element of the choice that ``a`` numbers. Numbers out of range are clipped ("clip") or
+    wrapped ("wrap")."""
     is_cut = one_of("clip", "wrap")("mode", mode) == "clip"
     numbers = (a.clamp(0, len(choices) - 1) if is_cut else a % len(choices)).long()
     *broadcast, numbers = torch.broadcast_tensors(*choices, numbers)
@@ -122,9 +122,9 @@ _OWN: dict[str, Callable[..., Any]] = {
     "tril_indices": lambda n, k=0, m=None: tuple(torch.tril_indices(n, m or n, k)),
     "triu_indices": lambda n, k=0, m=None: tuple(torch.triu_indices(n, m or n, k)),
     "vdot": lambda a, b: torch.dot(a.reshape(-1), b.reshape(-1)),
-    "array": _made,
-    "asarray": _made,
-    "asfarray": lambda a, dtype=torch.float32: _made(a, dtype),
+    "array": _as_tensor,
+    "asarray": _as_tensor,
+    "asfarray": lambda a, dtype=torch.float32: _as_tensor(a, dtype),
     "copy": lambda a: a.clone(),
     "dot": lambda a, b: a * b if not (a.dim() and b.dim()) else torch.tensordot(a, b, ([-1], [max(b.dim() - 2, 0)])),
     "empty": FUNCTIONS["zeros"],
@@ -135,7 +135,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "split": lambda x, indices_or_sections, axis=0: list(torch.tensor_split(x, indices_or_sections, axis)),
     "sum": lambda a, axis=None, dtype=None, keepdims=False: FUNCTIONS["sum"](a, axis, keepdims, dtype=dtype),
     "append": lambda arr, values, axis=None: torch.cat(
-        (arr.reshape(-1), _made(values).reshape(-1)) if axis is None else (arr, values), axis or 0),
+        (arr.reshape(-1), _as_tensor(values).reshape(-1)) if axis is None else (arr, values), axis or 0),
     "array_split": lambda x, indices_or_sections, axis=0: list(torch.tensor_split(x, indices_or_sections, axis)),
     "average": lambda x, axis=None, weights=None: FUNCTIONS["mean"](x, axis) if weights is None else
     FUNCTIONS["sum"](x * weights, axis) / FUNCTIONS["sum"](torch.as_tensor(weights).broadcast_to(x.shape), axis),
@@ -147,7 +147,7 @@ _OWN: dict[str, Callable[..., Any]] = {
         constant_values),
     "select": lambda condlist, choicelist, default=0: reduce(
         lambda rest, case: torch.where(case[0], case[1], rest),
-        reversed(list(zip(condlist, choicelist, strict=True))), _made(default).to(choicelist[0])),
+        reversed(list(zip(condlist, choicelist, strict=True))), _as_tensor(default).to(choicelist[0])),
     "sort": lambda a, axis=-1: FUNCTIONS["sort"](a, axis)[0],
     "take": lambda a, indices, axis=None: taken(a, indices, axis),
     "tensordot": lambda a, b, axes=2: torch.tensordot(a, b, axes),
@@ -184,7 +184,7 @@ FUNCTIONS_HERE: dict[str, Callable[..., Any]] = {
     **{name: _in_words(FUNCTIONS[same]) for name, same in _SAME.items()},
     **{name: FUNCTIONS[same] for name, same in _LISTS.items()},
     **{name: _in_words(function) for name, function in _OWN.items()},
-    **dict.fromkeys(("array", "asarray"), _made),
+    **dict.fromkeys(("array", "asarray"), _as_tensor),
     **{name: _OWN[name] for name in ("full", "indices", "pad", "select")},
 }
 for _name in ("reshape", "zeros", "ones", "broadcast_to", "tile", "rand", "randint"):  # tuples are shapes here
@@ -198,5 +198,5 @@ _missing = absent(__name__, lambda: __all__)
 
 
 def __getattr__(name: str) -> Any:
-    """The functions, whose names would hide Python's own in this file."""
+    """Return a function. As module globals their names would hide Python's own in this file."""
     return FUNCTIONS_HERE[name] if name in FUNCTIONS_HERE else _missing(name)

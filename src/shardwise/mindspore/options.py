@@ -1,6 +1,6 @@
 """The options of ``set_auto_parallel_context`` and ``set_algo_parameters``: defaults, checks and meaning.
 
-An option either works, or is refused unless it has its default (``later``: not yet; ``meaningless``: it never will).
+An option either works, or accepts only its default (``later``: not yet supported; ``meaningless``: never will be).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwise.mindspore.notes import note
 from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.search.zero import Zero
 
-DATA_PARALLEL, FULL_BATCH = "data_parallel", "full_batch"  # of dataset_strategy
+DATA_PARALLEL, FULL_BATCH = "data_parallel", "full_batch"  # values of dataset_strategy
 DatasetStrategy = str | tuple[tuple[int, ...], ...]
 MEGABYTE = 2**20
 
@@ -45,14 +45,14 @@ CKPT_CONFIG = {"load_file": "", "save_file": "", "only_trainable_params": True}
 
 class _Modes(type):
     def __getattr__(cls, name: str) -> str:
-        known = [mode for mode in vars(cls) if mode.isupper() and mode != "MODE_LIST"]
-        near = get_close_matches(name.upper(), known, n=1)
-        fix = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
+        modes = [mode for mode in vars(cls) if mode.isupper() and mode != "MODE_LIST"]
+        near = get_close_matches(name.upper(), modes, n=1)
+        fix = f"did you mean {near[0]}?" if near else f"choose from {', '.join(modes)}"
         raise AttributeError(problem(f"ParallelMode has no mode {name}", fix=fix))
 
 
 class ParallelMode(metaclass=_Modes):
-    """Who decides how operators are split: nobody, the batch only, the program by hand, its strategies, the search."""
+    """Parallel modes: no split, the batch only, by hand, by the program's strategies, or by the search."""
 
     STAND_ALONE = "stand_alone"
     DATA_PARALLEL = "data_parallel"
@@ -66,8 +66,8 @@ class ParallelMode(metaclass=_Modes):
 class Options:
     """All options of ``set_auto_parallel_context``. ``names_set``: those that the program has set.
 
-    ``strict`` is ours: the specification's even splits in powers of two (True), or whatever the library can split.
-    ``enable_alltoall`` is True here (the reference: False): an all-to-all moves less than gathering and slicing.
+    ``strict`` is ours: True allows the specification's even splits in powers of two, False whatever the library can
+    split. ``enable_alltoall`` is True here (the reference: False): an all-to-all moves less than gathering and slicing.
     """
 
     device_num: int = 1
@@ -104,13 +104,13 @@ class Options:
 
     @property
     def distributed(self) -> bool:
-        """Whether operators are split: semi-auto and auto mode."""
+        """Return whether operators are split: in semi-auto and auto mode."""
         return self.parallel_mode in (ParallelMode.SEMI_AUTO_PARALLEL, ParallelMode.AUTO_PARALLEL)
 
     @property
     def devices(self) -> int:
-        """``device_num`` if it is set, else the number of ranks. ValueError if there are several ranks, but not so
-        many (a single process may plan for any number)."""
+        """Return ``device_num`` if it is set, else the number of ranks. Raises ValueError if several ranks run and
+        their number differs (a single process may plan for any number)."""
         ranks = world_size()
         if "device_num" not in self.names_set:
             return ranks
@@ -121,17 +121,17 @@ class Options:
 
     @property
     def stage_devices(self) -> int:
-        """The devices of a stage of a pipeline: all of them where there is none."""
+        """Return the number of devices of a pipeline stage; without a pipeline, all devices."""
         return self.devices // self.pipeline_stages if self.distributed else self.devices
 
     @property
     def rank(self) -> int:
-        """For which rank a single process prints its program: ``global_rank`` if set; else this process's number."""
+        """Return the rank whose program is printed: ``global_rank`` if set in a single process, else this rank."""
         return self.global_rank if "global_rank" in self.names_set and world_size() == 1 else rank()
 
     @property
     def bucket_bytes(self) -> int:
-        """The largest message that several gradients share; 0: every one travels by itself."""
+        """Return the size limit of gradient buckets in bytes. 0: every gradient has its own message."""
         if not self.comm_fusion.get("openstate", True):
             return 0
         sized = [rule["config"] for rule in self.comm_fusion.values() if rule is not True and rule["mode"] == "size"]
@@ -139,12 +139,12 @@ class Options:
 
     @property
     def weight_shards(self) -> int:
-        """Over how many copies a parameter is divided by the parallel optimizer; -1: over all."""
+        """Return over how many copies the parallel optimizer shards a parameter; -1: over all."""
         return self.parallel_optimizer_config["optimizer_weight_shard_size"] if self.enable_parallel_optimizer else -1
 
     def zero(self, element_bytes: int) -> Zero:
-        """The parallel optimizer in the library's words. ``element_bytes``: of an element of the parameters. Sharded
-        accumulation keeps gradients in parts, as level2 does."""
+        """Return the parallel optimizer as a ZeRO setting. ``element_bytes``: size of a parameter's element. Sharded
+        accumulation keeps gradients sharded, as level2 does."""
         config = self.parallel_optimizer_config
         level = int(config["optimizer_level"].removeprefix("level"))
         stage = max(level, 2) if config["gradient_accumulation_shard"] else level
@@ -152,16 +152,16 @@ class Options:
 
     @property
     def fusion_cuts(self) -> tuple[int, ...]:
-        """The indices of gradients behind which a message ends; none: messages are filled by size."""
+        """Return the indices of gradients after which a message ends. Empty: messages are filled by size."""
         fusion = self.comm_fusion.get("allreduce", {})
         return tuple(fusion.get("config", ())) if fusion.get("mode") == "index" else self.all_reduce_fusion_config
 
     def with_options(self, **values: Any) -> Options:
-        """These options with some set. TypeError, ValueError or NotImplementedError with a sentence."""
+        """Return these options with some replaced. Raises TypeError, ValueError or NotImplementedError."""
         stored: dict[str, Any] = {}
         for name, value in values.items():
             name = ALIASES.get(name, name)
-            if name in OPTIMIZER_CONFIG:  # as options of their own in earlier versions
+            if name in OPTIMIZER_CONFIG:  # separate options in earlier versions
                 name, value = "parallel_optimizer_config", {**stored.get("parallel_optimizer_config", {}), name: value}
             if name not in CHECKS:
                 fix = closest(name, CHECKS)
@@ -176,7 +176,7 @@ class Options:
 
 
 def _dataset_options(stored: dict[str, Any], strict: bool) -> dict[str, Any]:
-    """``full_batch`` and ``dataset_strategy`` say the same in two ways; what follows for the one from the other."""
+    """Derive ``full_batch`` from ``dataset_strategy`` or the reverse, as both say the same."""
     if "dataset_strategy" in stored:
         strategy = stored["dataset_strategy"]
         if isinstance(strategy, tuple):
@@ -192,8 +192,8 @@ def _dataset_options(stored: dict[str, Any], strict: bool) -> dict[str, Any]:
 
 
 def _check_slices(strategy: tuple[tuple[int, ...], ...], strict: bool) -> None:
-    """The rules of the reference (dataset_slice): one split dim per input, and nothing is split finer than the input
-    of the most dims."""
+    """Check the reference's rules (dataset_slice): one split dim per input, and no input is split finer than the input
+    with the most dims."""
     slices = []
     for number, counts in enumerate(strategy):
         split = [count for count in counts if count > 1]
@@ -228,7 +228,7 @@ def _dataset_strategy(name: str, value: Any) -> DatasetStrategy:
 
 
 def _indices(name: str, value: Any) -> tuple[int, ...]:
-    """Ascending positions in the list of gradients."""
+    """Check for ascending positions in the list of gradients."""
     if not isinstance(value, list | tuple):
         raise TypeError(problem(f"{name} is {value!r}", fix="give a list of indices, [20, 35]"))
     checked = tuple(whole(0, 2**31)(f"{name}[{i}]", index) for i, index in enumerate(value))
@@ -238,7 +238,7 @@ def _indices(name: str, value: Any) -> tuple[int, ...]:
 
 
 def _fusion(name: str, value: Any) -> dict[str, Any]:
-    """One collective's entry of comm_fusion: {"mode": "auto" | "size" | "index", "config": None, MiB or indices}."""
+    """Check one entry of comm_fusion: {"mode": "auto" | "size" | "index", "config": None, MiB or indices}."""
     setting = entries({"mode": one_of("auto", "size", "index"), "config": lambda _, setting_of_mode: setting_of_mode})(
         name, value
     )
@@ -252,7 +252,7 @@ def _fusion(name: str, value: Any) -> dict[str, Any]:
 
 
 def _scheduler(name: str, value: Any) -> str:
-    """The name of a schedule. Those over parts of sequences are refused."""
+    """Check the name of a schedule. Schedules over parts of sequences are refused."""
     if value in ("seqpipe", "seqvpp", "seqsmartvpp"):
         what = f"{name}={value!r}: there are no schedules over parts of a sequence"
         raise NotImplementedError(problem(what, fix='"gpipe", "1f1b" or "zero_bubble_v"'))
@@ -282,7 +282,7 @@ CHECKS: dict[str, Check] = {
     "all_reduce_fusion_config": _indices,
     "pipeline_stages": whole(1, 4096),
     "pipeline_segments": meaningless(
-        whole(1, 4096), 1, "cell.pipeline_segment, with pipeline_interleave, says which of two a cell is in"
+        whole(1, 4096), 1, "cell.pipeline_segment, with pipeline_interleave, sets which of two segments a cell is in"
     ),
     "pipeline_result_broadcast": flag,
     "pipeline_config": entries({"pipeline_interleave": flag, "pipeline_scheduler": _scheduler}, PIPELINE_CONFIG),
@@ -300,7 +300,7 @@ CHECKS: dict[str, Check] = {
         {
             "load_file": text,
             "save_file": text,
-            "only_trainable_params": flag,  # a plan says both
+            "only_trainable_params": flag,  # a plan contains both
         },
         CKPT_CONFIG,
     ),
@@ -317,8 +317,8 @@ ALIASES = {"auto_parallel_search_mode": "search_mode"}
 
 @dataclass(frozen=True, slots=True)
 class AlgoParameters:
-    """What ``set_algo_parameters`` may say about the searches. The reference's switches have one setting here; the two
-    numbers are kept, and mean as little as in the reference while their switches are off."""
+    """Parameters of ``set_algo_parameters`` for the searches. The reference's switches have one setting here. The two
+    numbers are kept without effect, as in the reference while their switches are off."""
 
     fully_use_devices: bool = True
     elementwise_op_strategy_follow: bool = False
@@ -329,7 +329,7 @@ class AlgoParameters:
 
 
 def _follow(name: str, value: Any) -> bool:
-    """Kept, with a note: it asks for what is so unless it costs more."""
+    """Keep the value, with a note: elementwise operators follow their neighbours unless that costs more."""
     if flag(name, value):
         note(
             "elementwise_op_strategy_follow=True: elementwise operators without a strategy follow their neighbours "
@@ -341,7 +341,7 @@ def _follow(name: str, value: Any) -> bool:
 ALGO_CHECKS: dict[str, Check] = {
     "fully_use_devices": idle(flag, True, "the search prices splits over all devices and over fewer of them"),
     "elementwise_op_strategy_follow": _follow,
-    "enable_algo_approxi": idle(flag, False, "the search keeps what can be best, and a plan tells its gap"),
+    "enable_algo_approxi": idle(flag, False, "the search keeps all candidates that may be best; a plan has its gap"),
     "algo_approxi_epsilon": fraction,
     "tensor_slice_align_enable": idle(flag, False, "no device here computes in units of one slice size"),
     "tensor_slice_align_size": whole(1, 1024),

@@ -1,4 +1,4 @@
-"""The rows of a batch that each rank is given, and of a tensor that has them all."""
+"""The rows of a batch that each rank is given, and its rows of a whole tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.runtime.local_shards import shard
 
 
 def rows_of(par: sw.Parallel) -> list[tuple[int, int]]:
-    """Which rows of the whole batch each rank is given: from, to. Empty: all ranks are given all of them."""
+    """Return each rank's rows (start, stop) of the whole batch. Empty: all ranks are given all of them."""
     plan = par.plan
     fed = [plan.layouts[entry.name] for entry in plan.inputs if entry.shape]
     if not fed:
@@ -27,7 +27,7 @@ def rows_of(par: sw.Parallel) -> list[tuple[int, int]]:
 
 @lru_cache(maxsize=64)
 def _parts(layout: Layout) -> list[tuple[int, int]]:
-    """From, to: which elements of a dim each rank holds."""
+    """Return the elements (start, stop) of a dim that each rank holds."""
     numbers = torch.arange(layout.shape[0])
     parts = [shard(numbers, layout, layout.mesh.coordinates(rank)) for rank in range(layout.mesh.num_devices)]
     return [(int(part[0]), int(part[-1]) + 1) for part in parts]
@@ -41,10 +41,10 @@ def own_rows(x: Any, rows: list[tuple[int, int]]) -> Any:
 
 
 class _Rows(torch.autograd.Function):
-    """This rank's rows of a tensor that all ranks hold; its gradient is gathered, since all ranks hold that, too.
+    """Slice of this rank's rows. Its gradient is all-gathered, since all ranks hold the whole tensor.
 
-    Every rank differentiates a loss of its rows: what is differentiated is the sum of these losses, with
-    ``gradients_mean`` their mean.
+    Every rank differentiates a loss of its rows, so the gradient is that of the sum of these losses, or of their mean
+    with ``gradients_mean``.
     """
 
     @staticmethod

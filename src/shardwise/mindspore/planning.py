@@ -1,4 +1,4 @@
-"""From a cell and its inputs to its plan, by the context: what ``sw.plan`` is given, and which file stands for it."""
+"""Planning of a cell by the context: the arguments of ``sw.plan``, or a strategy file."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from shardwise.mindspore.layout import AXIS
 from shardwise.mindspore.options import Options
 from shardwise.mindspore.storage import parameter_plans, shard_axes
 
-STRATEGIES = "_shardwise_strategies"  # the attribute of what ms.shard was given
+STRATEGIES = "_shardwise_strategies"  # the attribute of ms.shard's strategies
 PRICED = ("dynamic_programming", "recursive_programming")
 
 
 def planned(cell: nn.Module, args: tuple[Any, ...], **kwargs: Any) -> sw.Plan:
-    """The plan of a cell for whole batches, by the context; no ranks are needed."""
+    """Return the plan of a cell for whole batches, by the context. No ranks are needed."""
     model = whole_copy(cell)
     if staged.is_on():
         model, args = staged.MicroBatch(model.get_submodule("network")), (torch.tensor(1.0), *args)
@@ -47,12 +47,12 @@ def decided(
     counts: dict[str, tuple[int, ...]],
     options: Options,
 ) -> sw.Plan:
-    """The plan of a cell: for training the one of ``strategy_ckpt_load_file``, if there is one."""
+    """Return the plan of a cell. For training ``strategy_ckpt_load_file`` takes precedence."""
     load = options.strategy_ckpt_load_file if cell.training else ""
     if options.fusion_cuts:
         what = (
-            f"gradients are to be fused up to the positions {options.fusion_cuts}: in {options.parallel_mode} mode "
-            "they travel in the order in which backward computes them"
+            f"gradients should be fused up to {options.fusion_cuts}, but in {options.parallel_mode} mode "
+            "they are sent in the order in which backward computes them"
         )
         fix = "comm_fusion={'allreduce': {'mode': 'size', 'config': 32}}: messages of up to 32 MB"
         raise ValueError(problem(what, fix=fix))
@@ -67,7 +67,7 @@ def plan_by_context(
     counts: dict[str, tuple[int, ...]],
     options: Options,
 ) -> sw.Plan:
-    """The library's plan of a cell in the mode of the context."""
+    """Plan a cell in the mode of the context."""
     strategies = _has_strategies(model)
     auto = options.parallel_mode == context.ParallelMode.AUTO_PARALLEL
     priced = auto and options.search_mode in PRICED
@@ -100,8 +100,8 @@ def plan_by_context(
 
 
 def fed_counts(options: Options, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Into how many parts each input is split over the ranks, per dim: name -> counts. Empty: every rank is given whole
-    batches."""
+    """Return the number of parts per dim into which the ranks split each input: name -> counts. Empty: every rank is
+    given whole batches."""
     tensors = [
         (leaf_name(path), x)
         for path, x in pytree.tree_flatten_with_path((args, kwargs))[0]
@@ -112,8 +112,8 @@ def fed_counts(options: Options, args: tuple[Any, ...], kwargs: Mapping[str, Any
         return {}
     if strategy == "data_parallel":
         return {name: (options.devices, *(1,) * (x.dim() - 1)) for name, x in tensors if x.dim()}
-    assert not isinstance(strategy, str), "the context knows the words"
-    if len(strategy) < len(tensors):  # of fewer inputs, in evaluation, the labels are missing: the last ones
+    assert not isinstance(strategy, str), "the context has checked the name"
+    if len(strategy) < len(tensors):  # in evaluation the last inputs, the labels, may be missing
         what = f"the strategy {strategy} size: {len(strategy)} is not equal to inputs size: {len(tensors)}"
         fix = f"one tuple for each of the inputs {[list(x.shape) for _, x in tensors]}"
         raise strict.failure("dataset_strategy", what, fix)
@@ -127,7 +127,7 @@ def fed_counts(options: Options, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def _has_strategies(model: nn.Module) -> bool:
-    """Whether a primitive, or a function or cell that ``ms.shard`` was given, has a strategy."""
+    """Return whether a primitive, or an argument of ``ms.shard``, has a strategy."""
     objects = (candidate for module in model.modules() for candidate in (module, *vars(module).values()))
     return any(getattr(candidate, "in_strategy", None) for candidate in primitives(model)) or any(
         hasattr(candidate, STRATEGIES) for candidate in objects
@@ -135,7 +135,7 @@ def _has_strategies(model: nn.Module) -> bool:
 
 
 def primitives(module: nn.Module) -> Iterator[Any]:
-    """All primitives that the cells of a module hold."""
+    """Yield all primitives that the cells of a module hold."""
     from shardwise.mindspore.ops.primitive import Primitive
 
     for submodule in module.modules():
@@ -143,7 +143,7 @@ def primitives(module: nn.Module) -> Iterator[Any]:
 
 
 def host_parameters(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """The parameters that operators with ``primitive_target`` "CPU" read, found in a call without data."""
+    """Return the parameters that operators with ``primitive_target`` "CPU" read, found by a call on the meta device."""
     from shardwise.mindspore.ops.primitive import host_operands
 
     if not any(operator.attrs.get("primitive_target") == "CPU" for operator in primitives(model)):
@@ -154,7 +154,7 @@ def host_parameters(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def changed_parameters(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[str]:
-    """The parameters that are not trained and that a call changes: a queue, a memory, a count."""
+    """Return the untrained parameters that a call changes: a queue, a memory, a count."""
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     if not frozen:
         return frozen
@@ -165,7 +165,7 @@ def changed_parameters(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def be_buffers(model: nn.Module, names: set[str]) -> None:
-    """Let parameters be buffers, which a graph may change."""
+    """Turn parameters into buffers, which a graph may change."""
     ids = {id(model.get_parameter(name)) for name in names}
     for module in model.modules():
         for leaf in [leaf for leaf, parameter in module._parameters.items() if id(parameter) in ids]:
@@ -173,7 +173,7 @@ def be_buffers(model: nn.Module, names: set[str]) -> None:
 
 
 def whole_copy(cell: nn.Module) -> nn.Module:
-    """The cell on the meta device, with parameters of their whole shapes."""
+    """Copy the cell to the meta device, with parameters of their whole shapes."""
     memo: dict[int, Any] = {}
     for tensor in [*cell.parameters(), *cell.buffers()]:
         empty = torch.empty(whole_shape(tensor), dtype=tensor.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""``Profiler``: torch's, under the reference's name."""
+"""``Profiler``: torch's profiler under the reference's name."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from shardwise.mindspore.notes import note
 
 
 class Profiler:
-    """Records operators from when it is made (with ``start_profile=False``: from ``start``) to ``stop`` or ``analyse``,
-    which writes ``output_path/rank_N_trace.json``, a trace for Perfetto. Other settings are taken, with a note. What
-    a split cell takes, operator by operator, ``shardwise.Parallel.profile`` tells."""
+    """Operator profiler that records from its construction (with ``start_profile=False``: from ``start``) to ``stop``
+    or ``analyse``. ``analyse`` writes ``output_path/rank_N_trace.json``, a trace for Perfetto. Other settings are
+    accepted, with a note. ``shardwise.Parallel.profile`` shows the time per operator of a split cell."""
 
     def __init__(self, output_path: str = "./data", start_profile: bool = True, **settings: Any) -> None:
         self._path, self._profile, self._runs = Path(output_path), torch.profiler.profile(), False
@@ -34,7 +34,7 @@ class Profiler:
             self._runs = False
 
     def analyse(self, **settings: Any) -> None:
-        """Stop, and write the trace. Settings are taken, with a note. Raises RuntimeError if nothing was recorded."""
+        """Stop and write the trace. Settings are accepted, with a note. Raises RuntimeError if nothing was recorded."""
         _no_effect("Profiler.analyse", settings)
         if not self._started:
             raise RuntimeError(problem("the profiler has recorded nothing", fix="profiler.start()"))

@@ -1,5 +1,5 @@
-"""Pipelines in the reference's words: cells have stages, a ``PipelineCell`` has micro-batches, and the loss is the sum
-of theirs. The stages are those of ``sw.plan`` and of torch's schedules."""
+"""Pipelines: cells have stages, a ``PipelineCell`` has micro-batches, and its loss is the sum of their losses. The
+stages and schedules are those of ``sw.plan`` and torch."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from shardwise.mindspore.options import FULL_BATCH, Options
 from shardwise.programs.micro_batches import APART
 from shardwise.runtime.pipeline import Pipeline
 
-# The reference's word -> the schedule of torch that it stands for.
+# The reference's name -> torch's schedule.
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "zero_bubble_v": "ZBVZeroBubble"}
 INTERLEAVED = {"gpipe": "LoopedBFS", "1f1b": "Interleaved1F1B", "zero_bubble_v": "ZBVZeroBubble"}
 FOLDED = "zero_bubble_v"  # segment 1 runs through the stages backwards
 
 
 def is_on() -> bool:
-    """Whether cells with parameters run in stages."""
+    """Return whether cells with parameters run in stages."""
     options = context.options()
     return options.distributed and options.pipeline_stages > 1
 
 
 class MicroBatch(nn.Module):
-    """The network of a ``PipelineCell``: the loss of a micro-batch, times ``scale``; of a loss vector, its sum."""
+    """The loss of one micro-batch of a ``PipelineCell``, times ``scale``. A loss vector is summed."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class MicroBatch(nn.Module):
 
 
 def parts_of(inputs: Sequence[torch.Tensor], micro_size: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The inputs of every micro-batch. Raises ValueError for a batch that does not divide."""
+    """Return the inputs of every micro-batch. Raises ValueError for a batch that does not divide."""
     for number, x in enumerate(inputs):
         if not isinstance(x, torch.Tensor) or not x.dim() or x.shape[0] % micro_size:
             what = f"of shape {list(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
@@ -65,10 +65,10 @@ def _stage(module: nn.Module) -> int | None:
 
 
 def mark(network: nn.Module, options: Options) -> int:
-    """Mark the modules of a network with the library's stages, which it returns the number of.
+    """Mark the modules of a network with the library's stages and return their number.
 
-    With ``pipeline_interleave`` and ``pipeline_segment`` a place has two stages. Raises ValueError for a stage that
-    there is not, and in strict mode for cells that have parameters and no stage, naming them.
+    With ``pipeline_interleave`` and ``pipeline_segment`` a pipeline rank has two stages. Raises ValueError for a stage
+    out of range, and in strict mode for cells that have parameters and no stage, naming them.
     """
     places, config = options.pipeline_stages, options.pipeline_config
     is_folded = config["pipeline_scheduler"] == FOLDED
@@ -101,7 +101,7 @@ def _segments(options: Options) -> int:
 
 
 def _without_stage(network: nn.Module, marked: set[str]) -> list[str]:
-    """The modules that have parameters of their own, and neither they nor one around them a stage."""
+    """Return the modules with parameters of their own that neither have a stage nor lie in a module with one."""
 
     def is_inside(path: str) -> bool:
         return path in marked or (bool(path) and is_inside(path.rpartition(".")[0]))
@@ -111,11 +111,11 @@ def _without_stage(network: nn.Module, marked: set[str]) -> list[str]:
 
 
 def settings(model: nn.Module, args: tuple[Any, ...], micro_size: int, options: Options) -> dict[str, Any]:
-    """What ``sw.plan`` is told of stages and micro-batches."""
+    """Return the arguments of ``sw.plan`` for stages and micro-batches."""
     places, scheduler = options.pipeline_stages, options.pipeline_config["pipeline_scheduler"]
     if options.devices % places:
         what = f"pipeline_stages is {places}, and {options.devices} devices do not divide by it"
-        raise ValueError(problem(what, fix="as many devices for every stage"))
+        raise ValueError(problem(what, fix="a number of devices that pipeline_stages divides"))
     if micro_size < places:
         what = f"micro_size is {micro_size}, and pipeline_stages {places}"
         raise ValueError(problem(what, fix="at least one micro-batch per stage"))
@@ -132,7 +132,7 @@ def settings(model: nn.Module, args: tuple[Any, ...], micro_size: int, options: 
 
 
 def fed(inputs: tuple[torch.Tensor, ...], micro_size: int, options: Options) -> tuple[torch.Tensor, ...]:
-    """The whole batch, of which the ranks of a stage are given parts: every micro-batch has rows of each of them."""
+    """Return the whole batch. The ranks of a stage feed parts of it: every micro-batch has rows of each of them."""
     ranks = options.stage_devices
     if options.full_batch or options.dataset_strategy == FULL_BATCH or ranks == 1:
         return inputs
@@ -151,7 +151,7 @@ def fed(inputs: tuple[torch.Tensor, ...], micro_size: int, options: Options) -> 
 
 
 def loss_of(par: Pipeline, inputs: tuple[torch.Tensor, ...], micro_size: int, scale: float) -> torch.Tensor:
-    """The sum of the losses of micro-batches, on all ranks: in training differentiable, by a step that has run."""
+    """Return the sum of the micro-batches' losses, on all ranks. In training it is differentiable: the step has run."""
     factor = torch.tensor(scale)
     if not (par.training and torch.is_grad_enabled()):
         unscaled = torch.tensor(1.0)
@@ -185,11 +185,11 @@ class _Stepped(torch.autograd.Function):
 
 
 def shows_loss() -> bool:
-    """Whether this rank prints the loss of training: those of the last stage do, with ``pipeline_result_broadcast``
-    all. (All of them know it, so that callbacks decide alike.)"""
+    """Return whether this rank prints the training loss: ranks of the last stage, or all with
+    ``pipeline_result_broadcast``. (All ranks know the loss, so that their callbacks decide the same.)"""
     options = context.options()
     if not is_on() or options.pipeline_result_broadcast:
         return True
     scheduler = options.pipeline_config["pipeline_scheduler"]
-    last = 0 if scheduler == FOLDED else options.pipeline_stages - 1  # a V ends where it began
+    last = 0 if scheduler == FOLDED else options.pipeline_stages - 1  # a V-shaped pipeline ends on its first rank
     return dist.get_rank() // options.stage_devices == last

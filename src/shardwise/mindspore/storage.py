@@ -1,4 +1,4 @@
-"""How parameters are stored: over which of their copies they are divided, and what programs say of single ones."""
+"""Storage of parameters: the copies over which they are sharded, and the split counts that programs give them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from shardwise.layouts.text import parse_layout
 from shardwise.mindspore.checks import closest
 from shardwise.plans.plan import Plan
 
-PARAMETERS = "_shardwise_parameter_plan"  # the attribute of what ms.shard says of parameters
+PARAMETERS = "_shardwise_parameter_plan"  # the attribute that holds ms.shard's parameter_plan
 
 
 def shard_axes(plan: Plan, ranks: int) -> tuple[str, ...]:
-    """The axes of the nearest ``ranks`` copies of parameters. Raises ValueError where there are not so many."""
+    """Return the axes of the nearest ``ranks`` copies of parameters. Raises ValueError if there are fewer."""
     copied = copied_axes(plan)
     axes = [axis for axis in plan.mesh.sub_axes if any(axis in replicated for replicated in copied.values())]
     most, taken = plan.mesh.size_of(axes), list[str]()
@@ -28,7 +28,7 @@ def shard_axes(plan: Plan, ranks: int) -> tuple[str, ...]:
 
 
 def copied_axes(plan: Plan) -> dict[str, frozenset[str]]:
-    """Parameter -> the axes along which the ranks that use it have equal copies."""
+    """Return for each parameter the axes along which the ranks that use it have equal copies."""
     stored, copied = plan.layouts, dict[str, frozenset[str]]()
     for entry in plan.conversions:
         if entry.value in stored:
@@ -39,7 +39,7 @@ def copied_axes(plan: Plan) -> dict[str, frozenset[str]]:
 
 
 def parameter_plans(cell: nn.Module) -> dict[str, Any]:
-    """The split counts that ``ms.shard(parameter_plan=)`` gave to parameters. Raises ValueError for unknown ones."""
+    """Return the split counts of ``ms.shard(parameter_plan=)`` by parameter. Raises ValueError for unknown ones."""
     named, counts_by_name = dict(cell.named_parameters()), dict[str, Any]()
     for module in cell.modules():
         for candidate in (module, *vars(module).values()):

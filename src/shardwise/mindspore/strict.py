@@ -1,8 +1,8 @@
-"""The specification's checks of strategies: their form when they are given, their numbers when a cell is compiled.
+"""The specification's checks of strategies. Their form is checked when they are set, their numbers when a cell is
+compiled.
 
-Strict mode (``set_auto_parallel_context(strict=True)``, the default) holds the rules of the reference: even splits by
-powers of two, checked in its order. With ``strict=False`` whatever mathematics allows is accepted, and the library's
-own checks remain.
+Strict mode (``set_auto_parallel_context(strict=True)``, the default) enforces the rules of the reference: even splits
+by powers of two, checked in its order. With ``strict=False`` only the library's own checks remain.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class StrategyError(LayoutError, RuntimeError):
-    """A strategy that the operator can not have; a RuntimeError, as in the reference."""
+    """Error for a strategy that the operator does not support; a RuntimeError, as in the reference."""
 
 
 def nested(name: str, role: str, strategy: Any, out_strategy: Any = None) -> Strategy | None:
-    """A strategy as a tuple of tuples. Raises TypeError or ValueError for another nesting, with what was meant."""
+    """Return a strategy as a tuple of tuples. Raises TypeError or ValueError for another nesting, with a fix."""
     if strategy is None:
         return None
     if isinstance(strategy, (set, frozenset, dict)):
@@ -49,7 +49,7 @@ def nested(name: str, role: str, strategy: Any, out_strategy: Any = None) -> Str
 
 
 def check_form(primitive: Primitive, strategy: Strategy, shapes: Shapes) -> None:
-    """One tuple per input, each with one number per dim or none at all. Raises StrategyError for anything else."""
+    """Check for one tuple per input with one number per dim, or none at all. Raises StrategyError for anything else."""
     name = primitive.title
     if len(strategy) != len(shapes):
         what = f"the strategy {strategy} size: {len(strategy)} is not equal to inputs size: {len(shapes)}"
@@ -58,17 +58,17 @@ def check_form(primitive: Primitive, strategy: Strategy, shapes: Shapes) -> None
         if counts:
             _check_length(name, index, counts, shape)
     if any(shapes) and not any(strategy):
-        what = f"the strategy {strategy} leaves all inputs {list(map(list, shapes))} to the others"
+        what = f"the strategy {strategy} has no split counts for any of the inputs {list(map(list, shapes))}"
         raise failure(name, what, "numbers for one of them; without a strategy the operator splits its batch")
 
 
 def check(
     primitive: Primitive, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...], devices: int, *, even: bool
 ) -> None:
-    """The checks that all operators share, in the order of the reference, and then the operator's own. ``even``: strict
-    mode's too, of which most are.
+    """Run the checks that all operators share, in the order of the reference, and then the operator's own. ``even``:
+    run also those of strict mode, which are most.
 
-    Raises StrategyError with the operator, the numbers and the mend.
+    Raises StrategyError with the operator, the numbers and a fix.
     """
     name = primitive.title
     if even and not primitive.splittable:
@@ -84,13 +84,13 @@ def check(
     if primitive.lead is not None:
         lost = set(counts_by_name) - primitive.followed(primitive.dim_names(shapes, args), args)
         for index, names in enumerate(primitive.dim_names(shapes, args)):
-            whole(name, strategy[index], [dim for dim, key in enumerate(names) if key in lost], "which can not be", "")
+            whole(name, strategy[index], [dim for dim, key in enumerate(names) if key in lost], "which cannot be", "")
     if even:
         _check_devices(name, strategy, prod(counts_by_name.values()), devices)
 
 
 def _check_shared(primitive: Primitive, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-    """Dims that operands share are split alike, but those of size 1, which are whole."""
+    """Check that dims that operands share have equal split counts. Dims of size 1 are whole."""
     seen: dict[str, tuple[int, int, int]] = {}
     for index, (counts, names) in enumerate(zip(strategy, primitive.dim_names(shapes, args), strict=True)):
         for dim, (count, dim_name) in enumerate(zip(counts, names, strict=True)):
@@ -111,7 +111,7 @@ def _check_shared(primitive: Primitive, strategy: Strategy, shapes: Shapes, args
 def check_tensors(
     name: str, role: str, strategy: Strategy, shapes: Sequence[tuple[int, ...]], devices: int, *, even: bool
 ) -> None:
-    """The checks of a strategy that is given to the inputs or outputs of a function. ``even``: strict mode's too."""
+    """Check a strategy of the inputs or outputs of a function. ``even``: run also the checks of strict mode."""
     if len(strategy) != len(shapes):
         what = f"the strategy {strategy} size: {len(strategy)} is not equal to {role} size: {len(shapes)}"
         fix = f"one tuple for each of the {role} {list(map(list, shapes))}, or None for one that follows"
@@ -154,8 +154,8 @@ LENIENT = ", or set_auto_parallel_context(strict=False), which can split it"
 
 
 def whole(name: str, counts: tuple[int, ...], dims: Iterable[int], why: str, else_: str = LENIENT) -> None:
-    """Raises StrategyError where one of the dims is split. ``why``: what the operator does with it; ``else_``: what may
-    be done instead of leaving it whole."""
+    """Raise StrategyError if one of the dims is split. ``why``: what the operator does with it; ``else_``: an
+    alternative fix."""
     for dim in dims:
         if counts[dim] != 1:
             what = f"the strategy {counts} splits dim {dim}, {why}: its value must be 1, but get {counts[dim]}"
@@ -163,14 +163,14 @@ def whole(name: str, counts: tuple[int, ...], dims: Iterable[int], why: str, els
 
 
 def equal(name: str, strategy: Strategy, what: str = "the strategies of all inputs must be equal") -> None:
-    """Raises StrategyError unless all inputs are split alike."""
+    """Raise StrategyError unless all inputs have the same split counts."""
     for counts in strategy[1:]:
         if counts != strategy[0]:
             raise failure(name, f"{what}, but get {strategy[0]} and {counts}", f"{strategy[0]} for both")
 
 
 def dim_of(name: str, dim: int, rank: int) -> int:
-    """A dim counted from 0. Raises StrategyError where there is none."""
+    """Return a dim counted from 0. Raises StrategyError if it is out of range."""
     if not -rank <= dim < rank:
         what = f"axis {dim} is out of range for an input of {rank} dims"
         raise failure(name, what, f"an axis from {-rank} to {rank - 1}")

@@ -17,19 +17,18 @@ from shardwise.mindspore.holding import holding_of
 from shardwise.mindspore.tensor_methods import METHODS, by_caller, dtype_of
 
 
-class _Kind(type(torch.Tensor)):  # type: ignore[misc]  # a base that mypy can not name
-    """``isinstance(x, Tensor)``: of parameters too, and inside of ``construct``, whose tensors are torch's own."""
+class _Kind(type(torch.Tensor)):  # type: ignore[misc]  # mypy cannot name this base
+    """``isinstance(x, Tensor)`` holds for all torch tensors: parameters, and tensors inside ``construct``."""
 
     def __instancecheck__(cls, x: Any) -> bool:
         return isinstance(x, torch.Tensor)
 
 
 class Tensor(torch.Tensor, metaclass=_Kind):
-    """``Tensor(data, dtype=None)``: a torch tensor with the reference's methods (``tensor_methods``). What operators
-    return of it is one again; ``Tensor(None, dtype, shape, init)`` waits for nothing and holds zeros, or what ``init``
-    fills in.
+    """A torch tensor with the reference's methods (``tensor_methods``): ``Tensor(data, dtype=None)``. Operators return
+    such tensors again. ``Tensor(None, dtype, shape, init)`` holds zeros, or what ``init`` fills in, at once.
 
-    While a cell is captured it is torch's own, which a graph can hold as a constant.
+    While a cell is captured it is a plain torch tensor, which a graph can hold as a constant.
     """
 
     def __new__(
@@ -48,19 +47,19 @@ class Tensor(torch.Tensor, metaclass=_Kind):
                 data = initializer(init, tuple(shape or ()), data.dtype)
         else:
             data = as_torch(input_data, dtype)
-        return data if torch.compiler.is_exporting() else data.as_subclass(cls)  # type: ignore[return-value]  # not ours
+        return data if torch.compiler.is_exporting() else data.as_subclass(cls)  # type: ignore[return-value]
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not torch.compiler.is_exporting():
-            result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # torch's
-            return result if func in get_default_nowrap_functions() else _made(result)
+            result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+            return result if func in get_default_nowrap_functions() else _wrapped(result)
         args, kwargs = pytree.tree_map(plain, (args, kwargs or {}))
         return func(*args, **kwargs)
 
     @staticmethod
     def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-        """A tensor that shares an array's memory."""
+        """Return a tensor that shares an array's memory."""
         return from_numpy(array)
 
     vars().update(METHODS)
@@ -74,9 +73,9 @@ class Tensor(torch.Tensor, metaclass=_Kind):
     def __str__(self) -> str:
         return str(METHODS["asnumpy"](self)) if _has_values(self) else repr(self)
 
-    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes contents
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's __repr__ takes tensor_contents
         if not _has_values(self):
-            return str(super().__repr__())  # type: ignore[no-untyped-call]  # torch's
+            return str(super().__repr__())  # type: ignore[no-untyped-call]
         values = np.array2string(METHODS["asnumpy"](self), separator=", ")
         return f"Tensor(shape={list(self.shape)}, dtype={_kind(self.dtype)}, value= {values})"
 
@@ -88,46 +87,46 @@ class Tensor(torch.Tensor, metaclass=_Kind):
 
 
 def _has_values(x: torch.Tensor) -> bool:
-    """Whether there are numbers to print: not while something is captured, or transformed by torch.func."""
+    """Return whether there are numbers to print: not during capture or in a torch.func transform."""
     unreal = torch.compiler.is_exporting() or x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x)
     return not unreal and x.dtype != torch.bfloat16
 
 
 def _kind(dtype: torch.dtype) -> str:
-    """A dtype as the reference prints it: Float32."""
+    """Return a dtype as the reference prints it: Float32."""
     return str(dtype).removeprefix("torch.").capitalize()
 
 
-def _made(result: Any) -> Any:
-    """What an operator returns, in tuples or lists, with the reference's methods."""
+def _wrapped(result: Any) -> Any:
+    """Give the tensors of an operator's result, in tuples or lists, the reference's methods."""
     if isinstance(result, (tuple, list)):
-        return type(result)(_made(item) for item in result)
+        return type(result)(_wrapped(item) for item in result)
     return as_ours(result)
 
 
 def as_ours(x: Any) -> Any:
-    """A tensor with the reference's methods; anything else, and a parameter, as it is."""
+    """Give a tensor the reference's methods. Parameters and other values are returned unchanged."""
     is_torchs = isinstance(x, torch.Tensor) and not issubclass(type(x), (Tensor, nn.Parameter))
     return x.as_subclass(Tensor) if is_torchs else x
 
 
 def plain(x: Any) -> Any:
-    """A ``Tensor`` as torch's own, with the same memory; anything else as it is."""
+    """Return a ``Tensor`` as a plain torch tensor with the same memory. Other values are returned unchanged."""
     if not issubclass(type(x), Tensor):
         return x
     if not torch.compiler.is_exporting():
         return x.as_subclass(torch.Tensor)
-    with _disable_current_modes(), torch._C.DisableTorchFunction():  # a constant, which no tracing should see made
+    with _disable_current_modes(), torch._C.DisableTorchFunction():  # hide the creation of a constant from tracing
         return x.as_subclass(torch.Tensor)
 
 
 class Parameter(nn.Parameter):
-    """A parameter with a name. ``name``: the one in checkpoints, by default the path of its attribute.
-    ``layerwise_parallel``: every rank has another one, so its gradient is not reduced. Assignments (``p += 1``,
-    ``p[0] = 1``) are no part of what is differentiated."""
+    """A parameter with a name. ``name``: its name in checkpoints, by default the path of its attribute.
+    ``layerwise_parallel``: every rank has its own parameter, so its gradient is not reduced. Assignments (``p += 1``,
+    ``p[0] = 1``) are not differentiated."""
 
     def _copied(self, init: Any = "same") -> Parameter:
-        """Another parameter with the same values, or as ``init`` says."""
+        """Return a copy of the parameter, initialised by ``init`` if it is not "same"."""
         copied = copy.deepcopy(self)
         if init != "same":
             from shardwise.mindspore.common.initializer import initializer
@@ -146,7 +145,7 @@ class Parameter(nn.Parameter):
         parallel_optimizer: bool = True,
     ) -> Parameter:
         data = as_torch(default_input)
-        data = data.clone() if isinstance(default_input, torch.Tensor) else data  # which stays as it is
+        data = data.clone() if isinstance(default_input, torch.Tensor) else data  # the caller's tensor stays unchanged
         if requires_grad and not data.is_floating_point():
             requires_grad = False
         parameter = torch.Tensor._make_subclass(cls, data.detach(), requires_grad)
@@ -158,15 +157,15 @@ class Parameter(nn.Parameter):
         return parameter
 
     param_name: str | None
-    prefix: str = ""  # of update_parameters_name
-    path: str | None = None  # in the cell whose parameters were asked for
-    renamed: bool = False  # since then: the name is whole
+    prefix: str = ""  # set by update_parameters_name
+    path: str | None = None  # in the cell whose parameters were requested last
+    renamed: bool = False  # renamed since then: the name is complete
     layerwise_parallel: bool
     parallel_optimizer: bool
 
     @property
     def name(self) -> str:
-        """The one in checkpoints."""
+        """Return the name in checkpoints."""
         return self.path or self.param_name or ""
 
     @name.setter
@@ -174,36 +173,36 @@ class Parameter(nn.Parameter):
         self.renamed, self.param_name, self.path = self.renamed or self.path is not None, value, None
 
     def init_data(self, *settings: Any, **named: Any) -> Parameter:
-        """The parameter, which has its values already."""
+        """Return the parameter, which has its values already."""
         return self
 
     def value(self) -> torch.Tensor:
-        """Its values, through which gradients flow, as in the reference."""
+        """Return its values, through which gradients flow, as in the reference."""
         return self.view_as(self) if torch.compiler.is_exporting() else self.view_as(self).as_subclass(Tensor)
 
     def assign_value(self, value: Any) -> Parameter:
-        """Give the parameter other values."""
+        """Set the parameter's values."""
         return self.set_data(value)
 
     def asnumpy(self) -> np.ndarray[Any, Any]:
-        """What this rank holds."""
+        """Return this rank's part as an array."""
         return np.asarray(self.detach().numpy(force=True))
 
     def set_data(self, data: Any, slice_shape: bool = False) -> Parameter:
-        """Give the parameter other values. ``slice_shape``: they may have another shape."""
+        """Set the parameter's values. ``slice_shape``: they may have another shape."""
         new = as_torch(data, self.dtype)
         if new.shape != self.shape and not slice_shape:
             what = f"the parameter {self.name} has shape {list(self.shape)}, the data {list(new.shape)}"
             raise ValueError(problem(what, fix="give data of that shape; slice_shape=True takes another one"))
-        if holding_of(self) and new.shape == self.shape:  # a program may have the same memory
+        if holding_of(self) and new.shape == self.shape:  # a program may share the memory
             self.data.copy_(new)
         else:
-            self.data = new.to(self.device, copy=isinstance(data, torch.Tensor))  # which goes on to be another one's
+            self.data = new.to(self.device, copy=isinstance(data, torch.Tensor))  # the caller keeps its tensor
         return self
 
-    def __repr__(self) -> str:  # type: ignore[override]  # torch's takes contents
-        told = f"shape={tuple(self.shape)}, dtype={_kind(self.dtype)}, requires_grad={self.requires_grad}"
-        return f"Parameter (name={self.name}, {told})"
+    def __repr__(self) -> str:  # type: ignore[override]  # torch's __repr__ takes tensor_contents
+        details = f"shape={tuple(self.shape)}, dtype={_kind(self.dtype)}, requires_grad={self.requires_grad}"
+        return f"Parameter (name={self.name}, {details})"
 
     __str__ = __repr__
 
@@ -224,10 +223,10 @@ class Parameter(nn.Parameter):
 
 
 class ParameterTuple(tuple[Parameter, ...]):
-    """Parameters in order."""
+    """A tuple of parameters."""
 
     def clone(self, prefix: str, init: Any = "same") -> ParameterTuple:
-        """Copies, whose names start with ``prefix``; ``init="zeros"``: filled with zeros."""
+        """Return copies whose names start with ``prefix``. ``init="zeros"``: filled with zeros."""
         copies = ParameterTuple(Parameter._copied(parameter, init) for parameter in self)
         for parameter in copies:
             parameter.name = f"{prefix}.{parameter.name}"
@@ -235,7 +234,7 @@ class ParameterTuple(tuple[Parameter, ...]):
 
 
 def as_torch(data: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Data of any kind as a plain torch tensor. Python's floats become float32, arrays, which are copied, keep
+    """Convert data of any kind to a plain torch tensor. Python's floats become float32; arrays are copied and keep
     their dtype."""
     if isinstance(data, torch.Tensor):
         tensor = data.detach() if isinstance(data, nn.Parameter) else plain(data)
@@ -251,12 +250,12 @@ def as_torch(data: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
 
 
 def from_numpy(array: np.ndarray[Any, Any]) -> Tensor:
-    """A tensor that shares an array's memory."""
+    """Return a tensor that shares an array's memory."""
     return torch.from_numpy(array).as_subclass(Tensor)
 
 
 def tensor(input_data: Any = None, dtype: Any = None, shape: Any = None, init: Any = None) -> Tensor:
-    """``Tensor`` as a function."""
+    """Return ``Tensor(...)``."""
     return Tensor(input_data, dtype, shape, init)
 
 

@@ -1,8 +1,8 @@
-"""Methods of ``Tensor`` that the reference has and torch has not, or means otherwise.
+"""Methods of ``Tensor`` that torch lacks or defines differently.
 
-The reference counts dims as ``axis``, reduces over all of them by default, keeps them with ``keep_dims`` or
-``keepdims``, and its ``max`` is a value, its ``std`` and ``var`` those of a population. A call in torch's own words
-(``dim=``, ``keepdim=``, ``unbiased=``, ``correction=``) is torch's.
+The reference counts dims as ``axis``, reduces over all of them by default, and keeps them with ``keep_dims`` or
+``keepdims``. Its ``max`` returns a value, and its ``std`` and ``var`` are those of a population. A call with torch's
+argument names (``dim=``, ``keepdim=``, ``unbiased=``, ``correction=``) is torch's method.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Axes = int | Sequence[int] | None
 
 
 class Count(int):
-    """The number of elements, ``x.size``; called, as torch has it, the shape: ``x.size()``, ``x.size(0)``."""
+    """The number of elements, ``x.size``. A call returns the shape, as in torch: ``x.size()``, ``x.size(0)``."""
 
     shape: torch.Size
 
@@ -41,7 +41,7 @@ def size(x: torch.Tensor) -> Count:
 
 
 def dtype_of(name: Any) -> torch.dtype:
-    """A dtype, its name, or numpy's or Python's."""
+    """Return the torch dtype of a dtype, its name, or numpy's or Python's."""
     if isinstance(name, torch.dtype):
         return name
     word = name if isinstance(name, str) else np.dtype(name).name
@@ -51,19 +51,19 @@ def dtype_of(name: Any) -> torch.dtype:
 
 
 def number(x: Any) -> Any:
-    """A tensor or array of one element as Python's number."""
+    """Return a tensor or array of one element as a Python number."""
     return x.item() if isinstance(x, (torch.Tensor, np.ndarray)) else x
 
 
 def dims_of(x: torch.Tensor, axis: Any) -> tuple[int, ...]:
-    """One dim, several, or all: for None and for none."""
+    """Return one or several dims as a tuple; all dims for None and ()."""
     if isinstance(axis, int):
         return (axis,)
     return tuple(axis) if axis is not None and len(axis) else tuple(range(x.dim()))
 
 
 def _kept(keep_dims: bool, others: dict[str, Any]) -> bool:
-    """``keep_dims`` under either name. Raises TypeError for other arguments."""
+    """Return ``keep_dims`` under either name. Raises TypeError for other arguments."""
     kept = bool(others.pop("keepdims", keep_dims))
     if others:
         raise TypeError(problem(f"there is no argument {', '.join(others)}", fix="axis, keep_dims"))
@@ -71,7 +71,7 @@ def _kept(keep_dims: bool, others: dict[str, Any]) -> bool:
 
 
 def _reduction(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``x.name(axis=None, keep_dims=False)`` by ``function(x, dims, keepdim=)``."""
+    """Return ``x.name(axis=None, keep_dims=False)``, computed by ``function(x, dims, keepdim=)``."""
 
     def reduce(x: torch.Tensor, axis: Axes = None, keep_dims: bool = False, **others: Any) -> Any:
         if WORDS & set(others):
@@ -84,7 +84,7 @@ def _reduction(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def product(x: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tensor:
-    """Over several dims, of which torch takes one."""
+    """Multiply over several dims; torch takes one."""
     for dim in sorted((dim % x.dim() for dim in dims), reverse=True):
         x = torch.prod(x, dim, keepdim=keepdim)
     return x
@@ -101,7 +101,7 @@ def _spread(name: str) -> Callable[..., Any]:
 
 
 def transpose(x: torch.Tensor, *axes: Any) -> torch.Tensor:
-    """The dims in another order, by default reversed; two dims of more are swapped, as torch has it."""
+    """Permute the dims, by default in reverse. Two dims of a tensor with more are swapped, as in torch."""
     order = tuple(axes[0]) if len(axes) == 1 and not isinstance(axes[0], int) else axes
     if len(order) == 2 and x.dim() > 2:
         return x.swapaxes(*order)
@@ -109,18 +109,18 @@ def transpose(x: torch.Tensor, *axes: Any) -> torch.Tensor:
 
 
 def split(x: torch.Tensor, sections: Any = None, axis: int = 0, output_num: int | None = None, dim: Any = None) -> Any:
-    """Parts of a size, or of several sizes, along ``axis``; or ``output_num`` equal ones."""
+    """Split along ``axis`` into parts of a size or of several sizes, or into ``output_num`` equal ones."""
     along = axis if dim is None else dim
     if sections is None and output_num is not None:
         if x.shape[along] % output_num:
-            told = f"{x.shape[along]} elements in {output_num} parts"
-            raise ValueError(problem(told, fix="a number that divides them"))
+            what = f"{x.shape[along]} elements in {output_num} parts"
+            raise ValueError(problem(what, fix="a number that divides them"))
         sections = x.shape[along] // output_num
-    return TORCHS["split"](x, sections, along)  # torch.split would come back here
+    return TORCHS["split"](x, sections, along)  # torch.split would call this method again
 
 
 def indexed(x: torch.Tensor, index: Any) -> Any:
-    """``x[index]``, where slices may go backwards: first the dims that they cut are turned round."""
+    """Return ``x[index]``. Slices with a negative step are allowed: their dims are flipped first."""
     entries = index if isinstance(index, tuple) else (index,)
     if not any(_is_backward(entry) for entry in entries):
         return TORCHS["__getitem__"](x, index)
@@ -138,7 +138,7 @@ def indexed(x: torch.Tensor, index: Any) -> Any:
 
 
 def assigned(x: torch.Tensor, index: Any, value: Any) -> None:
-    """``x[index] = value``, where the value may be an array, or numbers in lists."""
+    """Set ``x[index] = value``, where the value may be an array, or numbers in lists."""
     if isinstance(value, (np.ndarray, list, tuple)):
         value = torch.as_tensor(np.asarray(value), dtype=x.dtype, device=x.device)
     TORCHS["__setitem__"](x, index, value)
@@ -149,14 +149,14 @@ def _is_backward(entry: Any) -> bool:
 
 
 def repeated(x: torch.Tensor, *repeats: Any, axis: int | None = None) -> Any:
-    """Every element so often; given a number per dim, the whole, as torch has it."""
+    """Repeat every element. With a number per dim repeat the tensor, as in torch."""
     if axis is None and (len(repeats) != 1 or isinstance(repeats[0], (tuple, list))):
         return TORCHS["repeat"](x, *repeats)
     return torch.repeat_interleave(x, repeats[0], axis)
 
 
 def gathered(x: torch.Tensor, first: Any, second: Any = None, batch_dims: int = 0, **others: Any) -> Any:
-    """``x.gather(input_indices, axis)``; with a dim first, torch's."""
+    """Return ``x.gather(input_indices, axis)``; with a dim first, torch's ``gather``."""
     if not isinstance(first, torch.Tensor):
         return TORCHS["gather"](x, first, second, **others)
     from shardwise.mindspore.ops.indexing import Gather
@@ -165,7 +165,7 @@ def gathered(x: torch.Tensor, first: Any, second: Any = None, batch_dims: int = 
 
 
 def _extreme(name: str) -> Callable[..., Any]:
-    """``x.max()``, by default a value; ``return_indices``: and where it is."""
+    """Return the method ``max`` or ``min``, which returns a value, or with ``return_indices`` also its index."""
     reduce = _reduction(name, getattr(torch, f"a{name}"))
 
     def extreme(x: torch.Tensor, axis: Axes = None, keep_dims: bool = False, **others: Any) -> Any:
@@ -178,7 +178,7 @@ def _extreme(name: str) -> Callable[..., Any]:
 
 
 def _with_value(name: str) -> Callable[..., Any]:
-    """``x.argmax_with_value(axis)``: places and values."""
+    """Return ``x.argmax_with_value(axis)``, which returns indices and values."""
 
     def both(x: torch.Tensor, axis: int = 0, keep_dims: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         values, places = getattr(torch, name)(x, axis, keep_dims)
@@ -188,7 +188,7 @@ def _with_value(name: str) -> Callable[..., Any]:
 
 
 def taken(x: torch.Tensor, indices: Any, axis: int | None = None, mode: str = "clip") -> torch.Tensor:
-    """The elements, or slices along ``axis``, at some places."""
+    """Return the elements, or slices along ``axis``, at some indices."""
     places = torch.as_tensor(indices).long()
     if axis is None:
         return torch.take(x, places)
@@ -197,7 +197,7 @@ def taken(x: torch.Tensor, indices: Any, axis: int | None = None, mode: str = "c
 
 
 def viewed(x: torch.Tensor, *shape: Any) -> torch.Tensor:
-    """Another shape of the same elements, also where they do not lie in order; of a dtype torch's."""
+    """Reshape, also a tensor that is not contiguous. A dtype as argument calls torch's ``view``."""
     if len(shape) == 1 and not isinstance(shape[0], (int, tuple, list)):
         of_dtype: torch.Tensor = TORCHS["view"](x, *shape)
         return of_dtype
@@ -205,14 +205,14 @@ def viewed(x: torch.Tensor, *shape: Any) -> torch.Tensor:
 
 
 def single(x: torch.Tensor, index: Any = None) -> Any:
-    """An element as Python's number: that of ``index``, a place or one per dim; else the only one."""
+    """Return an element as a Python number: at ``index`` (flat, or one per dim), else the only one."""
     if index is None:
         return TORCHS["item"](x)
     return TORCHS["item"](x.reshape(-1)[index] if isinstance(index, int) else x[index])
 
 
 def _as_function(name: str) -> Callable[..., Any]:
-    """The function ``ops.name``, of the tensor."""
+    """Return the function ``ops.name`` as a method."""
 
     def method(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         from shardwise.mindspore.ops.functions import FUNCTIONS
@@ -224,14 +224,14 @@ def _as_function(name: str) -> Callable[..., Any]:
 
 
 def _flattened(x: torch.Tensor, *dims: Any, order: str = "C", **named: Any) -> Any:
-    """One dim of all, or of those from ``start_dim`` to ``end_dim``; with ``order="F"`` the first dim runs fastest."""
+    """Flatten all dims, or ``start_dim`` to ``end_dim``. With ``order="F"`` the first dim varies fastest."""
     if order not in ("C", "F"):
         raise ValueError(problem(f"flatten(order={order!r})", fix="C or F"))
     return TORCHS["flatten"](x.permute(*reversed(range(x.dim()))) if order == "F" else x, *dims, **named)
 
 
 def _resized(x: torch.Tensor, *shape: Any) -> torch.Tensor:
-    """The elements in another shape, cut, or with zeros behind them."""
+    """Reshape after truncating the elements or padding them with zeros."""
     sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
     count = prod(sizes)
     return torch.nn.functional.pad(x.reshape(-1)[:count], (0, max(count - x.numel(), 0))).reshape(sizes)
@@ -242,9 +242,9 @@ def _filled(x: torch.Tensor, value: Any) -> torch.Tensor:
 
 
 def assigned_value(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """``x``, which is given the value. Raises ValueError for another shape."""
+    """Copy the value into ``x`` and return it. Raises ValueError for another shape."""
     if x.shape != value.shape:
-        raise ValueError(problem(f"a tensor {list(x.shape)} is given a value {list(value.shape)}", fix="equal shapes"))
+        raise ValueError(problem(f"a tensor {list(x.shape)} gets a value {list(value.shape)}", fix="equal shapes"))
     with torch.no_grad():
         return x.copy_(value)
 
@@ -303,7 +303,7 @@ METHODS: dict[str, Any] = {
     "norm": lambda x, *args, **words: (TORCHS["norm"] if "p" in words else _as_function("norm"))(x, *args, **words),
     "resize": _resized,
 }
-TORCHS: dict[str, Callable[..., Any]] = {  # as they are outside of cells
+TORCHS: dict[str, Callable[..., Any]] = {  # torch's own methods, before in_words replaces them
     name: getattr(torch.Tensor, name) for name in (*METHODS, "clone") if hasattr(torch.Tensor, name)
 }
 
@@ -315,7 +315,7 @@ TORCH, OWN = str(Path(torch.__file__).parent), str(Path(__file__).parents[1])
 
 
 def _is_torchs(frame: Any) -> bool:
-    """Whether code means torch's methods: torch's own, this library's, and that of modules which are no cells."""
+    """Return whether the calling code expects torch's methods: torch, this library, and modules that are no cells."""
     if frame.f_code.co_filename.startswith((TORCH, OWN)):
         return True
     owner = frame.f_locals.get("self")
@@ -323,7 +323,7 @@ def _is_torchs(frame: Any) -> bool:
 
 
 def _otherwise(name: str, reference: Any) -> Any:
-    """A method that torch has too, by who calls it."""
+    """Return a method that dispatches to torch's or the reference's version by its caller."""
     torchs = TORCHS[name]
 
     def method(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -333,8 +333,8 @@ def _otherwise(name: str, reference: Any) -> Any:
 
 
 def by_caller(kind: type[torch.Tensor], clone: Callable[..., Any]) -> dict[str, Any]:
-    """Methods of parameters: the reference's, ``clone`` among them, for code that means them; and operators, whose
-    results are of ``kind`` there, outside of cells."""
+    """Return methods of parameters that follow the reference where the caller expects it, including ``clone``. Results
+    of operators are of class ``kind`` there, outside of cells."""
 
     def operator(name: str) -> Any:
         torchs = getattr(torch.Tensor, name)
@@ -373,14 +373,14 @@ def by_caller(kind: type[torch.Tensor], clone: Callable[..., Any]) -> dict[str, 
     }
 
 
-# Torch asks its class for ``size``, which stays its own.
+# Torch itself uses ``size``, which stays torch's.
 OTHERWISE = {name: _otherwise(name, METHODS[name]) for name in METHODS if name not in NEW and name != "size"}
-_active = [0]  # how many calls are inside of each other
+_active = [0]  # depth of nested calls
 
 
 @contextmanager
 def in_words() -> Iterator[None]:
-    """While it lasts, torch's tensors have the reference's methods."""
+    """Give torch tensors the reference's methods within the context."""
     _active[0] += 1
     try:
         if _active[0] > 1:

@@ -77,8 +77,8 @@ class Planning:
         """Capture the request's module, and announce settings that lose or gain nothing."""
         if precision.lost_share:
             warn_user(
-                f"parameters are stored as {precision.parameter} and computed with as {precision.compute}: what an "
-                f"optimizer changes by less than {precision.lost_share:.2g} of a number is lost",
+                f"parameters are stored as {precision.parameter} and used as {precision.compute}: an update smaller "
+                f"than {precision.lost_share:.2g} of a parameter is lost",
                 PlanWarning,
             )
         if is_on_host(request.training.optimizer):
@@ -159,8 +159,8 @@ class Planning:
         best = trials.best()
         if levers.moves_to_host and not any(entry.offloaded for entry in best.plan.operators):
             warn_user(
-                "nothing waits on the host: what backward needs of these parts is recomputed, is smaller than 64 KiB "
-                "on a device, or is held by something else",
+                "nothing is offloaded to the host: what backward needs of these parts is recomputed, is smaller than 64 "
+                "KiB on a device, or is kept on the device anyway",
                 PlanWarning,
             )
         report = best.search_report
@@ -266,8 +266,8 @@ class Planning:
 def _announce_one_memory(cluster: Cluster) -> None:
     if not cluster.device.host_bandwidth:
         warn_user(
-            f"the memory of {cluster.device.name} is the host's (no host_bandwidth): offloading copies and gains "
-            "nothing",
+            f"{cluster.device.name} shares its memory with the host (no host_bandwidth): offloading only adds copies "
+            "and gains nothing",
             PlanWarning,
         )
 
@@ -276,8 +276,8 @@ def _announce_repeated(graph: Graph, mesh: Mesh) -> None:
     samples = batch_size(graph)
     if samples is not None and samples < mesh.num_devices:
         warn_user(
-            f"a batch of {samples} on {mesh.num_devices} devices: some repeat the work of others; a pass of at least "
-            f"{mesh.num_devices} samples gives each a share",
+            f"a batch of {samples} on {mesh.num_devices} devices: some devices repeat the work of others. Use a "
+            f"micro-batch of at least {mesh.num_devices} samples.",
             PlanWarning,
         )
 

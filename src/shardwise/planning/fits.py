@@ -1,4 +1,4 @@
-"""``sw.fits``: whether a model fits a cluster, how fast it would train there, and what to change."""
+"""``sw.fits``: check whether a model fits a cluster, predict its speed, and suggest changes."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from shardwise.report.stage_passes import fullest_place, stage_peak, step_interv
 from shardwise.untrusted_text import is_number
 
 SECONDS = 30.0
-_FEW = 4  # stages whose parts of the peak are printed; as_data has those of all
+_FEW = 4  # the parts of peaks are printed for up to this number of stages; as_data has those of all
 
 
 @dataclass(frozen=True)
 class StepSummary:
-    """What a step of a plan takes and holds. ``seconds``: with their interval; ``peak``: of the fullest device;
-    ``stages``: of a pipeline, of a device of every stage, with all micro-batches in flight; ``flops``: of the model's
-    own arithmetic; ``peak_flops``: what all devices could do a second in the dtype of its products."""
+    """Time and memory of a step. ``seconds``: with its interval; ``peak``: that of the fullest device; ``stages``: the
+    peak of a device of every pipeline stage, with all micro-batches in flight; ``flops``: the model's FLOPs without
+    recomputation; ``peak_flops``: FLOP/s of all devices in the dtype of the model's products."""
 
     seconds: Interval
     peak: Peak
@@ -52,10 +52,17 @@ class StepSummary:
 
 @dataclass(frozen=True)
 class Fits:
-    """The answer. ``asked``: the plan as it was asked for, if there is one that fits, and then its ``step``.
-    ``options``: the cheapest mends where it does not fit, else the changes that save most, cheapest first; ``untried``:
-    those for which there was no time. ``tokens``: of a step, where inputs are token ids. ``price_per_hour``: of a
-    device, in any currency."""
+    """The result of ``sw.fits``; true if the model fits.
+
+    Attributes:
+        asked: The plan for the given settings, or the reason that nothing fits.
+        step: Time and memory of a step of that plan; None if nothing fits.
+        tokens: Token ids per step; None if the inputs are not token ids.
+        options: Suggested changes, cheapest first: those that make the model fit, or those that save the most.
+        untried: Names of the changes for which there was no time.
+        price_per_hour: The price of a device, in any currency.
+        limit: Bytes that the tensors of a device may take; None if no limit is known.
+    """
 
     asked: Option
     step: StepSummary | None
@@ -63,7 +70,7 @@ class Fits:
     options: tuple[Option, ...]
     untried: tuple[str, ...]
     price_per_hour: float | None = None
-    limit: float | None = None  # bytes that the tensors of a device may take; None: no limit is known
+    limit: float | None = None
 
     @property
     def ok(self) -> bool:
@@ -78,14 +85,13 @@ class Fits:
 
     @property
     def utilisation(self) -> float:
-        """The share of the devices' peak that the model's own FLOPs take (model FLOPs utilisation): what is made again
-        does not count."""
+        """Return the model FLOPs utilisation, a share from 0 to 1. Recomputation does not count."""
         step = self.step
         return step.flops / (self.step_seconds * step.peak_flops) if step and self.step_seconds and step.flops else 0.0
 
     @property
     def rate(self) -> float:
-        """Tokens (or samples, where inputs are no token ids) a second."""
+        """Return tokens per second; samples per second if the inputs are not token ids."""
         return self._units / self.step_seconds if self.step_seconds else 0.0
 
     @property
@@ -94,7 +100,7 @@ class Fits:
 
     @property
     def price(self) -> float | None:
-        """Of 1e9 tokens (or samples); None: devices have no price."""
+        """Return the price of 1e9 tokens (or samples); None if devices have no price."""
         if self.price_per_hour is None or not self.rate:
             return None
         return 1e9 / self.rate / 3600 * self.asked.cluster.num_devices * self.price_per_hour
@@ -104,7 +110,7 @@ class Fits:
         where = f"{asked.cluster.num_devices} x {asked.cluster.device.name}"
         if asked.plan is None or self.step is None:
             why = [line for line in asked.refused.split("\n") if not line.lstrip().startswith("fix:")]
-            lines = [f"does NOT fit {where}:", *(f"  {line}" for line in why)]  # what would mend it follows
+            lines = [f"does NOT fit {where}:", *(f"  {line}" for line in why)]  # options replace the fix
         else:
             limit = "" if self.limit is None else f" of {format_bytes(self.limit)}"
             took, peak = self.step.seconds, self.step.peak
@@ -121,7 +127,7 @@ class Fits:
                 lines.append(f"  1e9 {unit} cost {self.price:,.2f} at {self.price_per_hour:g} a device and hour")
         lines.append("  what would make it fit:" if not self.ok else "  what would change it:")
         lines += [f"    {line}" for line in map(self._option, self.options)] or ["    nothing that was tried"]
-        lines += [f"  not tried, for want of time: {'; '.join(self.untried)}"] if self.untried else []
+        lines += [f"  not tried (out of time): {'; '.join(self.untried)}"] if self.untried else []
         return "\n".join(lines)
 
     def _option(self, option: Option) -> str:
@@ -136,7 +142,7 @@ class Fits:
         return f"{option.what}: {abs(share):.1%} {'less' if share < 0 else 'more'} device time a sample, {figures}"
 
     def as_data(self) -> dict[str, Any]:
-        """What ``--json`` prints."""
+        """Return the data that ``--json`` prints. Keys name their units; absent values are None."""
         asked, step, plan = self.asked, self.step, self.asked.plan
         peak = None if step is None else step.peak
         pipeline = None if plan is None else plan.pipeline
@@ -188,9 +194,9 @@ class Fits:
 
 
 def _split(plan: Plan) -> str:
-    """Over which mesh, in which stages."""
+    """Format the mesh, or the stages with their meshes."""
     if plan.pipeline is None:
-        passes = f", {plan.micro_batches} passes over {plan.micro_batch} samples" if plan.micro_batches > 1 else ""
+        passes = f", {plan.micro_batches} micro-batches of {plan.micro_batch} samples" if plan.micro_batches > 1 else ""
         return f"{plan.mesh}{passes}"
     meshes = ", ".join(dict.fromkeys(str(stage.mesh) for stage in plan.stages))
     return (
@@ -204,16 +210,16 @@ def _parts(peak: Peak) -> str:
 
 
 def _stages(plan: Plan, peaks: Sequence[Peak]) -> list[str]:
-    """A line per stage, equal neighbours in one: what a micro-batch takes there, and the peak with all in flight."""
-    said = [
+    """Return a line per stage (one for equal neighbours): times per micro-batch, and the peak with all in flight."""
+    texts = [
         f"forward {format_seconds(times.forward)}, backward {format_seconds(times.backward)}, bubble "
         f"{times.bubble:.1%}, peak {format_bytes(peak.num_bytes)} in {peak.phase}"
         + (f": {_parts(peak)}" if len(peaks) <= _FEW else "")
         for times, peak in zip(() if plan.pipeline is None else plan.pipeline.stages, peaks, strict=True)
     ]
     lines = []
-    for text, alike in groupby(enumerate(said), key=lambda numbered: numbered[1]):
-        numbers = [number for number, _ in alike]
+    for text, group in groupby(enumerate(texts), key=lambda numbered: numbered[1]):
+        numbers = [number for number, _ in group]
         which = f"stage {numbers[0]}" if len(numbers) == 1 else f"stages {numbers[0]}-{numbers[-1]}, each"
         lines.append(f"    {which}: {text}")
     return lines
@@ -230,19 +236,33 @@ def fits(
     price_per_hour: float | None = None,
     **settings: Any,
 ) -> Fits:
-    """Whether ``module`` trains on ``cluster`` (a name, such as ``"h100-2x8"``, will do), how fast, in how much memory,
-    and what would mend or improve it. Nothing is allocated where parameters and inputs are meta tensors.
+    """Check whether ``module`` trains on ``cluster``, predict its speed and memory, and suggest changes.
 
-    ``settings``: those of ``sw.plan`` (``global_batch``, ``precision``, ``optimizer``, ...). If it fits, the changes
-    that save most device time per sample: another batch, computing in bfloat16, other recomputation, more devices,
-    other meshes. If not, what makes it fit, the fewest device-seconds per sample first: the batch in passes, bfloat16,
-    the optimizer's states on the host, more devices, a smaller batch. Each is planned in full; those that ``seconds``
-    leave no time for are named. Under ``stages`` it says what bubbles take and what every stage holds; other numbers of
-    stages and schedules are tried as well. ``price_per_hour``: of a device, for the price of 1e9 tokens (that of the
-    cluster file). Raises as ``sw.plan`` does, but for a plan that does not fit.
+    If the model fits, the suggestions are the changes that save the most device time per sample: another batch,
+    bfloat16, other recomputation, more devices, other meshes. If not, they are the changes that make it fit, the fewest
+    device-seconds per sample first: micro-batches, bfloat16, optimizer states on the host, more devices, a smaller
+    batch. With ``stages``, other numbers of stages and schedules are tried as well, and the answer has the bubble and
+    the memory of every stage. Each suggestion is planned in full. Nothing is allocated if parameters and inputs are
+    meta tensors.
+
+    Args:
+        module: The model.
+        example_inputs: As for ``sw.plan``.
+        cluster: A cluster, its name (``"h100-2x8"``), or a number of devices of this machine.
+        kwargs: Named inputs, in addition to positional ones.
+        loss: As for ``sw.plan``.
+        seconds: Time for planning suggestions. Those without time are listed in ``untried``.
+        price_per_hour: The price of a device, for the price of 1e9 tokens. Default: that of the cluster file.
+        **settings: Other settings of ``sw.plan`` (``global_batch``, ``precision``, ``optimizer``, ...).
+
+    Returns:
+        The answer with its suggestions; print it, or use it as a bool.
+
+    Raises:
+        ShardwiseError: As ``sw.plan`` raises it, except that a model that does not fit is an answer.
     """
     if not (is_number(seconds) and seconds >= 0):
-        raise ShardwiseError(problem(f"seconds is {seconds!r}", fix="the time for mends or changes, from 0"))
+        raise ShardwiseError(problem(f"seconds is {seconds!r}", fix="seconds for planning suggestions, 0 or more"))
     if price_per_hour is not None and not (is_number(price_per_hour) and 0 <= price_per_hour < inf):
         fix = "what a device costs in an hour, from 0; or leave it out"
         raise ShardwiseError(problem(f"the price of a device and hour is {price_per_hour!r}", fix=fix))
@@ -251,7 +271,7 @@ def fits(
     if asked.plan is not None and asked.plan.predicted is None and asked.plan.pipeline is None:
         raise ShardwiseError(
             problem(
-                "sw.fits answers from prices, and stages have none under a mode, or strategies that are completed "
+                "sw.fits answers from prices. Stages have no prices under a mode, or if strategies are completed "
                 "without a search",
                 fix='leave them out, or add search="dynamic_programming"',
             )
@@ -274,7 +294,7 @@ def fits(
 
 
 def _step(request: PlanRequest, found: PlanningResult) -> StepSummary:
-    """Return what a step of the plan takes and holds."""
+    """Return the time and memory of a step of the plan."""
     plan, report, cluster = found.plan, found.search_report, request.cluster
     if isinstance(report, AutoStagesSearchReport):
         report = report.chosen
@@ -294,7 +314,7 @@ def _step(request: PlanRequest, found: PlanningResult) -> StepSummary:
 
 
 def _arithmetic(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[float, float]:
-    """The FLOPs of a step, forward and backward, and what all devices could do a second. ``graph``: of a pass."""
+    """Return the FLOPs of a step, forward and backward, and the FLOP/s of all devices. ``graph``: one pass."""
     flops = peak = 0.0
     for op in graph.ops:
         operands, results = (tuple(tuple(graph.by_name[n].shape) for n in names) for names in (op.operands, op.results))
@@ -311,7 +331,7 @@ def _arithmetic(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[float, floa
 
 
 def _tokens(asked: Option) -> int | None:
-    """The token ids of a step: integers with samples and positions in the first input that has both."""
+    """Return the number of token ids in a step, from the first input of integers with samples and positions."""
     for leaf in flatten((asked.request.args, dict(asked.request.kwargs)))[0]:
         if isinstance(leaf, torch.Tensor) and leaf.dim() == 2 and not leaf.is_floating_point():
             return leaf.numel() // leaf.shape[0] * (asked.samples or leaf.shape[0])

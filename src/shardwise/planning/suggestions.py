@@ -29,7 +29,7 @@ from shardwise.plans.schedule import schedule_of
 from shardwise.search.mesh_shapes import candidate_meshes
 
 NUM_SHOWN = 3
-_MOST_NODES = 8  # times as many
+_MOST_NODES = 8  # the largest factor by which nodes are multiplied
 _MOST_MESHES = 4
 _PIPELINE_RANKS = (2, 4)  # that are tried if the request has no stages
 _SCHEDULES = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble")
@@ -151,35 +151,35 @@ def _suggestions(request: PlanRequest) -> tuple[list[str], str]:
 
     options, untried = plan_variants(suggest_fixes(request), MAX_SUGGESTION_SECONDS, enough, clock=time.process_time)
     best = sorted((option for option in options if option.fits), key=lambda option: option.price)
-    left = f"; not planned, for want of time: {'; '.join(untried)}" if untried else ""
-    return [suggestion_line(option) for option in best], f"none of {len(options)} that were looked at fits{left}"
+    left = f"; not planned (out of time): {'; '.join(untried)}" if untried else ""
+    return [suggestion_line(option) for option in best], f"none of the {len(options)} that were planned fits{left}"
 
 
 def suggestion_line(option: Option) -> str:
-    """What to do, and what a step then takes, where plans are priced."""
+    """Format a change with the step time and peak memory that it leads to, if its plan is priced."""
     if not option.step_seconds:
         return option.what
     return f"{option.what}: step {format_seconds(option.step_seconds)}, peak {format_bytes(option.peak_bytes)}"
 
 
 def suggest_fixes(request: PlanRequest) -> Iterator[Variant]:
-    """What may make a model fit, the least change first."""
+    """Yield changes that may make a model fit, the smallest change first."""
     samples, batch = request.step_samples, request.example_samples
     micro_batch = request.training.micro_batch
     for part in (2, 4):
         if micro_batch and batch == samples and micro_batch % part == 0:
             yield _variant(
-                request, f"smaller passes (micro_batch={micro_batch // part})", micro_batch=micro_batch // part
+                request, f"smaller micro-batches (micro_batch={micro_batch // part})", micro_batch=micro_batch // part
             )
     if request.parallel.recompute != "auto":
-        yield _variant(request, 'what fits is recomputed in backward (recompute="auto")', recompute="auto")
+        yield _variant(request, 'recompute in backward as much as needed (recompute="auto")', recompute="auto")
     if request.parallel.zero in (1, 2):
-        yield _variant(request, "parameters in parts, gathered again in backward (zero=3)", zero=3)
+        yield _variant(request, "sharded parameters, all-gathered again in backward (zero=3)", zero=3)
     if samples and batch == samples and micro_batch is None:
         for parts in (2, 4, 8):
             if samples % parts == 0 and samples // parts >= 1:
                 size = samples // parts
-                what = f"the same batch in {parts} passes (global_batch={samples}, micro_batch={size})"
+                what = f"the same batch in {parts} micro-batches (global_batch={samples}, micro_batch={size})"
                 yield _variant(request, what, global_batch=samples, micro_batch=size)
     yield from _precision(request)
     yield from _states_on_host(request)
@@ -189,8 +189,8 @@ def suggest_fixes(request: PlanRequest) -> Iterator[Variant]:
 
 
 def suggest_changes(request: PlanRequest, plan: Plan) -> Iterator[Variant]:
-    """What may make a model that fits run at a lower price. Stages that were chosen stay as they are, but where they
-    are what changes."""
+    """Yield changes that may lower the price of a model that fits. Stages that ``stages="auto"`` chose are kept, except
+    by the changes of stages themselves."""
     if request.parallel.stages == "auto":
         stages, schedule = (len(plan.stages), plan.schedule) if plan.is_pipeline else (None, None)
         request = request.varied(stages=stages, schedule=schedule)
@@ -198,9 +198,9 @@ def suggest_changes(request: PlanRequest, plan: Plan) -> Iterator[Variant]:
     yield from _batches(request, (2, 0.5))
     again = any(entry.again for entry in plan.operators) or any(entry.again for entry in plan.conversions)
     yield (
-        _variant(request, 'nothing is recomputed (recompute="none")', recompute="none")
+        _variant(request, 'recompute nothing (recompute="none")', recompute="none")
         if again
-        else _variant(request, 'blocks are recomputed in backward (recompute="full")', recompute="full")
+        else _variant(request, 'recompute blocks in backward (recompute="full")', recompute="full")
     )
     yield from _clusters(request, most=2)
     if request.parallel.mesh is None:
@@ -209,13 +209,13 @@ def suggest_changes(request: PlanRequest, plan: Plan) -> Iterator[Variant]:
         others = [mesh for mesh in meshes if any([*_sizes(mesh)] != [*_sizes(stage.mesh)] for stage in plan.stages)]
         for mesh in others[:_MOST_MESHES]:
             axes = ", ".join(f"{name}={size}" for name, size in mesh.axes)
-            of = "another mesh of every stage" if plan.is_pipeline else "another mesh"
+            of = "another mesh for every stage" if plan.is_pipeline else "another mesh"
             yield _variant(request, f"{of}: Mesh({axes})", mesh=mesh)
     yield from _stages(request)
 
 
 def _stages(request: PlanRequest) -> Iterator[Variant]:
-    """Other numbers of stages, and none; and on as many places, other schedules."""
+    """Yield other numbers of stages, no stages, and other schedules on the same number of pipeline ranks."""
     stages, devices = request.parallel.stages, request.cluster.num_devices
     if request.parallel.mesh is not None or isinstance(stages, str):
         return
@@ -239,7 +239,6 @@ def _stages(request: PlanRequest) -> Iterator[Variant]:
 
 
 def _sizes(mesh: Mesh) -> Iterator[int]:
-    """Of its axes, whatever they are called."""
     return (size for _, size in mesh.axes)
 
 
@@ -249,8 +248,8 @@ def plan_variants(
     enough: Callable[[Sequence[Option]], bool],
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[Option], list[str]]:
-    """Options in order, for so many seconds and until they are enough, and the names of those that were not tried. What
-    a model or cluster cannot have (a batch that does not divide, say) is left out."""
+    """Plan variants in order until ``seconds`` have passed or ``enough`` returns true. Return the options, and the
+    names of those not tried. Variants with an error (a batch that does not divide, for example) are left out."""
     start, options, left = clock(), list[Option](), list[str]()
     for what, request in variants:
         if clock() - start > seconds or enough(options):
@@ -297,7 +296,7 @@ def _batches(request: PlanRequest, factors: Sequence[float]) -> Iterator[Variant
 
 
 def _clusters(request: PlanRequest, most: int = _MOST_NODES) -> Iterator[Variant]:
-    """Twice the nodes, and so on: units of the outermost level."""
+    """Yield clusters with 2, 4, ... times the units of the outermost level."""
     sizes = [level.size for level in request.cluster.levels]
     if request.cluster.mixed or request.parallel.mesh is not None:
         return

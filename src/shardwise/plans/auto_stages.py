@@ -1,11 +1,11 @@
-"""The joint search: with how many stages, under which schedule and in micro-batches of which size a model is planned.
+"""Joint search over the number of stages, the schedule and the micro-batch size.
 
-Of every such *setting* the searches by price choose the rest: the mesh of a stage, operators, storage, what is made
-again or waits on the host. Settings are planned in the order of a rough estimate. One whose *bound* is not below the
-best step found is not planned, as it can not be better: no step is shorter than its products at the peak of all devices
-together, longer by what a pipeline needs to fill and to drain. One whose prices are clearly above that step is not
-planned to the end (``search.fit_memory``). So the result is what planning all settings would find, as far as prices are
-right by so much, unless more than ``MAX_PLANNED_SETTINGS`` are left; these are said, with their bound.
+For every such *setting* the price-based searches choose the rest: the mesh of a stage, strategies, storage layouts,
+recomputation and offloading. Settings are planned in the order of a rough estimate of their step. A setting is skipped
+if its *lower bound* is not below the best step so far. The bound is the time of the step's products at the peak of all
+devices together, plus the time that a pipeline needs to fill and drain. Planning of a setting stops early if its prices
+are clearly above the best step (``search.fit_memory``). Within the accuracy of prices the result is that of planning
+all settings, unless more than ``MAX_PLANNED_SETTINGS`` are left. Those left out are printed with their bound.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from shardwise.search.constants import (
 from shardwise.search.memory_policy import blocks_of, ends_of
 from shardwise.search.micro_batch import MicroBatchOptions
 
-SCHEDULES = (  # where the user names none
+SCHEDULES = (  # if the user names none
     "1F1B",
     "GPipe",
     "Interleaved1F1B",
@@ -59,8 +59,8 @@ _AnyPlan = TypeVar("_AnyPlan", bound=Plan | PlanningResult)
 
 @dataclass(frozen=True, slots=True)
 class StageConfig:
-    """``stages``: 1 is no pipeline, which has no ``schedule``; ``micro_batch``: the samples of each of the
-    ``passes``."""
+    """A setting. ``stages``: 1 means no pipeline and no ``schedule``; ``micro_batch``: samples of each of the
+    ``passes`` micro-batches of a step."""
 
     stages: int
     schedule: str
@@ -69,7 +69,7 @@ class StageConfig:
 
     @property
     def places(self) -> int:
-        """How many parts of the devices there are."""
+        """Return the number of pipeline ranks."""
         return self.stages // schedule_of(self.schedule).stages_per_place if self.stages > 1 else 1
 
     def __str__(self) -> str:
@@ -79,11 +79,11 @@ class StageConfig:
 
 @dataclass(frozen=True, slots=True)
 class SettingOutcome:
-    """A setting and what became of it. ``bound``: no plan of it has a shorter step; ``step_seconds``, ``num_bytes``: of
-    its plan, and of the device that holds most; ``refused``: why there is none; ``pruned``: its bound is above a step
-    that was found before, of so many seconds. What has nothing of these was left out for want of time. ``estimate``:
-    about how long its step is (0: not estimated; infinite: nothing seems to fit); ``said``: step and memory of its plan
-    as they are printed, with their intervals."""
+    """A setting and its outcome. ``bound``: lower bound of its step; ``step_seconds``, ``num_bytes``: of its plan, and
+    of the device that holds most; ``refused``: why it has no plan; ``pruned``: seconds of an earlier step that its
+    bound is not below. If none of these is set, the setting was left out because the limit on planned settings was
+    reached. ``estimate``: estimated seconds of a step (0: not estimated; infinite: nothing seems to fit); ``text``:
+    the step and memory of its plan, with intervals."""
 
     setting: StageConfig
     bound: float
@@ -92,11 +92,11 @@ class SettingOutcome:
     refused: str = ""
     pruned: float = 0.0
     estimate: float = 0.0
-    said: str = ""
+    text: str = ""
 
     def __str__(self) -> str:
         if self.step_seconds:
-            what = self.said or f"step {format_seconds(self.step_seconds)}, memory {format_bytes(int(self.num_bytes))}"
+            what = self.text or f"step {format_seconds(self.step_seconds)}, memory {format_bytes(int(self.num_bytes))}"
         elif self.pruned:
             what = f"not planned: no step below {format_seconds(self.bound)}, {format_seconds(self.pruned)} was found"
         else:
@@ -112,19 +112,19 @@ class SettingOutcome:
 
 @dataclass(frozen=True)
 class AutoStagesReport:
-    """The settings of a joint search, in the order in which they were looked at, and the one that was taken."""
+    """The settings of a joint search in the order in which they were considered, and the setting that was taken."""
 
     considered: tuple[SettingOutcome, ...]
     taken: StageConfig
 
     @property
     def bound(self) -> float:
-        """No plan of any of these settings has a shorter step."""
+        """Return the lower bound of the step, in seconds, over all these settings."""
         return min(trial.bound for trial in self.considered)
 
     @property
     def is_complete(self) -> bool:
-        """Whether no setting was left out."""
+        """Return whether no setting was left out."""
         return all(trial.step_seconds or trial.refused or trial.pruned for trial in self.considered)
 
     def __str__(self) -> str:
@@ -142,9 +142,9 @@ class AutoStagesReport:
 
 @dataclass(frozen=True)
 class LowerBound:
-    """What every plan of a model takes. ``seconds``: of the products of a step at the peak of all devices together;
-    ``kernels``: operators of a pass, forward and backward; ``parameter_bytes``: of all parameters; ``blocks``: those
-    that repeat, which stages have whole."""
+    """Lower bounds of every plan of a model. ``seconds``: of the products of a step at the peak of all devices
+    together; ``kernels``: operators of a micro-batch, forward and backward; ``parameter_bytes``: of all parameters;
+    ``blocks``: number of repeated blocks, which no stage splits."""
 
     seconds: float
     kernels: int
@@ -153,7 +153,7 @@ class LowerBound:
 
     @staticmethod
     def of(graph: Graph, share: float, cluster: Cluster) -> LowerBound:
-        """``share``: how many times the samples of the graph are in a step."""
+        """Return the bounds of a graph. ``share``: how many times the samples of the graph are in a step."""
         device = cluster.device
         products = [(op, format_dtype(graph.by_name[op.operands[0]].dtype)) for op in graph.ops if op.target in FLOPS]
         seconds = sum(_least_flops(op, graph) / device.peak_flops(dtype) for op, dtype in products)
@@ -162,18 +162,18 @@ class LowerBound:
         return LowerBound(seconds, 3 * len(graph.ops), float(parameter_bytes), len(blocks_of(graph)))
 
     def bound(self, setting: StageConfig) -> float:
-        """No step of a setting is shorter: however the work is divided among its stages, a place waits for the first
-        micro-batch to come and for the cotangents of the last to go (``least_share``). Not counted where the work on
-        weights is apart, which can fill the wait."""
+        """Return a lower bound of the step of a setting, in seconds. However the work is divided, a pipeline rank waits
+        for the first micro-batch to arrive and for the cotangents of the last to leave (``least_share``). Schedules
+        that split backward can fill this wait with weight gradients, so it is not counted for them."""
         if setting.stages == 1 or schedule_of(setting.schedule).splits_backward:
             return self.seconds
         places, passes = setting.places, setting.passes
         return self.seconds * places / passes * least_share(places, setting.stages, passes)
 
     def estimate(self, setting: StageConfig, cluster: Cluster) -> float:
-        """About how long a step takes: products, gradients that are reduced once, kernels to start, and bubbles. Where
-        more devices share a sample than are on the innermost level, their messages take the longer; where stages can
-        not have equally many blocks, all wait for those that have more."""
+        """Return the estimated seconds of a step from products, one reduction of gradients, kernel launches and
+        bubbles. If more devices share a sample than the innermost level has, products are scaled for the messages. If
+        blocks do not divide evenly among stages, all stages wait for those that have more."""
         places, stages = setting.places, setting.stages
         per_place = stages // places
         level = cluster.levels[-1]
@@ -188,17 +188,18 @@ class LowerBound:
 
 
 def least_share(places: int, stages: int, passes: int) -> float:
-    """The least step of stages that take one second together for a micro-batch, however that is divided among them.
+    """Return the least step of stages that together take one second per micro-batch, over all ways to divide it.
 
-    A place (of two at least) has every ``places``-th stage. It does the work of a stage and of its later ones for all
-    passes between the first micro-batch, which has gone through all stages before that one, and the last, whose
-    cotangents go back through them: a step is at least ``before + passes * (its own + its later ones)``, with the
-    seconds of the stages before. The largest of these sums is least where all are equal. From the last stage on: one of
-    the last round takes ``passes / (passes - 1)`` of the next one, one of an earlier round the sum of the ``places -
-    1`` behind it, divided by ``passes - 1``."""
+    A pipeline rank (of at least two) runs every ``places``-th stage. The first micro-batch reaches a stage after all
+    earlier stages; the cotangents of the last one go back through them. In between the rank runs all micro-batches
+    through this stage and its later ones. So a step is at least ``before + passes * (its own + its later ones)``, where
+    ``before`` is the seconds of the earlier stages. The largest of these sums is least where all are equal. From the
+    last stage backwards: a stage of the last round takes ``passes / (passes - 1)`` of the next one; a stage of an
+    earlier round takes the sum of the ``places - 1`` behind it, divided by ``passes - 1``.
+    """
     if passes == 1:
         return 1.0
-    shares = [1.0]  # of the stages from the last one on
+    shares = [1.0]  # of the stages, the last one first
     while len(shares) < stages:
         in_last_round = len(shares) < places
         shares.append((shares[-1] * passes if in_last_round else sum(shares[1 - places :])) / (passes - 1))
@@ -206,22 +207,22 @@ def least_share(places: int, stages: int, passes: int) -> float:
 
 
 def _least_flops(op: Op, graph: Graph) -> float:
-    """The operations of a product and of its backward, at least: of attention those of the pairs that may be seen, as a
-    ring leaves out others, and no score twice."""
+    """Return the least FLOPs of a product, forward and backward. Attention counts only pairs that may be seen, as ring
+    attention skips the others, and computes no score twice."""
     operands, results = ([graph.by_name[name] for name in names] for names in (op.operands, op.results))
     forward_flops = flops_of(op, tuple(v.shape for v in operands), tuple(v.shape for v in results))
     flowing = [value.requires_grad for value in operands]
     if "attention" not in operator_name(op.target):
         return forward_flops * (1.0 + min(sum(flowing), 2))
     query, key, value = flowing[:3]
-    backward = (query + key + value + (query or key)) / 2  # products, of which forward has two
-    return forward_flops * _seen(op, graph) * (1.0 + backward)
+    backward = (query + key + value + (query or key)) / 2  # relative to forward, which has two products
+    return forward_flops * _visible_share(op, graph) * (1.0 + backward)
 
 
-def _seen(op: Op, graph: Graph) -> float:
-    """The share of its scores that attention has to compute."""
+def _visible_share(op: Op, graph: Graph) -> float:
+    """Return the share of its scores that attention has to compute."""
     named, (query, key) = arguments(op), (graph.by_name[name].shape for name in op.operands[:2])
-    if op.target is ATTENTION_WITHIN:  # whose blocks are counted
+    if op.target is ATTENTION_WITHIN:  # its blocks are counted
         counted = num_pairs(named["rows"], named["firsts"], named["ends"]) / (query[-2] * key[-2])
         return min(1.0, band_between(named["first"], named["end"], graph).share(query[-2], key[-2]) / counted)
     mask = named.get("attn_mask")
@@ -230,7 +231,7 @@ def _seen(op: Op, graph: Graph) -> float:
 
 
 def tries_of(graph: Graph) -> int:
-    """How many settings of a model are planned at most."""
+    """Return how many settings of a model are planned at most."""
     return min(MAX_PLANNED_SETTINGS, max(2, MAX_PLANNED_OPERATORS // len(graph.ops)))
 
 
@@ -246,7 +247,7 @@ def check_joint(module: torch.nn.Module, *, by_price: bool) -> None:
     if marks := marks_of(module):
         raise PlanError(
             problem(
-                f'stages="auto" cuts where it likes, and modules are marked: {listed(list(marks))}',
+                f'stages="auto" chooses the cuts, but modules are marked: {listed(list(marks))}',
                 fix='stages="marked", or leave out the marks',
             )
         )
@@ -255,9 +256,9 @@ def check_joint(module: torch.nn.Module, *, by_price: bool) -> None:
 def settings_of(
     graph: Graph, batches: MicroBatchOptions, num_devices: int, schedule: str | None, mesh_devices: int | None
 ) -> tuple[StageConfig, ...]:
-    """All settings: every number of places that divides the devices, of stages that is not above the number of repeated
-    blocks and of what is ahead of and behind them (of operators with parameters, where there are none), every schedule,
-    every micro-batch under which it is full. ``mesh_devices``: the devices of a stage, where they are given."""
+    """Return all settings: every number of pipeline ranks that divides the devices, every schedule, and every
+    micro-batch size that fills it. Stages are at most the repeated blocks plus what is before and after them (without
+    blocks: the operators with parameters). ``mesh_devices``: the devices of a stage, if they are given."""
     parameters = {s.value for s in graph.sources if s.kind == "parameter"}
     free = free_values(graph)
     readers = [op for op in graph.ops if parameters.intersection(op.operands) and not free.issuperset(op.results)]
@@ -283,7 +284,7 @@ def settings_of(
 
 
 def _is_needless(schedule: Schedule, places: int, passes: int, schedules: Sequence[Schedule]) -> bool:
-    """Whether another schedule of the same stages takes as long and holds less: GPipe where 1F1B can run."""
+    """Return whether another schedule of the same stages is as fast and holds less: 1F1B instead of GPipe."""
     others = [other for other in schedules if other.name == "1F1B"]
     return schedule.name == "GPipe" and any(not other.fault(places, passes) for other in others)
 
@@ -336,10 +337,10 @@ def joint_search(
 
 
 class _Queue:
-    """Settings, those of the shortest estimated step first. The estimate of each is rough until its turn comes; then it
-    has the next of ``estimates``, where not too many were estimated so, and waits for its turn again. ``heap``: of
-    (whether it comes last, seconds, its number, how many of the estimates it has had); ``learned``: (places, samples of
-    a device) -> how much longer the first of the estimates was than the rough one."""
+    """Priority queue of settings by estimated step. When the turn of a setting comes, it gets the next of
+    ``estimates``, unless too many sizes were estimated, and is queued again. ``heap``: (whether it comes last, seconds,
+    its number, how many estimates it has had); ``learned``: (places, samples of a device) -> ratio of the first
+    estimate to the rough one."""
 
     def __init__(
         self,
@@ -357,8 +358,8 @@ class _Queue:
         heapify(self.heap)
 
     def pop(self, *, refines: bool, first: bool) -> tuple[StageConfig, float]:
-        """The next one and the last of its estimates (0: it does not have that). ``first``: nothing was planned yet, so
-        that of those which are about as fast the one comes first that is planned in least time."""
+        """Return the next setting and its last estimate (0: it does not have that). ``first``: nothing was planned yet,
+        so of settings that are about equally fast the one that is planned fastest comes first."""
         while True:
             is_last, seconds, number, done = heappop(self.heap)
             setting = self.settings[number]
@@ -383,14 +384,14 @@ class _Queue:
             heappush(self.heap, (seconds == inf, seconds, number, done + 1))
 
     def _simplest(self, number: int, seconds: float, done: int) -> tuple[StageConfig, float]:
-        """Of the settings with all estimates that are about as fast as one of so many seconds, the one of the fewest
-        stages; the others wait on."""
-        alike = [
+        """Return the setting with the fewest stages of the fully estimated ones about as fast as ``seconds``. The
+        others stay queued."""
+        candidates = [
             item
             for item in self.heap
             if not item[0] and item[3] == len(self.estimates) and item[1] <= EQUAL_ESTIMATE_RATIO * seconds
         ]
-        fewest = min(alike, key=lambda item: (self.settings[item[2]].stages, item[1]), default=None)
+        fewest = min(candidates, key=lambda item: (self.settings[item[2]].stages, item[1]), default=None)
         if fewest is None or self.settings[fewest[2]].stages >= self.settings[number].stages:
             return self.settings[number], seconds
         self.heap.remove(fewest)
@@ -399,7 +400,7 @@ class _Queue:
         return self.settings[fewest[2]], fewest[1]
 
     def _learned(self, number: int) -> float:
-        """Seconds of a step by what is known of other settings."""
+        """Return the seconds of a step that the estimates of other settings suggest."""
         places, samples = self._size_of_device(self.settings[number])
         longer = (
             ratio

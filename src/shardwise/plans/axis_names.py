@@ -1,19 +1,19 @@
-"""Mesh axes called by what they do: ``dp``, ``tp``, ``cp``, ``ep``.
+"""Names of mesh axes by role: ``dp``, ``tp``, ``cp``, ``ep``.
 
-A search tries meshes before it knows what their axes will be for, and calls these after levels of the cluster
-(``search.mesh_shapes``). What an axis does is read off the plan that was found: of every product with a weight, an axis
-may split
+A search tries meshes before the roles of their axes are known, and names axes after levels of the cluster
+(``search.mesh_shapes``). The roles are read from the plan that was found. In every product with a weight, an axis may
+split
 
 ``dp``  samples: of what is multiplied by the weight, the first dim that the weight lacks
-``cp``  tokens: the second dim of two that it lacks, or the rest of the first where these are one
-``ep``  the first of three dims of the weight, which has a matrix for each expert then
+``cp``  tokens: the second of two dims that the weight lacks, or the rest of the first if they are one dim
+``ep``  the first of three dims of the weight, which then has a matrix for each expert
 ``tp``  any other dim of the weight
 
-An axis that does the same in all products in which it splits anything is called so, one that does several of these by
-all of them (``dp_tp``: samples in some products, weights in others); one that splits tables alone, by what it does
-there. Axes that do the same are numbered. One that splits none of these anywhere, or something else as well, keeps the
-name of its level, and so do all axes of a mesh that the user named. Only names differ: a plan is listed under other
-ones, and its search, which has the old ones, is shown under the new.
+An axis is named by its role in all products in which it splits anything, or by all its roles if it has several
+(``dp_tp``: samples in some products, weights in others). An axis that splits only lookup tables is named by its role
+there. Axes with the same role are numbered. An axis that splits none of these, or also something else, keeps the name
+of its level, and so do all axes of a mesh that the user named. Only names differ: a plan is listed under the new names,
+and its search, which has the old ones, is shown under the new names.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ROLES = ("dp", "cp", "ep", "tp")
 
 @dataclass(frozen=True)
 class AxisUsage:
-    """A model (or a part of it) under the strategies of a plan."""
+    """A graph (a model or a part of it) with the strategies of a plan."""
 
     graph: Graph
     rules: Mapping[str, OpRule]
@@ -43,50 +43,50 @@ class AxisUsage:
 
 
 def mesh_by_roles(mesh: Mesh, of: Iterable[AxisUsage]) -> Mesh:
-    """The mesh with its axes called by what they do in all of these."""
+    """Return the mesh with its axes named by their roles in all of these graphs."""
     roles_of: dict[bool, dict[str, set[str]]] = {True: defaultdict(set), False: defaultdict(set)}
-    for doing in of:
-        for is_product, axis, role in _roles(doing):
+    for usage in of:
+        for is_product, axis, role in _roles(usage):
             roles_of[is_product][axis].add(role)
-    wanted = []
+    new_names = []
     for name, size in mesh.axes:
         parts = mesh.expand(name) if size > 1 else ()
         products, tables = (set().union(*(roles_of[kind][part] for part in parts)) for kind in (True, False))
         roles = products or tables
-        wanted.append("_".join(filter(roles.__contains__, _ROLES)) if roles and "other" not in roles else name)
-    same, so_far = Counter(wanted), Counter[str]()
+        new_names.append("_".join(filter(roles.__contains__, _ROLES)) if roles and "other" not in roles else name)
+    same, so_far = Counter(new_names), Counter[str]()
     names = []
-    for name in wanted:
+    for name in new_names:
         so_far[name] += 1
         names.append(name if same[name] == 1 else f"{name}{so_far[name]}")
-    if len(set(names)) < len(names):  # a level that is called dp1
+    if len(set(names)) < len(names):  # a level is already called dp1
         return mesh
     return Mesh(zip(names, (size for _, size in mesh.axes), strict=True))
 
 
-def _roles(doing: AxisUsage) -> Iterator[tuple[bool, str, str]]:
-    """(whether this is a product, and no look-up; a sub-axis; what it splits) wherever there is a weight."""
-    graph = doing.graph
+def _roles(usage: AxisUsage) -> Iterator[tuple[bool, str, str]]:
+    """Yield (whether this is a product and no lookup, sub-axis, role) for every operator that reads a weight."""
+    graph = usage.graph
     weights = {s.value for s in graph.sources if s.kind == "parameter" and len(graph.by_name[s.value].shape) > 1}
     for op in graph.ops:
         weights_read = weights.intersection(op.operands)
         if weights_read and weights_read.issuperset(op.operands):
-            weights.update(op.results)  # a weight in another dtype, or turned
+            weights.update(op.results)  # a weight in another dtype, or transposed
         elif weights_read:
             is_product = all(graph.by_name[name].dtype.is_floating_point for name in op.operands)
-            for axis, role in _roles_in(op, weights_read, doing.rules[op.name], doing.strategies[op.name]):
+            for axis, role in _roles_in(op, weights_read, usage.rules[op.name], usage.strategies[op.name]):
                 yield is_product, axis, role
 
 
 def _roles_in(op: Op, weights: set[str], rule: OpRule, strategy: Strategy) -> Iterator[tuple[str, str]]:
-    """(sub-axis, what it splits) in one operator, if that is a product with weights or a look-up in them."""
+    """Yield (sub-axis, role) in one operator if it is a product with weights or a lookup in them."""
     roles: dict[str, str] = {}
     for name, dims in zip(op.operands, rule.operands, strict=True):
         if name in weights:
             many = dims[0] if len(dims) == 3 and "conv" not in str(op.target) else ()
             roles.update((factor, "ep" if factor in many else "tp") for factors in dims for factor in factors)
     if roles.keys() <= {factor for dims in rule.results for factors in dims for factor in factors}:
-        return  # something is added to weights, say
+        return  # for example an addition to weights
     for name, dims in zip(op.operands, rule.operands, strict=True):
         others = [factors for factors in dims if not roles.keys() & set(factors)] if name not in weights else []
         for number, factors in enumerate(others):
@@ -99,14 +99,14 @@ def _roles_in(op: Op, weights: set[str], rule: OpRule, strategy: Strategy) -> It
 
 @dataclass(frozen=True)
 class _RenamedEntries:
-    """What a plan lists, under the other names. ``known``: what a text is (layout, move or strategy), and the text ->
-    that with the other names; stages have many texts in common."""
+    """The entries of a plan under new axis names. ``known``: cache from (kind: layout, move or strategy; text) to the
+    renamed text, as stages have many texts in common."""
 
     names: Renaming
     known: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def stage(self, stage: Stage) -> Stage:
-        """A stage under the other names."""
+        """Return a stage under the new names."""
 
         def tensors(entries: tuple[TensorEntry, ...]) -> tuple[TensorEntry, ...]:
             return tuple(replace(entry, layout=self._layout_text(entry.layout)) for entry in entries)
@@ -168,12 +168,12 @@ class _RenamedEntries:
 
 
 def name_axes_by_role(stages: Sequence[Stage], of: Sequence[AxisUsage]) -> tuple[Stage, ...]:
-    """The stages with the axes of their meshes called by what they do; equal meshes have equal names."""
-    known: dict[Mesh, _RenamedEntries] = {}
+    """Return the stages with mesh axes named by role. Equal meshes get equal names."""
+    renamed_entries: dict[Mesh, _RenamedEntries] = {}
     for mesh in dict.fromkeys(stage.mesh for stage in stages):
-        alike = (doing for stage, doing in zip(stages, of, strict=True) if stage.mesh == mesh)
-        known[mesh] = _RenamedEntries(Renaming(mesh, mesh_by_roles(mesh, alike)))
-    return tuple(known[stage.mesh].stage(stage) for stage in stages)
+        usages = (usage for stage, usage in zip(stages, of, strict=True) if stage.mesh == mesh)
+        renamed_entries[mesh] = _RenamedEntries(Renaming(mesh, mesh_by_roles(mesh, usages)))
+    return tuple(renamed_entries[stage.mesh].stage(stage) for stage in stages)
 
 
 __all__ = ["AxisUsage", "mesh_by_roles", "name_axes_by_role"]

@@ -1,4 +1,4 @@
-"""From a plan back to the choice, and to the program, for a graph of its model. No price and no search is asked."""
+"""The choice and the program of a plan for a graph of its model, without prices or a search."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def program_of(
     original: Graph | None = None,
     constants: tuple[str, ...] | None = None,
 ) -> SpmdProgram:
-    """The program of a plan of one stage for a graph of its model.
+    """Return the program of a plan of one stage for a graph of its model.
 
-    For the inputs and the mode of the plan (``training``, if the caller knows it) it makes the conversions that the
-    plan lists, in its buckets, and is compared with the list. For inputs of other sizes, and for evaluation, values
-    take the paths that the plan lists as far as they go, others those that send the fewest bytes. ``original``: the
+    For the inputs and the mode of the plan (``training``, if the caller knows it) the program makes the conversions
+    that the plan lists, in its buckets, and is compared with the list. For inputs of other sizes, and for evaluation,
+    values take the listed paths where these apply, and else the paths that send the fewest bytes. ``original``: the
     graph in the model's own dtypes, where ``graph`` computes in float64; ``constants``: those of the call, if the
-    caller knows them (``for_call``). Raises PlanError for what does not fit, and where the program is not the one that
+    caller knows them (``for_call``). Raises PlanError if the graph does not fit, or if the program differs from what
     the plan lists.
     """
 
@@ -64,8 +64,8 @@ def program_of(
 def for_call(
     plan: Plan, constants: tuple[str, ...] | None, training: bool | None, make: Callable[[bool | None], T]
 ) -> T:
-    """``make(training)``; where that fails for a call with other constants than the plan's (a flag that adds operators,
-    or asks for other outputs), what it makes for a call that the plan does not list, as for inputs of other sizes."""
+    """Return ``make(training)``. If that fails and the call has other constants than the plan's (a flag that adds
+    operators, or other outputs), treat it as a call that the plan does not list, as for inputs of other sizes."""
     try:
         return make(training)
     except PlanError:
@@ -83,7 +83,7 @@ def program_of_choice(
     training: bool | None = None,
     original: Graph | None = None,
 ) -> SpmdProgram:
-    """The program of a choice that a plan made (``bind``). Raises as ``program_of`` does."""
+    """Return the program of a choice that ``bind`` made. Raises as ``program_of`` does."""
     stage, is_planned = plan.only_stage, is_planned_for(plan, graph, training)
     placed, lowered = place_ops(graph, factored.rules, choice.strategies, stage.mesh)
     route = ListedPaths.of(stage, lowered, sizes_match=is_planned)
@@ -97,8 +97,8 @@ def program_of_choice(
                 problem(f"the buckets that the plan lists do not fit its program: {error}", fix=fix)
             ) from error
     else:
-        again = any(entry.again for entry in stage.parameters)
-        spmd = fill(spmd, plan.bucket_bytes, original, by_block=again)
+        gathers_again = any(entry.again for entry in stage.parameters)
+        spmd = fill(spmd, plan.bucket_bytes, original, by_block=gathers_again)
     spmd = replace(spmd, lifetimes=_lifetimes(stage, spmd, graph, listed=is_planned and stage.conversions is not None))
     spmd = _with_once(stage, spmd, graph, listed=is_planned and stage.conversions is not None)
     if is_planned and stage.conversions is not None:
@@ -108,13 +108,13 @@ def program_of_choice(
 
 
 def is_planned_for(plan: Plan, graph: Graph, training: bool | None) -> bool:
-    """Whether the graph is the one that the plan was made for."""
+    """Return whether the graph is the one that the plan was made for."""
     same_mode = training in (None, plan.training)
     return same_mode and same_inputs(plan, graph) and {op.name for op in graph.ops} == plan.strategies.keys()
 
 
 def _listed_buckets(stage: Stage, spmd: SpmdProgram) -> list[Bucket]:
-    """The conversions of a program without buckets that the stage lists together, or as early."""
+    """Return the conversions of a program without buckets that the stage lists as one bucket, or as overlapping."""
     by_entry = {(value_name(c.origin, spmd.graph), format_layout(c.target)): c for c in spmd.conversions}
     members: dict[object, list[ConversionEntry]] = {}
     for number, entry in enumerate(stage.conversions or ()):
@@ -124,42 +124,42 @@ def _listed_buckets(stage: Stage, spmd: SpmdProgram) -> list[Bucket]:
     for entries in members.values():
         keys = [(entry.value, format_layout(parse_layout(entry.target, stage.mesh))) for entry in entries]
         conversions = tuple(by_entry[key] for key in keys if key in by_entry)
-        if conversions:  # where one is missing, the comparison says so
+        if conversions:  # check_program reports missing ones
             buckets.append(Bucket(conversions, entries[0].overlaps))
     return buckets
 
 
 def _lifetimes(stage: Stage, spmd: SpmdProgram, graph: Graph, *, listed: bool) -> Lifetimes:
-    """What backward makes again, and what waits on the host. ``listed``: the stage lists the conversions of this very
-    program; of another one those are made again that are listed so, or lead to operators which are, and the parameters
-    that are gathered again."""
+    """Return what backward recomputes and what is offloaded to the host. ``listed``: the stage lists the conversions of
+    this program. In another program backward repeats conversions that are listed so, that lead to recomputed operators,
+    or that gather parameters which are gathered again."""
     operators = lowered_operators({entry.name for entry in stage.operators if entry.again}, graph, spmd.graph)
     waiting = lowered_operators({entry.name for entry in stage.operators if entry.offloaded}, graph, spmd.graph)
     listed_again = [entry for entry in stage.conversions or () if entry.again]
-    wanted = {(e.value, format_layout(parse_layout(e.target, stage.mesh))) for e in listed_again}
+    repeated = {(e.value, format_layout(parse_layout(e.target, stage.mesh))) for e in listed_again}
     keys = {c.result: (value_name(c.origin, spmd.graph), format_layout(c.target)) for c in spmd.conversions}
-    said = {result for result, key in keys.items() if key in wanted}
+    repeats = {result for result, key in keys.items() if key in repeated}
     if listed:
-        return Lifetimes(operators, frozenset(said), waiting)
+        return Lifetimes(operators, frozenset(repeats), waiting)
     parameters = {source.value: source.names[0] for source in graph.sources if source.kind == "parameter"}
     gathered = {entry.name for entry in stage.parameters if entry.again}
     results = {
         c.result
         for c in spmd.conversions
-        if (parameters[c.origin] in gathered if c.origin in parameters else c.op in operators or c.result in said)
+        if (parameters[c.origin] in gathered if c.origin in parameters else c.op in operators or c.result in repeats)
     }
     return Lifetimes(operators, frozenset(results), waiting)
 
 
 def _with_once(stage: Stage, spmd: SpmdProgram, graph: Graph, *, listed: bool) -> SpmdProgram:
-    """The program with the parameters that the stage converts once a step, as far as it can: ``listed`` (as in
-    ``_lifetimes``) all of them, else PlanError."""
-    said = {entry.name for entry in stage.parameters if entry.once}
-    if not said:
+    """Return the program with the parameters that the stage converts once a step, as far as possible. ``listed`` (as in
+    ``_lifetimes``): raise PlanError unless all of them can be."""
+    listed_once = {entry.name for entry in stage.parameters if entry.once}
+    if not listed_once:
         return spmd
     named = {source.value: source.names[0] for source in graph.sources}
-    once = converted_once(spmd, lambda value, _: named[value] in said)
-    left = sorted(said - {named[value] for value in once})
+    once = converted_once(spmd, lambda value, _: named[value] in listed_once)
+    left = sorted(listed_once - {named[value] for value in once})
     if left and listed:
         what = (
             f"the plan converts {', '.join(left[:3])} once a step, which is used in several layouts or gathered again"
@@ -170,7 +170,7 @@ def _with_once(stage: Stage, spmd: SpmdProgram, graph: Graph, *, listed: bool) -
 
 
 def _check_strategies(stage: Stage, graph: Graph, choice: Choice) -> None:
-    """The strategies that the program was built with must be those that the stage lists."""
+    """Raise PlanError unless the program has the strategies that the stage lists."""
     faults = []
     for op in graph.ops:
         text = choice.strategies[op.name].format(stage.mesh)
@@ -183,11 +183,11 @@ def _check_strategies(stage: Stage, graph: Graph, choice: Choice) -> None:
 
 
 def bind(plan: Plan, graph: Graph, *, training: bool | None = None, widened: bool = False) -> tuple[Factored, Choice]:
-    """The choice that a plan makes for a graph of its model.
+    """Return the choice that a plan makes for a graph of its model.
 
     For the inputs and the mode of the plan (``training``, if the caller knows it) the graph must have the plan's
-    operators, and every strategy must fit. For inputs of other sizes, and for evaluation, the strategies of operators
-    that still exist are kept where they still apply, and the rest follows them. ``widened``: the graph computes in
+    operators, and every strategy must fit. For inputs of other sizes, and for evaluation, operators that still exist
+    keep their strategies where these still apply, and the rest follows them. ``widened``: the graph computes in
     float64, whatever the plan says. Raises PlanError listing what does not fit.
     """
     _check_sources(plan, graph, widened)
@@ -224,8 +224,8 @@ def bind(plan: Plan, graph: Graph, *, training: bool | None = None, widened: boo
 
 
 def _unread(plan: Plan, graph: Graph) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """The atoms of parameters and buffers that the graph does not read: nothing in it says how they are divided, and
-    they stay as the plan keeps them."""
+    """Return the atoms of parameters and buffers that the graph does not read. Nothing in it says how they are divided,
+    so they stay as the plan keeps them."""
     atoms: dict[str, tuple[tuple[int, ...], ...]] = {}
     for source in graph.sources:
         layout = None if graph.consumers[source.value] else plan.layouts.get(source.names[0])
@@ -235,7 +235,7 @@ def _unread(plan: Plan, graph: Graph) -> dict[str, tuple[tuple[int, ...], ...]]:
 
 
 def _stored_as_planned(choice: Choice, plan: Plan, graph: Graph) -> Choice:
-    """The choice with the uneven splits in which the plan keeps parameters and buffers."""
+    """Return the choice with the uneven splits in which the plan keeps parameters and buffers."""
     sources = dict(choice.sources)
     for source in graph.sources:
         planned = plan.layouts.get(source.names[0])
@@ -254,18 +254,18 @@ def _stored_as_planned(choice: Choice, plan: Plan, graph: Graph) -> Choice:
 
 
 def _shared(plan: Plan, graph: Graph) -> dict[str, Layout]:
-    """The shared layouts of a plan, of values that have the plan's shape."""
-    wanted = {entry.name: parse_layout(entry.layout, plan.mesh) for entry in plan.shared}
-    names = {value_name(value.name, graph): value for value in graph.values} if wanted else {}
+    """Return the shared layouts of a plan, for values that have the plan's shape."""
+    planned = {entry.name: parse_layout(entry.layout, plan.mesh) for entry in plan.shared}
+    names = {value_name(value.name, graph): value for value in graph.values} if planned else {}
     return {
         names[name].name: layout
-        for name, layout in wanted.items()
+        for name, layout in planned.items()
         if name in names and names[name].shape == layout.shape
     }
 
 
 def _parse(text: str, rule: OpRule, mesh: Mesh) -> dict[str, AxisChoice]:
-    """All axes of a strategy's text: those not named are invariant. Raises unless the rule allows it."""
+    """Return the choice of every axis of a strategy's text (others: invariant). Raises unless the rule allows it."""
     check_strategy(rule, Strategy.parse(text, mesh), mesh)
     choices = parse_choices(text, mesh)
     for axis, choice in choices.items():
@@ -276,7 +276,7 @@ def _parse(text: str, rule: OpRule, mesh: Mesh) -> dict[str, AxisChoice]:
 
 
 def same_inputs(plan: Plan, graph: Graph) -> bool:
-    """Whether the graph is for the inputs that the plan was made for (and a part of it for what it receives)."""
+    """Return whether the graph has the inputs of the plan (and, if it is a part, its received values)."""
 
     def shapes(kind: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
         return tuple((s.names[0], graph.by_name[s.value].shape) for s in graph.sources if s.kind == kind)
@@ -287,7 +287,7 @@ def same_inputs(plan: Plan, graph: Graph) -> bool:
 
 
 def _check_sources(plan: Plan, graph: Graph, widened: bool) -> None:
-    """Parameters and buffers must be those of the plan; inputs must have its dtypes and ranks."""
+    """Raise PlanError unless parameters and buffers are the plan's, and inputs have its dtypes and numbers of dims."""
     faults: list[str] = []
     near = _Near()
     for kind, entries in (("parameter", plan.parameters), ("buffer", plan.buffers)):
@@ -309,7 +309,7 @@ def _check_sources(plan: Plan, graph: Graph, widened: bool) -> None:
 
 
 def _check_operators(plan: Plan, graph: Graph) -> None:
-    """The operators must be those of the plan."""
+    """Raise PlanError unless the operators are those of the plan."""
     have = {op.name: op for op in graph.ops}
     want = {entry.name: entry for entry in plan.operators}
     near, others = _Near(), have.keys() - want.keys()
@@ -328,8 +328,8 @@ def _check_operators(plan: Plan, graph: Graph) -> None:
 
 
 class _Near:
-    """Says which name of the model a missing one resembles, for the first few: a comparison of all with all takes
-    minutes where the plan is of another model."""
+    """Suggests the similar name of the model for a missing one. It does so for the first few only: comparing all with
+    all takes minutes if the plan is of another model."""
 
     def __init__(self) -> None:
         self._left = _NUM_SHOWN
@@ -353,8 +353,8 @@ def _raise_faults(faults: list[str]) -> None:
 def input_faults(
     plan: Plan, inputs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], widened: bool = False
 ) -> list[str]:
-    """What is wrong with the inputs (name -> dtype and shape) of a call under a plan. An input that the plan has and
-    the call has not is no fault: evaluation goes without labels."""
+    """Return the faults of the inputs (name -> dtype and shape) of a call under a plan. A missing input is no fault:
+    evaluation goes without labels."""
     faults: list[str] = []
     for entry in plan.inputs:
         if entry.name not in inputs:
@@ -372,8 +372,8 @@ def input_faults(
 def _storage(
     plan: Plan, names: tuple[str, ...], atoms: tuple[tuple[int, ...], ...], shape: tuple[int, ...]
 ) -> dict[str, Where]:
-    """Where the plan keeps a source, over the graph's atoms; an input of another size is split over the same axes of
-    the same dims."""
+    """Return where the plan keeps a source, over the graph's atoms. An input of another size is split over the same
+    axes of the same dims."""
     layout = plan.layouts.get(names[0])
     if layout is None:
         return dict.fromkeys(plan.mesh.sub_axes, "I")

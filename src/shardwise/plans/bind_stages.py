@@ -1,7 +1,7 @@
-"""From the plan of a pipeline to the programs of its stages, for a graph of the model.
+"""The programs of the stages of a pipeline plan, for a graph of the model.
 
-A value crosses from one stage to the next between devices of the same number, in the layout that the receiver has it
-in. What is the same under other names of axes goes as it is; between meshes that do not correspond it goes whole.
+A value crosses from one stage to the next between devices of the same number, in the layout of the receiver. If the
+layouts are the same up to axis names, parts are sent as they are; otherwise the whole value is sent.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from shardwise.rules.atoms import Factored
 
 @dataclass(frozen=True)
 class BoundStages:
-    """A graph in the stages of a plan, and the program of each."""
+    """A graph cut into the stages of a plan, and the program of each."""
 
     cut: GraphCut
     spmds: tuple[SpmdProgram, ...]
 
 
 def delivered_layouts(part: Graph, spmd: SpmdProgram) -> dict[str, Layout]:
-    """Output of a part -> the layout in which its program delivers it."""
+    """Return the layout in which the program of a part delivers each output."""
     pairs = zip(part.outputs, spmd.outputs, strict=True)
     return {out.name: spmd.layouts[end.name] for out, end in pairs if isinstance(out, Ref) and isinstance(end, Ref)}
 
 
 def step_graph(graph: Graph) -> Graph:
-    """What a training step of a pipeline computes of a captured graph: the loss, and what is written back. Raises
-    PlanError where there is no loss."""
+    """Return what a training step of a pipeline computes of a captured graph: the loss, and what is written back.
+    Raises PlanError if there is no loss."""
     if graph.loss is None:
         raise PlanError(
             problem(
@@ -55,7 +55,7 @@ def step_graph(graph: Graph) -> Graph:
 
 
 def cut_for_stages(graph: Graph, parts: Sequence[Sequence[str]], prelude: Graph | None) -> GraphCut:
-    """The graph cut into the operators of stages. Parts that take values of the ``prelude`` of a step over
+    """Return the graph cut into the operators of stages. Parts that take values of the ``prelude`` of a step over
     micro-batches hold the buffers that it reads."""
     cut = cut_apart(graph, parts)
     if prelude is None:
@@ -67,7 +67,7 @@ def cut_for_stages(graph: Graph, parts: Sequence[Sequence[str]], prelude: Graph 
 
 
 def only_read(prelude: Graph) -> Graph:
-    """A prelude with those sources alone that it reads."""
+    """Return a prelude with only the sources that it reads."""
     sources = tuple(source for source in prelude.sources if prelude.consumers[source.value])
     dropped = prelude.source_of.keys() - {source.value for source in sources}
     return replace(prelude, sources=sources, values=tuple(v for v in prelude.values if v.name not in dropped))
@@ -82,13 +82,13 @@ def _holding(part: Graph, sources: Sequence[Source], prelude: Graph) -> Graph:
 
 
 def check_last(cut: GraphCut, graph: Graph) -> None:
-    """Raise PlanError unless the last part makes the loss."""
+    """Raise PlanError unless the last part computes the loss."""
     home = dict(cut.output_parts)[graph.loss] if graph.loss is not None else len(cut.parts) - 1
     if home != len(cut.parts) - 1:
         op = graph.producer.get(graph.loss or "")
         raise PlanError(
             problem(
-                f"the loss is made in stage {home}, and the last stage is {len(cut.parts) - 1}",
+                f"the loss is computed in stage {home}, and the last stage is {len(cut.parts) - 1}",
                 op="" if op is None else op.name,
                 fix="cut earlier, so that the loss is in the last stage",
             )
@@ -104,9 +104,9 @@ def bound(
     original: Graph | None = None,
     constants: tuple[str, ...] | None = None,
 ) -> BoundStages:
-    """The programs of all stages of a plan for a graph of its model: that of a pass of its step, or of another call.
-    ``original``: the graph in the model's own dtypes, where ``graph`` computes in float64; ``constants``: as there.
-    Raises PlanError as ``plans.bind.program_of`` does, and where other values cross than the plan lists."""
+    """Return the programs of all stages of a plan for a graph of its model: of a micro-batch of its step, or of another
+    call. ``original``: the graph in the model's own dtypes, where ``graph`` computes in float64; ``constants``: as
+    there. Raises PlanError as ``plans.bind.program_of`` does, and if other values cross than the plan lists."""
     return for_call(plan, constants, training, lambda mode: _bound(plan, graph, prelude, mode, original))
 
 
@@ -138,7 +138,7 @@ def _bound(
 
 
 def _check_sends(stage: Stage, number: int, cut: GraphCut, spmd: SpmdProgram) -> None:
-    """Raise PlanError unless a stage sends what it lists, in the layouts that it lists."""
+    """Raise PlanError unless a stage sends the values that it lists, in the listed layouts."""
     delivered = delivered_layouts(cut.parts[number], spmd)
     listed = {entry.name: parse_layout(entry.layout, stage.mesh).canonical() for entry in stage.sends}
     sent = {name: delivered[name].canonical() for name in cut.sends(number)}
@@ -149,14 +149,14 @@ def _check_sends(stage: Stage, number: int, cut: GraphCut, spmd: SpmdProgram) ->
             problem(
                 f"the program is not the one that the plan lists: stage {number} sends {name} "
                 f"{sent.get(name, 'nowhere')}, and lists {listed.get(name, 'none')}",
-                fix="make the plan again with sw.plan; or Plan.load(path, edited=True), which derives conversions anew",
+                fix="make the plan again with sw.plan, or derive conversions again with Plan.load(path, edited=True)",
             )
         )
 
 
 def meeting(cut: GraphCut, bindings: Sequence[tuple[Factored, Choice]], meshes: Sequence[Mesh]) -> list[Choice]:
-    """The choices of all stages with the layouts in which values cross: where the receiver wants them, as far as the
-    sender's devices correspond to the receiver's."""
+    """Return the choices of all stages with the layouts in which values cross: the receiver's, as far as the sender's
+    devices correspond to the receiver's."""
     choices = [choice for _, choice in bindings]
     for number in reversed(range(len(choices) - 1)):
         delivered: dict[str, Layout] = {}
@@ -165,12 +165,12 @@ def meeting(cut: GraphCut, bindings: Sequence[tuple[Factored, Choice]], meshes: 
         for name in cut.sends(number):
             passed_on = later.delivered.get(name)
             is_carried = passed_on is not None and not cut.parts[number + 1].consumers[name]
-            wanted = boundary_layout(passed_on if is_carried and passed_on is not None else sources[name])
-            fitted = _fitted(wanted, bindings[number][0].atoms[name], meshes[number])
+            target = boundary_layout(passed_on if is_carried and passed_on is not None else sources[name])
+            fitted = _fitted(target, bindings[number][0].atoms[name], meshes[number])
             if fitted is None:
-                wanted = Layout.whole(meshes[number + 1], wanted.shape)
-                fitted = Layout.whole(meshes[number], wanted.shape)
-            sources[name] = refined(wanted, bindings[number + 1][0].atoms[name]) or wanted
+                target = Layout.whole(meshes[number + 1], target.shape)
+                fitted = Layout.whole(meshes[number], target.shape)
+            sources[name] = refined(target, bindings[number + 1][0].atoms[name]) or target
             delivered[name] = fitted
         choices[number + 1] = replace(later, sources=sources)
         choices[number] = replace(choices[number], delivered=delivered)
@@ -178,13 +178,13 @@ def meeting(cut: GraphCut, bindings: Sequence[tuple[Factored, Choice]], meshes: 
 
 
 def _fitted(layout: Layout, atoms: tuple[tuple[int, ...], ...], mesh: Mesh) -> Layout | None:
-    """A layout on the devices of another mesh, over the atoms that the value has there; None: it has none."""
+    """Return a layout on another mesh's devices, over the atoms of the value there, or None if there is none."""
     moved = on_mesh(layout, mesh)
     return None if moved is None else refined(moved, atoms)
 
 
 def refined(layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> Layout | None:
-    """A layout over other atoms; None where these do not have it."""
+    """Return a layout over other atoms, or None if these do not allow it."""
     if layout.states or layout.windows:
         return None
     try:

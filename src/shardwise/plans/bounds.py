@@ -1,4 +1,4 @@
-"""Least sums of a finished search that bound a step."""
+"""Lower bounds of a step, from the least sums of a finished search."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from shardwise.search.elimination import Problem, Solution, TooWide, solve
 
 
 def step_bounds(search: MeshSearch, variable: int) -> Floats:
-    """Per value of a variable, a bound of the step of every plan that has it (exact where the plan reaches it)."""
+    """Return, per value of a variable, a lower bound of the step of all plans with it (exact if the plan reaches
+    it)."""
     marginal = minimum_by_value(search.cost.weighted(search.bounding_weights), variable).marginal
     assert marginal is not None, "the variable was eliminated last"
     return marginal
 
 
 def minimum_by_value(table: Problem, last: int | None = None) -> Solution:
-    """By elimination. Raises PlanError where that is too wide."""
+    """Minimise by elimination. Raises PlanError if that is too wide."""
     try:
         return solve(table, last=last)
     except TooWide as error:

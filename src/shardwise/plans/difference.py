@@ -1,4 +1,4 @@
-"""What two plans do differently."""
+"""Differences between two plans."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlanDifference:
-    """Each entry is (name, in this plan, in the other); what one plan lacks is "absent". ``cuts``: of two pipelines,
-    the stages of operators."""
+    """Differences between two plans. Each entry is (name, in this plan, in the other); an entry that one plan lacks is
+    "absent". ``cuts``: of two pipelines, the stages of operators."""
 
     settings: tuple[tuple[str, str, str], ...]
     layouts: tuple[tuple[str, str, str], ...]
@@ -40,7 +40,7 @@ class PlanDifference:
 
 
 def compare_plans(plan: Plan, after: Plan) -> PlanDifference:
-    """What ``other`` does differently."""
+    """Return what ``after`` does differently than ``plan``."""
     return PlanDifference(
         _changed(_settings(plan), _settings(after)),
         _changed(_layouts(plan), _layouts(after)),
@@ -72,7 +72,7 @@ def _settings(plan: Plan) -> dict[str, str]:
 
 
 def _stage_of(plan: Plan) -> dict[str, str]:
-    """Operator -> its stage, in a pipeline."""
+    """Return the stage of each operator of a pipeline."""
     if not plan.is_pipeline:
         return {}
     return {entry.name: str(number) for number, stage in enumerate(plan.stages) for entry in stage.operators}

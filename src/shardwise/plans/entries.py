@@ -1,4 +1,4 @@
-"""What a plan lists, as texts and numbers: tensors, operators, conversions, and the stage that they belong to."""
+"""The entries of a plan as texts and numbers: tensors, operators, conversions, and the stage that they belong to."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class ParameterEntry(TensorEntry):
-    """A parameter. ``again``: what is gathered of it is not held from forward to backward, but gathered again;
-    ``once``: a step of several passes gathers it once, and reduces its gradient once."""
+    """A parameter. ``again``: it is resharded after forward and gathered again in backward; ``once``: a step of several
+    micro-batches gathers it once, and reduces its gradient once."""
 
     again: bool = False
     once: bool = False
@@ -43,9 +43,8 @@ class ParameterEntry(TensorEntry):
 
 @dataclass(frozen=True, slots=True)
 class OperatorEntry:
-    """An operator: its target, its strategy, and for reading its rule and the line of the model it stands on.
-    ``again``: its results are not kept for backward, which makes them again; ``offloaded``: as far as they are kept,
-    they wait for backward in the memory of the host."""
+    """An operator: its target, its strategy, and, for the reader, its rule and its line of the model. ``again``:
+    backward recomputes its results; ``offloaded``: saved results wait for backward in host memory."""
 
     name: str
     target: str
@@ -57,14 +56,14 @@ class OperatorEntry:
 
     @property
     def backward(self) -> str:
-        """What becomes of its results until backward, as text; empty where they are kept."""
+        """Return as text how backward gets its results; empty if they are kept."""
         return " and ".join(["again in backward"] * self.again + ["waits on the host"] * self.offloaded)
 
 
 @dataclass(frozen=True, slots=True)
 class CollectiveEntry:
-    """``num_bytes``: the whole message on the busiest rank (the gathered tensor of an all_gather, the input of the
-    others)."""
+    """A collective. ``num_bytes``: the whole message on the busiest rank (the gathered tensor of an all_gather, the
+    input of the others)."""
 
     kind: str
     axes: str
@@ -76,14 +75,13 @@ class CollectiveEntry:
 
 @dataclass(frozen=True, slots=True)
 class ConversionEntry:
-    """A value from one layout to another, first needed by ``op`` (empty: delivered to the user).
+    """A conversion of a value from one layout to another, first needed by ``op`` (empty: delivered to the user).
 
     ``value``: the parameter, buffer or input, or the operator that computes it. ``backward`` is in the order of
-    execution. Conversions of the same ``bucket`` (other than 0) stand side by side and share their messages.
-    ``overlaps``: its messages leave before operators that do not need them, and arrive after (those of parameters).
-    ``path``: its moves as texts (``layouts.text.format_move``); empty in plans of files that did not have them.
-    ``again``: the converted value is not kept for backward, which converts a second time (a parameter is gathered
-    again).
+    execution. Conversions of the same ``bucket`` (other than 0) are adjacent and share their messages. ``overlaps``:
+    its messages leave before operators that do not need them, and arrive after (those of parameters). ``path``: its
+    moves as texts (``layouts.text.format_move``); empty in plans of older files. ``again``: the converted value is not
+    kept, and backward converts again (a parameter is gathered again).
     """
 
     value: str
@@ -102,10 +100,10 @@ class ConversionEntry:
 
     @property
     def communication(self) -> str:
-        """Forward and backward collectives as text."""
+        """Return the forward and backward collectives as text."""
         sides = (" ".join(map(str, side)) or "none" for side in (self.forward, self.backward))
-        said = " / ".join(sides) if self.forward or self.backward else "no communication"
-        return f"{said}, again in backward" if self.again else said
+        text = " / ".join(sides) if self.forward or self.backward else "no communication"
+        return f"{text}, again in backward" if self.again else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +116,10 @@ class SharedEntry:
 
 @dataclass(frozen=True, slots=True)
 class PricingEntry:
-    """What a plan was priced with: the cluster as TOML, and the mesh axes whose parts are treated differently. Nothing
-    of the program depends on it. ``compute``, ``parameter``, ``reduce``: of files before version 6, which were priced
-    for other dtypes than they are executed in; else empty. ``limit``: what the tensors of a device might take, as text,
-    where it is not what the cluster's devices have (``NO_LIMIT``: anything)."""
+    """The prices of a plan: the cluster as TOML, and the mesh axes whose parts are treated differently. The program
+    does not depend on it. ``compute``, ``parameter``, ``reduce``: of files before version 6, which were priced for
+    other dtypes than they are executed in; else empty. ``limit``: the bytes that the tensors of a device may take, as
+    text, if not what the cluster's devices have (``NO_LIMIT``: no limit)."""
 
     cluster: str
     compute: str
@@ -132,17 +130,17 @@ class PricingEntry:
 
     @staticmethod
     def of(cluster: Cluster, memory_bytes: float | None, separate: tuple[str, ...] = ()) -> PricingEntry:
-        """``memory_bytes``: the limit, where one was given."""
+        """Return the entry of a cluster. ``memory_bytes``: the limit, if one was given."""
         limit = "" if memory_bytes is None else NO_LIMIT if memory_bytes == inf else format_bytes(memory_bytes)
         return PricingEntry(format_cluster(cluster), "", "", "", separate, limit)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """The part of a plan that runs in one place. ``operators`` are in execution order; ``shared`` are those of a stage
-    that was chosen by price. ``conversions``: None where a person changed the stage by hand; they are derived when the
-    plan is used. ``receives``, ``sends``: of a pipeline's stage, the values that come from the stage before and go to
-    the next, by their names in the graph, each in the layout in which it crosses."""
+    """The part of a plan that runs on one group of ranks. ``operators`` are in execution order; ``shared`` belongs to a
+    stage that was chosen by price. ``conversions``: None if the stage was edited by hand; they are derived when the
+    plan is used. ``receives``, ``sends``: values that a pipeline stage gets from the previous stage and sends to the
+    next, by their names in the graph, in the layouts in which they cross."""
 
     placement: Placement
     inputs: tuple[TensorEntry, ...]
@@ -160,23 +158,23 @@ class Stage:
 
     @property
     def has_paths(self) -> bool:
-        """Whether the conversions say which moves they make."""
+        """Return whether the conversions list their moves."""
         return self.conversions is not None and all(entry.path for entry in self.conversions)
 
     @cached_property
     def strategies(self) -> dict[str, str]:
-        """Operator -> its strategy."""
+        """Return the strategy of each operator."""
         return {entry.name: entry.strategy for entry in self.operators}
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
-        """Parameter, buffer, input or received value -> its layout."""
+        """Return the layout of each parameter, buffer, input or received value."""
         entries = (*self.inputs, *self.parameters, *self.buffers, *self.receives)
         return {entry.name: parse_layout(entry.layout, self.mesh) for entry in entries}
 
     def collectives(self, *, backward: bool = False) -> Iterator[CollectiveEntry]:
-        """All collectives of a forward pass in order (or those of a backward pass, newest conversion first); what
-        travels in one bucket is one collective."""
+        """Yield all collectives of a forward pass in order (or of a backward pass, newest conversion first). The
+        conversions of a bucket share one collective."""
         entries = self.conversions or ()
         ordered = reversed(entries) if backward else entries
         for _, together in groupby(enumerate(ordered), lambda pair: pair[1].bucket or -pair[0] - 1):
@@ -189,7 +187,7 @@ class Stage:
                     yield replace(same[0], num_bytes=sum(entry.num_bytes for entry in same))
 
     def faults(self) -> Iterator[str]:
-        """What does not fit the mesh or the tensor: layouts, strategies, paths."""
+        """Yield what does not fit the mesh or the tensor: layouts, strategies, paths."""
         for kind, entries in (
             ("input", self.inputs),
             ("parameter", self.parameters),
@@ -221,11 +219,11 @@ class Stage:
             if number and len(sides) > 1:
                 yield f"bucket {number} has conversions with different numbers of collectives"
             if number and len({entry.again for entry in members}) > 1:
-                yield f"bucket {number} has conversions that backward makes again, and others"
+                yield f"bucket {number} mixes conversions that backward repeats with others"
 
 
 def _layout_fault(entry: TensorEntry, kind: str, mesh: Mesh) -> str:
-    """What is wrong with the layout of a source, or nothing."""
+    """Return what is wrong with the layout of a source; empty if nothing is."""
     try:
         layout = parse_layout(entry.layout, mesh)
     except ShardwiseError as error:
@@ -241,7 +239,7 @@ def _layout_fault(entry: TensorEntry, kind: str, mesh: Mesh) -> str:
 
 
 def _path_fault(entry: ConversionEntry, mesh: Mesh) -> str:
-    """What is wrong with the path of a conversion, or nothing."""
+    """Return what is wrong with the path of a conversion; empty if nothing is."""
     try:
         moves = [parse_move(text, mesh) for text in entry.path]
         stations = [parse_layout(entry.source, mesh)]

@@ -1,12 +1,12 @@
-"""The file of a plan: JSON with a version and a digest, read entry by entry.
+"""Plan files: JSON with a version and a digest, read entry by entry.
 
-Version 8 says which parameters a step of several passes converts once. Version 7 says what waits on the host, and has
-pipelines: a stage may say what it receives and sends, and a plan its schedule and what is predicted for it. Version 6
-says what is made again in backward and how many micro-batches a step has (before, nothing was, and it was one), and
-may name the precision of the step; a plan that does not is executed in the dtypes of the model, as all of version 5
-are, whatever they were priced for. Version 5 has stages, and in every conversion its path. Version 4 had one stage,
-whose entries stood beside the settings, and no paths: a file of a plan that was not chosen by price is read, since
-its conversions take the paths that send the fewest bytes; one that was chosen by price says to plan again.
+Version 8 adds which parameters a step of several micro-batches converts once. Version 7 adds offloading and pipelines:
+a stage may list what it receives and sends, and a plan its schedule and its prediction. Version 6 adds recomputation,
+the number of micro-batches of a step (before: none, and one), and the precision of the step. A plan without a precision
+is executed in the dtypes of the model, as all of version 5 are, whatever they were priced for. Version 5 has stages,
+and in every conversion its path. Version 4 had one stage, whose entries stood beside the settings, and no paths. Its
+conversions take the paths that send the fewest bytes, so a file of version 4 is read unless the plan was chosen by
+price. Such a plan must be planned again.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MOST_NAME = 2**10
 _MOST_DIMS = 64
 _MOST_STAGES = 2**10
 _MOST_PASSES = 2**20
-_LINES = "pricing.cluster"  # the text of several lines
+_LINES = "pricing.cluster"  # the only text of several lines
 _SETTINGS = (
     "mode",
     "search",
@@ -70,13 +70,13 @@ _SETTINGS = (
 
 
 def digest_of(body: Any) -> str:
-    """SHA-256 over the entries in their order: that of mesh axes and of operators matters."""
+    """Return the SHA-256 of the entries in their order: that of mesh axes and of operators matters."""
     return hashlib.sha256(json.dumps(body).encode()).hexdigest()
 
 
 def plan_digest(body: dict[str, Any]) -> str:
-    """The digest of a plan's content. What is predicted for a plan that no search chose is left out: it depends on the
-    cluster (``Cluster.local``: on the host), the plan does not, and ranks compare digests."""
+    """Return the digest of a plan's content. The prediction of a plan that no search chose is left out: it depends on
+    the cluster (``Cluster.local``: on the host), the plan does not, and ranks compare digests."""
     prediction = body.get("prediction")
     if isinstance(prediction, dict) and prediction.get("additive_price", 1.0) == 0.0:
         body = {**body, "pricing": None, "prediction": None}
@@ -84,7 +84,7 @@ def plan_digest(body: dict[str, Any]) -> str:
 
 
 def stage_body(stage: Stage) -> dict[str, Any]:
-    """A stage as it stands in a file."""
+    """Return a stage as its file has it."""
     conversions = stage.conversions
     return {
         "mesh": dict(stage.mesh.axes),
@@ -101,17 +101,17 @@ def stage_body(stage: Stage) -> dict[str, Any]:
 
 
 def _table(entries: Sequence[Any]) -> dict[str, Any]:
-    """Entries keyed by name."""
+    """Return entries keyed by name."""
     return {entry.name: {key: value for key, value in asdict(entry).items() if key != "name"} for entry in entries}
 
 
 def _without_false(table: dict[str, Any], key: str) -> dict[str, Any]:
-    """The entries without a key where it is false: most plans have it nowhere."""
+    """Return the entries without a key where it is false: most plans have it nowhere."""
     return {name: {k: v for k, v in entry.items() if k != key or v} for name, entry in table.items()}
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """``(0, 1, 2, 3, 8)`` -> ``0-3,8``, in their order."""
+    """Format ranks in their order: ``(0, 1, 2, 3, 8)`` -> ``0-3,8``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and runs[-1][1] == rank - 1:
@@ -122,13 +122,13 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """The inverse of ``format_ranks``. Raises PlanError."""
+    """Parse what ``format_ranks`` wrote. Raises PlanError."""
     runs: list[range] = []
     for run in text.split(","):
         first, dash, last = run.partition("-")
         begin, end = whole_number(first), whole_number(last if dash else first)
         if begin is None or end is None or end < begin:
-            raise PlanError(f"ranks read 0-3,8, not {shorten_repr(text)}")
+            raise PlanError(f"ranks must be like 0-3,8, not {shorten_repr(text)}")
         if end >= MAX_DEVICES or sum(map(len, runs)) + end - begin >= MAX_DEVICES:
             raise PlanError(
                 f"ranks {shorten_repr(text)}: ranks are counted from 0 to {MAX_DEVICES - 1:,} at most, each once"
@@ -144,8 +144,8 @@ def parse_ranks(text: str) -> tuple[int, ...]:
 
 
 def checked_body(text: str, name: str, edited: bool) -> dict[str, Any]:
-    """The content of a plan file without its head, in the form of this version. Raises PlanError unless it is a plan,
-    unchanged since it was saved (``edited``: or changed on purpose)."""
+    """Return the content of a plan file without its head, in the form of this version. Raises PlanError unless it is a
+    plan that is unchanged since it was saved (``edited``: or changed on purpose)."""
     try:
         data = read_json(text)
     except ShardwiseError as error:
@@ -163,12 +163,12 @@ def checked_body(text: str, name: str, edited: bool) -> dict[str, Any]:
             )
         )
     body = {key: value for key, value in data.items() if key not in ("format", "version", "digest")}
-    said = str(data.get("digest"))[:12]
+    listed_digest = str(data.get("digest"))[:12]
     if not edited and data.get("digest") != plan_digest(body):
         raise PlanError(
             problem(
                 f"{name} was changed after it was saved: its content has digest {plan_digest(body)[:12]}, it says "
-                f"{said if is_line(said) else shorten_repr(said)}",
+                f"{listed_digest if is_line(listed_digest) else shorten_repr(listed_digest)}",
                 fix="if you edited it on purpose, load it with Plan.load(path, edited=True); otherwise save it again",
             )
         )
@@ -182,7 +182,7 @@ def checked_body(text: str, name: str, edited: bool) -> dict[str, Any]:
 
 
 def _with_entries(body: dict[str, Any], tables: Sequence[str], key: str) -> dict[str, Any]:
-    """The content of a file whose entries in some tables of every stage may lack a key: it is false there."""
+    """Return a file's content with ``key`` set to false where entries of some tables of its stages lack it."""
 
     def entry(data: Any) -> Any:
         return {**data, key: data.get(key, False)} if isinstance(data, dict) else data
@@ -200,14 +200,14 @@ def _with_entries(body: dict[str, Any], tables: Sequence[str], key: str) -> dict
 
 
 def _with_stages(body: dict[str, Any], name: str, edited: bool) -> dict[str, Any]:
-    """The content of a file of version 4 in the form of this version."""
+    """Return the content of a file of version 4 in the form of this version."""
     if body.get("pricing") is not None and not edited:
         raise PlanError(
             problem(
-                f"{name} has plan version {BEFORE_STAGES}: it does not say by which layouts its conversions go, which "
-                "prices decided",
-                fix="make the plan again with sw.plan; or Plan.load(path, edited=True), which derives the conversions "
-                "anew, by the bytes they send",
+                f"{name} has plan version {BEFORE_STAGES}: it does not list the paths of its conversions, which were "
+                "chosen by price",
+                fix="make the plan again with sw.plan, or derive its conversions again, by the bytes they send, with "
+                "Plan.load(path, edited=True)",
             )
         )
     stage = {key: body[key] for key in _STAGE_KEYS if key in body}
@@ -218,12 +218,12 @@ def _with_stages(body: dict[str, Any], name: str, edited: bool) -> dict[str, Any
         ]
     rest = {key: value for key, value in body.items() if key not in _STAGE_KEYS}
     if edited:
-        rest["prediction"] = None  # it was one of the conversions that prices decided
+        rest["prediction"] = None  # it was that of the conversions chosen by price
     return {**rest, "stages": [{"ranks": None, **stage}]}
 
 
 def settings_of(body: dict[str, Any]) -> dict[str, Any]:
-    """What a plan is made of. Raises PlanError naming the entry that is missing or has the wrong form."""
+    """Return the fields of a plan. Raises PlanError naming the entry that is missing or has the wrong form."""
     unknown = body.keys() - set(_SETTINGS)
     if unknown:
         raise PlanError(f"unknown entry {_listed(unknown)}")
@@ -316,7 +316,7 @@ def _placement(mesh: Mesh, ranks: str, where: str) -> Placement:
 
 
 def _conversions(data: dict[str, Any], where: str) -> tuple[ConversionEntry, ...] | None:
-    """None: the stage was edited, and its conversions are derived when it is used."""
+    """Return the conversions of a stage, or None if it was edited: they are then derived when it is used."""
     if "conversions" in data and data["conversions"] is None:
         return None
     listed = _field(data, "conversions", list, where)
@@ -343,7 +343,7 @@ def _conversion(data: Any, where: str) -> ConversionEntry:
 
 
 def _prediction(data: Any) -> Any:
-    """The prediction of a searched plan, which may have another plan's inside."""
+    """Return the prediction of a searched plan, which may contain that of another plan."""
     if not isinstance(data, dict):
         return _optional(Prediction, data, "prediction")
     other = _optional(PassedOver, data.get("passed_over"), "prediction.passed_over")
@@ -352,7 +352,7 @@ def _prediction(data: Any) -> Any:
 
 
 def _pipeline(body: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
-    """The schedule of a plan of several stages, and what is predicted for it."""
+    """Return the schedule of a plan of several stages, and its prediction."""
     if "schedule" not in body:
         for key, says in (("pipeline", "says what is predicted for one"), ("order", "is that of one")):
             if key in body:
@@ -377,8 +377,8 @@ def _pipeline(body: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
     if data is None:
         return plan_fields
     listed = _field(data, "stages", list, "pipeline.stages") if isinstance(data, dict) else []
-    younger = {"weight": 0.0, "send": 0.0, "update": 0.0}  # than the version; so are bound and memory
-    stages_seen = [{**younger, **entry} if isinstance(entry, dict) else entry for entry in listed]
+    defaults = {"weight": 0.0, "send": 0.0, "update": 0.0}  # added later in this version; so were bound and memory
+    stages_seen = [{**defaults, **entry} if isinstance(entry, dict) else entry for entry in listed]
     predictions = tuple(_entry(StagePrediction, entry, f"pipeline.stages[{i}]") for i, entry in enumerate(stages_seen))
     if isinstance(data, dict) and len(predictions) != len(stages):
         raise PlanError(f"pipeline.stages has {len(predictions)} entries, and the plan {len(stages)} stages")
@@ -389,18 +389,18 @@ def _pipeline(body: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
 
 
 def _optional(kind: Any, data: Any, where: str) -> Any:
-    """An entry that may be absent."""
+    """Return an entry that may be absent."""
     return None if data is None else _entry(kind, data, where)
 
 
 def pricing_body(entry: PricingEntry) -> dict[str, Any]:
-    """The entry as a file has it: a limit only where one was given."""
+    """Return the entry as a file has it: a limit only if one was given."""
     body = {**asdict(entry), "separate": [*entry.separate]}
     return body if entry.limit else {key: value for key, value in body.items() if key != "limit"}
 
 
 def _pricing(data: Any) -> PricingEntry | None:
-    """The inverse of ``pricing_body``; None where there are no prices."""
+    """Return the entry that ``pricing_body`` wrote, or None if there are no prices."""
     if data is None:
         return None
     entry: PricingEntry = _entry(PricingEntry, {"limit": "", **data} if isinstance(data, dict) else data, "pricing")
@@ -408,7 +408,7 @@ def _pricing(data: Any) -> PricingEntry | None:
 
 
 def _entry(kind: Any, data: Any, where: str, **known: Any) -> Any:
-    """An entry of ``kind`` from the object at ``where``: every field there, and of its type."""
+    """Return an entry of ``kind`` from the object at ``where``, which must have every field with its type."""
     if not isinstance(data, dict):
         raise PlanError(f"{where} is {_shown(data)}, not an object")
     forms = {"str": str, "int": int, "float": float, "bool": bool}  # other annotations are tuples, lists in JSON
@@ -430,7 +430,7 @@ def _entry(kind: Any, data: Any, where: str, **known: Any) -> Any:
 
 
 def _field(data: dict[str, Any], key: str, form: type, where: str) -> Any:
-    """``data[key]``, which must be there and of type ``form``."""
+    """Return ``data[key]``, which must be there and of type ``form``."""
     if key not in data:
         raise PlanError(f"{where} is missing")
     value = data[key]

@@ -1,5 +1,5 @@
-"""What a plan is expected to take and hold, as people read it: each figure with the interval in which it is measured
-nine times of ten, as far as the plan's cluster says how well its figures are known."""
+"""Predicted seconds and bytes of a plan as text. Each figure has the interval in which nine of ten measurements lie, as
+far as the plan's cluster states how accurate its figures are."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def priced_cluster(plan: Plan) -> Cluster | None:
-    """What the plan was priced for; None where it was not, or where somebody edited it so that it cannot be read
-    (whoever asks for prices is told)."""
+    """Return the cluster that the plan was priced for. None if it was not priced, or if its entry was edited and cannot
+    be read (questions about prices raise an error then)."""
     try:
         return None if plan.pricing is None else parse_cluster(plan.pricing.cluster, "the plan's cluster")
     except ShardwiseError:
@@ -25,12 +25,12 @@ def priced_cluster(plan: Plan) -> Cluster | None:
 
 
 def format_interval_seconds(interval: Interval) -> str:
-    """Of seconds."""
+    """Format an interval of seconds."""
     return format_interval(interval.value, interval.low, interval.high, format_seconds)
 
 
 def format_step_interval(plan: Plan) -> str:
-    """The step of a plan; empty where nothing is predicted."""
+    """Format the step of a plan; empty if nothing is predicted."""
     cluster = priced_cluster(plan)
     if plan.pipeline is not None:
         return format_seconds_interval(plan.pipeline.step_seconds, cluster)
@@ -42,7 +42,7 @@ def format_step_interval(plan: Plan) -> str:
 
 
 def format_seconds_interval(seconds: float, cluster: Cluster | None) -> str:
-    """Of which no one knows what part operators take: all are as uncertain as what is known least."""
+    """Format seconds with the wider of the compute and communication intervals: the split between them is unknown."""
     if cluster is None:
         return format_seconds(seconds)
     device, links = between(seconds, seconds, cluster), between(seconds, 0.0, cluster)
@@ -50,7 +50,7 @@ def format_seconds_interval(seconds: float, cluster: Cluster | None) -> str:
 
 
 def format_bytes_interval(num_bytes: float, cluster: Cluster | None) -> str:
-    """Of a device at its peak."""
+    """Format the peak bytes of a device."""
     if cluster is None:
         return format_bytes(num_bytes)
     interval = between_bytes(num_bytes, cluster)

@@ -1,4 +1,4 @@
-"""From a program to what a plan lists of it, and the comparison of the two."""
+"""The plan entries of a program, and the comparison of a program with what its plan lists."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from shardwise.programs.spmd import Choice, SpmdProgram, conversions_of
 from shardwise.programs.spmd_steps import Conversion
 from shardwise.rules.rule import OpRule
 
-_LONGEST = 2000  # characters of a conversion in a message: what a file says may be of any length
+_LONGEST = 2000  # characters of a conversion in a message: texts of a file may have any length
 
 
 def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: SpmdProgram) -> Stage:
-    """The stage that a program is: ``graph`` the model's (not lowered), ``choice`` what the program was built for."""
+    """Return a program's stage. ``graph``: the model's (not lowered); ``choice``: what the program was built for."""
 
     def described(source: Source) -> tuple[str, str, tuple[int, ...], str]:
         value = graph.by_name[source.value]
@@ -42,7 +42,7 @@ def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: Sp
         return tuple(TensorEntry(*described(s)) for s in graph.sources if s.kind == kind and s.names[0] != SEED)
 
     gathered = {c.origin for c in spmd.conversions if c.result in spmd.lifetimes.conversions}
-    again = model_operators(spmd.lifetimes.operators, graph)
+    recomputed = model_operators(spmd.lifetimes.operators, graph)
     offloaded = model_operators(spmd.lifetimes.offloaded, graph)
     return Stage(
         placement=Placement.whole(spmd.mesh),
@@ -60,7 +60,7 @@ def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: Sp
                 str(rules[op.name]),
                 choice.strategies[op.name].format(spmd.mesh),
                 op.source,
-                op.name in again,
+                op.name in recomputed,
                 op.name in offloaded,
             )
             for op in graph.ops
@@ -73,7 +73,7 @@ def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: Sp
 
 
 def conversion_entries(spmd: SpmdProgram) -> tuple[ConversionEntry, ...]:
-    """All conversions of a program in order; buckets of several are numbered from 1."""
+    """Return all conversions of a program in order; buckets of several are numbered from 1."""
     entries: list[ConversionEntry] = []
     number = 0
     for step in spmd.steps:
@@ -107,8 +107,8 @@ def _conversion_entry(conversion: Conversion, spmd: SpmdProgram, bucket: int, ov
 
 
 def check_program(stage: Stage, spmd: SpmdProgram, *, widened: bool) -> None:
-    """Raise PlanError where the program of a stage is not the one that the stage lists. ``widened``: the program
-    computes in float64, whatever the stage says: dtypes and bytes are not compared."""
+    """Raise PlanError if the program of a stage is not the one that the stage lists. ``widened``: the program computes
+    in float64, whatever the stage says, so dtypes and bytes are not compared."""
     listed, emitted = stage.conversions or (), conversion_entries(spmd)
     if not stage.has_paths:  # of an older file, which lists neither paths nor what overlaps
         emitted = tuple(replace(entry, overlaps=False, path=()) for entry in emitted)
@@ -127,7 +127,7 @@ def check_program(stage: Stage, spmd: SpmdProgram, *, widened: bool) -> None:
             op=op,
             source=source,
             facts=[*first, *more],
-            fix="make the plan again with sw.plan; or Plan.load(path, edited=True), which derives its conversions anew",
+            fix="make the plan again with sw.plan, or derive its conversions again with Plan.load(path, edited=True)",
         )
     )
 
@@ -135,13 +135,13 @@ def check_program(stage: Stage, spmd: SpmdProgram, *, widened: bool) -> None:
 def _differences(
     listed: tuple[ConversionEntry, ...], emitted: tuple[ConversionEntry, ...]
 ) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """(operator, what plan and program say) of every conversion that only one of them has, or that differs; if there is
-    none, of the first that stands elsewhere."""
-    known = {(entry.value, entry.target): entry for entry in listed}
+    """Yield (operator, texts of plan and program) for every conversion that only one of them has, or that differs; if
+    there is none, for the first in another position."""
+    before = {(entry.value, entry.target): entry for entry in listed}
     after = {(entry.value, entry.target): entry for entry in emitted}
-    changed = [key for key in dict.fromkeys((*known, *after)) if known.get(key) != after.get(key)]
+    changed = [key for key in dict.fromkeys((*before, *after)) if before.get(key) != after.get(key)]
     for key in changed:
-        pair = known.get(key), after.get(key)
+        pair = before.get(key), after.get(key)
         op = next(entry.op for entry in pair if entry is not None)
         texts = ("no such conversion" if entry is None else _described(entry) for entry in pair)
         yield op, list(zip(("plan", "program"), texts, strict=True))

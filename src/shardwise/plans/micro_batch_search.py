@@ -1,4 +1,4 @@
-"""The call that a plan is made for, and the graph of it that the plan is of: the whole call, or a pass of it."""
+"""The call that a plan is made for, and the graph that the plan is of: the whole call, or a micro-batch of it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ from shardwise.search.micro_batch import MicroBatchOptions, MicroBatchOutcome
 
 @dataclass(frozen=True)
 class Captures:
-    """What one call of ``sw.plan`` captured: samples -> the graph; the passes over one, by their size and whether they
-    are those of stages, and what is alike for all sizes; and the kinds of calls that were traced."""
+    """Cache of what one call of ``sw.plan`` captured. ``graphs``: samples -> the graph; ``passes``: (batch,
+    micro-batch, for stages or not) -> the micro-batches of a graph; ``splits``: the part that is the same for all
+    sizes; ``kinds``: the kinds of calls that were traced."""
 
     graphs: dict[int, Graph] = field(default_factory=dict)
     passes: dict[tuple[int | None, int, bool], Passes] = field(default_factory=dict)
@@ -34,7 +35,7 @@ class Captures:
 
 @dataclass(frozen=True)
 class Example:
-    """A module with example arguments (args, kwargs), as ``sw.plan`` takes them. ``known``: what of it was captured
+    """A module with example arguments (args, kwargs), as ``sw.plan`` takes them. ``known``: cache of captures, valid
     while the module stays as it is."""
 
     module: torch.nn.Module
@@ -45,7 +46,7 @@ class Example:
     known: Captures | None = field(default=None, compare=False, repr=False)
 
     def graph(self, samples: int | None = None) -> Graph:
-        """The graph of the call, with so many samples if they are not those of the example."""
+        """Return the graph of the call. ``samples``: a batch size other than the example's."""
         if self.known is None or samples is None:
             return self._captured(samples)
         if samples not in self.known.graphs:
@@ -53,7 +54,7 @@ class Example:
         return self.known.graphs[samples]
 
     def passes(self, whole: Graph, micro_batch: int, *, staged: bool) -> Passes:
-        """The passes over the batch of a graph of the call; ``staged``: of its training step, for a pipeline."""
+        """Return the micro-batches of a graph of the call. ``staged``: those of its training step, for a pipeline."""
         key = batch_size(whole), micro_batch, staged
         if self.known is not None and key in self.known.passes:
             return self.known.passes[key]
@@ -83,7 +84,7 @@ class Example:
 
 
 def planned_graph(call: Example, plan: Plan) -> Graph:
-    """The graph that a plan is of: that of the call, or of a pass over it, whether the example is a micro-batch or the
+    """Return the graph that a plan is of: the call, or a micro-batch of it, whether the example is a micro-batch or the
     batch of a step."""
     if plan.micro_batches == 1 or plan.micro_batch is None:
         return call.graph()
@@ -93,9 +94,9 @@ def planned_graph(call: Example, plan: Plan) -> Graph:
 
 @dataclass
 class MicroBatchSearch:
-    """The graphs that a step may be planned as, one after another, and the best plan of them. ``graph``: that of the
-    example; ``batches``: None where nothing was said about batches. Where the micro-batch is to be chosen, the one
-    whose step is predicted to be the shortest of those that fit: from the largest on, until steps get longer."""
+    """Search over the graphs that a step may be planned as. ``graph``: that of the example; ``batches``: None if the
+    user gave no batch sizes. If the micro-batch is free, the size with the shortest predicted step that fits is chosen:
+    sizes are tried from the largest on, until steps get longer."""
 
     call: Example
     graph: Graph
@@ -109,7 +110,7 @@ class MicroBatchSearch:
     _of_passes: frozenset[str] = frozenset()
 
     def __iter__(self) -> Iterator[tuple[Graph, int]]:
-        """(graph of a pass, number of passes); the plan of each is to be added before the next one is asked for."""
+        """Yield (graph of a micro-batch, number of micro-batches). Callers add the plan of each before the next."""
         if self.batches is None:
             yield self.graph, 1
             return
@@ -127,7 +128,7 @@ class MicroBatchSearch:
                     passes = self.call.passes(whole, micro_batch, staged=False)
                 except PlanError as error:
                     self.refuse(error)
-                    return  # so it is for all sizes
+                    return  # it fails for all sizes
                 self._of_passes = passes.statistics
                 yield passes.graphs[micro_batch], step // micro_batch
 
@@ -148,7 +149,7 @@ class MicroBatchSearch:
             self._is_done = True
 
     def refuse(self, error: PlanError) -> None:
-        """Why there is none; it is raised where there is nothing else to try."""
+        """Record why the latest graph has no plan. Raises the error if there is nothing else to try."""
         if self.batches is None or len(self.batches.candidates) == 1:
             raise error
         self.tried.append(MicroBatchOutcome(*self._next, refused=str(error).partition("\n")[0]))
@@ -157,7 +158,7 @@ class MicroBatchSearch:
             self._is_done = True
 
     def best(self) -> PlanningResult:
-        """The plan to take. Raises PlanError where there is none; warns of statistics of micro-batches."""
+        """Return the best plan. Raises PlanError if there is none; warns about statistics of micro-batches."""
         if self._best is None:
             assert self._failure is not None, "nothing was tried"
             raise self._failure
@@ -166,19 +167,19 @@ class MicroBatchSearch:
 
     @property
     def choices(self) -> tuple[MicroBatchOutcome, ...]:
-        """What was tried, where there was a choice."""
+        """Return what was tried, if there was a choice."""
         if self.batches is None or len(self.tried if not self.batches.is_asked else self.batches.candidates) == 1:
             return ()
         return tuple(self.tried)
 
 
 def announce_statistics(buffers: list[str]) -> None:
-    """Say that running statistics are those of every micro-batch."""
+    """Warn that running statistics are updated for every micro-batch."""
     if buffers:
         more = f" and {len(buffers) - 3} more" if len(buffers) > 3 else ""
         warn_user(
-            f"running statistics ({', '.join(buffers[:3])}{more}) are taken of every micro-batch, one after another, "
-            "as one device does that accumulates gradients: results differ from those of one pass over the whole batch",
+            f"running statistics ({', '.join(buffers[:3])}{more}) are updated by every micro-batch, one after another, "
+            "as in gradient accumulation on one device: results differ from those of one pass over the whole batch",
             PlanWarning,
         )
 

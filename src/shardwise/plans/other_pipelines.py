@@ -1,5 +1,5 @@
-"""Other pipelines than the one that was chosen, planned and simulated as it was: with a cut elsewhere, with
-micro-batches of another size, and of a joint search with other settings."""
+"""Alternatives to the chosen pipeline, planned and simulated like it: other cuts, micro-batches of other sizes, and the
+other settings of a joint search."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from shardwise.search.constants import MAX_CUT_MOVES
 
 
 class RankedPipeline(NamedTuple):
-    """A pipeline as what is simulated for it, and in what it differs from the chosen one (nothing: it is that).
-    ``num_bytes``: of the device that holds most; ``bubble``: the share of all places' time in which they wait;
-    ``plan``: None where a joint search kept figures alone, of which ``bubble`` is none."""
+    """A pipeline with its simulated figures and its difference from the chosen one (``changed``; empty: the chosen
+    one). ``num_bytes``: of the device that holds most; ``bubble``: idle share of the time of all pipeline ranks;
+    ``plan``: None if a joint search kept only figures, without ``bubble``."""
 
     step_seconds: float
     num_bytes: float
@@ -32,9 +32,9 @@ class RankedPipeline(NamedTuple):
 def rank_pipelines(
     pipeline: PipelineResult, k: int, joint: AutoStagesReport | None = None
 ) -> tuple[tuple[RankedPipeline, ...], int, int]:
-    """The chosen pipeline, then the best ``k`` - 1 of the others; how many others were looked at, and how many of them
-    could not be. Cuts are moved one by one, by one block (or operator, where there are none), then by two, until there
-    are enough. Raises PlanError where nothing was chosen by price."""
+    """Return the chosen pipeline and the best ``k`` - 1 others, how many others were considered, and how many of these
+    were impossible. Cuts are moved one by one, by one block (without blocks: one operator), then by two, until there
+    are enough. Raises PlanError if nothing was chosen by price."""
     if pipeline.plan.pipeline is None:
         raise PlanError(problem("no stage was chosen by price", fix='plan with search="dynamic_programming"'))
     others = [_ranked(plan, _size(plan)) for plan in pipeline.others]
@@ -65,8 +65,8 @@ def _size(plan: Plan) -> str:
 
 
 def _moved(pipeline: PipelineResult, distance: int) -> Iterator[tuple[str, list[list[str]]]]:
-    """What is moved, and the operators of every stage, with one cut so many places earlier or later. Stages that the
-    user marked stay."""
+    """Yield a text and the operators of every stage, with one cut moved by ``distance`` starts of blocks. Stages that
+    the user marked are not changed."""
     if pipeline.is_marked:
         return
     names = [op.name for op in pipeline.graph.ops]
@@ -84,8 +84,8 @@ def _moved(pipeline: PipelineResult, distance: int) -> Iterator[tuple[str, list[
 
 
 def _places(graph: Graph) -> list[int]:
-    """Where a stage may begin: with a repeated block or behind the last one; with any operator, where there are none.
-    What every stage makes by itself begins none."""
+    """Return where a stage may begin: at a repeated block or after the last one; without blocks, at any operator.
+    Operators that every stage computes for itself do not count."""
     free = free_values(graph)
     positions = [i for i, op in enumerate(graph.ops) if not free.issuperset(op.results)]
     blocks = [block_of(graph.ops[i].name) for i in positions]

@@ -1,7 +1,7 @@
-"""The moves that a plan lists, for the values of a program: as they stand, or for values of other sizes.
+"""The listed moves of a plan for the values of a program, as listed or for values of other sizes.
 
-A plan is made for one batch. For another one the same values take the same paths: every layout of a path is written
-with the sizes of the value at hand, and the axes of its moves stay.
+A plan is made for one batch size. For another one the same values take the same paths: every layout of a path gets the
+sizes of the actual value, and the axes of its moves stay.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from shardwise.programs.spmd import fewest_bytes
 
 @dataclass(frozen=True)
 class ListedPaths:
-    """The route (``programs.spmd.Route``) of a stage for a lowered graph of its model. ``moves``: by the name of the
-    value and its layouts before and after; of values of other sizes (``sizes_match`` is false), by what these say apart
-    from sizes. What the stage does not list takes the path that sends the fewest bytes."""
+    """The route (``programs.spmd.Route``) of a stage for a lowered graph of its model. ``moves``: by the value's name
+    and its layouts before and after; for other sizes (``sizes_match`` is false), by these layouts without sizes. What
+    the stage does not list takes the path that sends the fewest bytes."""
 
     graph: Graph
     moves: dict[Hashable, tuple[Move, ...]]
@@ -39,7 +39,7 @@ class ListedPaths:
         return ListedPaths(graph, moves, sizes_match)
 
     def __call__(self, value: Value, source: Layout, target: Layout) -> tuple[Move, ...]:
-        """The moves that turn ``source`` into ``target``."""
+        """Return the moves that turn ``source`` into ``target``."""
         key = _key(value_name(value.name, self.graph), source, target, sizes_match=self.sizes_match)
         moves = self.moves.get(key)
         if moves is not None and not self.sizes_match:
@@ -53,13 +53,13 @@ def _key(name: str, source: Layout, target: Layout, *, sizes_match: bool) -> Has
 
 
 def split_dims(layout: Layout) -> Hashable:
-    """What a layout says apart from sizes: the axes that split each dim, and the states of the others."""
+    """Return a layout without sizes: the axes that split each dim, and the states of the others."""
     return tuple(tuple(axis for atom in dim for axis in atom.axes) for dim in layout.dims), layout.states
 
 
 def resize_moves(moves: tuple[Move, ...], source: Layout, target: Layout) -> tuple[Move, ...] | None:
-    """The moves between two layouts of a value of another size, if they are ones: a dim of another size is one atom all
-    the way, and every device has a share of what is split on the way. Rows that were split by hand do not follow."""
+    """Return the moves between two layouts of a value of another size, or None. A dim of another size must be one atom
+    all the way, and every device must have a share of what is split on the way. Splits by hand do not follow."""
     if source.shape == moves[0].source.shape:
         path = moves
     elif any(layout.windows for move in moves for layout in (move.source, move.target)):
@@ -75,7 +75,7 @@ def resize_moves(moves: tuple[Move, ...], source: Layout, target: Layout) -> tup
 
 
 def _written(move: Move, shape: tuple[int, ...]) -> Move | None:
-    """The move with the sizes of ``shape``; None where a dim of another size has several atoms."""
+    """Return the move with the sizes of ``shape``, or None if a dim of another size has several atoms."""
     ends = []
     for layout in (move.source, move.target):
         if any(size != new and len(dim) > 1 for dim, size, new in zip(layout.dims, layout.shape, shape, strict=True)):

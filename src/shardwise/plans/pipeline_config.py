@@ -16,17 +16,17 @@ from shardwise.search.config import SearchConfig
 from shardwise.search.memory_policy import Offload
 from shardwise.search.recompute_spec import Gathered
 
-# The actions of a schedule on so many places, for so many micro-batches.
+# Returns the actions of a schedule for a number of pipeline ranks and of micro-batches.
 OrderOf = Callable[[Schedule, int, int], Order]
 
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """How a pipeline is planned. ``marks``: path of a module -> its stage; None: stages are balanced. ``cluster``: the
-    whole; ``part``: the devices of one stage; ``meshes``: those that a stage may have. ``by_price``: whether layouts
-    are searched; ``recompute``, ``gathered``, ``offload``: as in ``sw.plan``, ``fits_itself``: what is made again is
-    chosen where nothing fits. ``order``: the actions of a schedule on so many places, for so many micro-batches;
-    ``chooses_mesh``: the user names none, and axes are called by what they do."""
+    """Configuration of the planning of a pipeline. ``marks``: path of a module -> its stage; None: stages are balanced.
+    ``cluster``: all devices; ``part``: the devices of one stage; ``meshes``: the candidates for a stage. ``by_price``:
+    whether layouts are searched; ``recompute``, ``gathered``, ``offload``: as in ``sw.plan``; ``fits_itself``: choose
+    recomputation if nothing fits. ``order``: see ``OrderOf``; ``chooses_mesh``: the user gave no mesh, so axes are
+    named by role."""
 
     num_stages: int
     schedule: Schedule
@@ -48,7 +48,7 @@ class PipelineConfig:
 
     @property
     def limit(self) -> float:
-        """The bytes of a device."""
+        """Return the memory limit of a device in bytes."""
         memory_bytes = self.settings.memory_bytes
         return self.part.device.usable_bytes if memory_bytes is None else memory_bytes
 
@@ -57,7 +57,7 @@ class PipelineConfig:
         return self.num_stages // self.schedule.stages_per_place
 
     def place(self, stage: int, mesh: Mesh) -> Placement:
-        """Where a stage runs: on consecutive ranks."""
+        """Return the placement of a stage on consecutive ranks."""
         size = self.part.num_devices
         first = size * self.schedule.place_of(stage, self.num_places)
         return Placement(mesh, tuple(range(first, first + size)))

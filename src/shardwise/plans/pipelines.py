@@ -1,8 +1,8 @@
-"""Planning a pipeline: the model is cut, every part gets a plan of its own, and the step is simulated.
+"""Planning of pipelines: the model is cut, every part gets its own plan, and the step is simulated.
 
-The parts are planned by the searches that plan whole models, each on the mesh and the devices of its stage. Then their
-ends are brought together: a value crosses in the layout that the receiver has it in, a parameter of several stages is
-stored alike in all of them.
+The parts are planned by the searches for whole models, each on the mesh and the devices of its stage. Then their ends
+are made to agree: a value crosses in the receiver's layout, and a parameter of several stages has one layout in all of
+them.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def plan_captured_pipeline(
     by_price: bool,
     order: OrderOf,
 ) -> PipelineResult:
-    """The plan of a pipeline for a captured call; of several sizes of a micro-batch the one whose step is predicted to
-    be the shortest. ``template``: a plan with all settings. Raises PlanError for what can not be cut, divided or
+    """Return the plan of a pipeline for a captured call; of several micro-batch sizes the one with the shortest
+    predicted step. ``template``: a plan with all settings. Raises PlanError for what cannot be cut, divided or
     scheduled."""
     asked, cluster = request.parallel, request.cluster
     schedule = schedule_of(asked.schedule or "1F1B")
@@ -112,7 +112,7 @@ def plan_captured_pipeline(
     )
     MemoryPolicy.of(
         captured.graph, captured.segments, how.recompute, how.gathered or "held", how.offload
-    )  # or it refuses
+    )  # raises if the policy is impossible
     kinds = VjpCache() if call.known is None else call.known.kinds
     best: PipelineResult | None = None
     others: list[Plan] = []
@@ -164,7 +164,7 @@ def _checked(stages: int | str) -> int:
 
 
 def _part(cluster: Cluster, num_stages: int, schedule: Schedule) -> Cluster:
-    """The devices of one stage."""
+    """Return the devices of one stage."""
     places, rest = divmod(num_stages, schedule.stages_per_place)
     if rest or places < 2:
         raise PlanError(
@@ -186,7 +186,7 @@ def _part(cluster: Cluster, num_stages: int, schedule: Schedule) -> Cluster:
 
 
 def _divided(call: Example, graph: Graph, asked: TrainingConfig, how: PipelineConfig) -> Iterator[Passes]:
-    """The steps that are tried, the largest micro-batch first."""
+    """Yield the steps to try, the largest micro-batch first."""
     samples = num_samples(call.arguments)
     if samples is None and asked.micro_batch is None and asked.global_batch is None:
         yield Passes.single(step_graph(graph))
@@ -202,9 +202,9 @@ def _divided(call: Example, graph: Graph, asked: TrainingConfig, how: PipelineCo
 
 @dataclass(frozen=True, eq=False)
 class PipelineResult:
-    """A plan, the search for each of its stages, and what these are parts of: the ``graph`` of a pass of its step, and
-    what the step computes ahead of its passes. ``parts``: the operators of every stage; ``others``: plans with
-    micro-batches of other sizes that were looked at; ``again``: plans the same step with other parts."""
+    """A plan and the search for each of its stages. ``graph``: of a micro-batch of its step; ``prelude``: what the step
+    computes ahead of its micro-batches; ``parts``: the operators of every stage; ``others``: plans with other
+    micro-batch sizes that were considered; ``again``: plans the same step with other parts."""
 
     plan: Plan
     searched: tuple[StageSearchResult | None, ...]
@@ -224,8 +224,8 @@ def plan_pipeline(
     kinds: VjpCache,
     parts: Sequence[Sequence[str]] | None = None,
 ) -> PipelineResult:
-    """The plan of a step's passes, in stages. ``template``: a plan with all settings, whose stages are not looked at;
-    ``parts``: the operators of every stage, where they are given. Raises PlanError where it can not be."""
+    """Return the plan of a step's micro-batches, in stages. ``template``: a plan with all settings, whose stages are
+    ignored; ``parts``: the operators of every stage, if they are given. Raises PlanError if there is none."""
     num_passes = len(passes.sizes)
     if fault := how.schedule.fault(how.num_places, num_passes):
         raise PlanError(
@@ -254,8 +254,8 @@ def plan_pipeline(
             break
         if not left:
             raise _too_much(how, cut, flying, over)
-        # Its stages divide what a place has too much; if that is not enough, each gives way to all of it. Each is sent
-        # to as the next one was chosen now.
+        # The stages of a pipeline rank first share its excess; if that is not enough, each is reduced by all of it. A
+        # stage sends in the layouts of the latest choice for the next one.
         sharing = how.schedule.stages_per_place if left == MAX_BOUNDARY_TRIES - 1 else 1
         for number, num_bytes in sorted(over.items(), reverse=True):
             limits[number] -= num_bytes / sharing
@@ -277,15 +277,15 @@ def plan_pipeline(
     lines = format_order(schedule.actions)
     pricing = PricingEntry.of(how.cluster, how.settings.memory_bytes) if how.by_price else None
     plan = replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing)
-    asked = replace(how, settings=replace(how.settings, known=inf))  # also for slower ones
-    again = partial(plan_pipeline, asked, graph, passes, template, kinds)
+    how_of_others = replace(how, settings=replace(how.settings, known=inf))  # plan slower ones to the end, too
+    rerun = partial(plan_pipeline, how_of_others, graph, passes, template, kinds)
     searched = tuple(part_choice.searched for part_choice in chosen)
-    return PipelineResult(plan, searched, graph, passes.prelude, tuple(map(tuple, parts)), how.marks is not None, again)
+    return PipelineResult(plan, searched, graph, passes.prelude, tuple(map(tuple, parts)), how.marks is not None, rerun)
 
 
 def _balanced(how: PipelineConfig, graph: Graph, prices: Prices, flying: Sequence[int]) -> list[list[str]]:
-    """The operators of every stage: cut at any operator, where memory costs no time; else, where there are prices,
-    between blocks, by what the fronts of these say of time under the memory of each stage."""
+    """Return the operators of every stage. If memory costs no time, the model is cut at any operator. Else, if there
+    are prices, it is cut between blocks by their time / memory fronts under the memory of each stage."""
     per_place = how.schedule.stages_per_place
     parts, fits = balanced_parts(graph, how.num_stages, prices, how.limit, flying, per_place)
     if fits or not how.by_price:
@@ -300,8 +300,8 @@ def _balanced(how: PipelineConfig, graph: Graph, prices: Prices, flying: Sequenc
 
 
 def _in_flight(how: PipelineConfig, order: Order) -> tuple[int, ...]:
-    """Per stage the micro-batches whose values it keeps at once, if all took equally long. The inner stages of a place
-    are about equal and share its memory: each counts as many as they keep on average."""
+    """Return, for every stage, how many micro-batches it keeps at once if all took equally long. The inner stages of a
+    pipeline rank are about equal and share its memory: each counts as many as they keep on average."""
     stages = range(how.num_stages)
     in_flight = simulate_pipeline(order, [StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)] * len(stages)).in_flight
     of_place: dict[int, list[int]] = {}
@@ -329,8 +329,8 @@ def _check_parameters(cut: GraphCut) -> None:
 def _together(
     cut: GraphCut, chosen: Sequence[StagePlan], settings: SearchConfig
 ) -> tuple[list[Choice], list[SpmdProgram]]:
-    """Choices and programs whose ends meet: what crosses, and parameters of several stages."""
-    stored = _stored_alike(cut, chosen)
+    """Return choices and programs that agree on the values that cross and on parameters of several stages."""
+    stored = _equally_stored(cut, chosen)
     choices = meeting(
         cut,
         [(part_choice.factored, choice) for part_choice, choice in zip(chosen, stored, strict=True)],
@@ -340,9 +340,9 @@ def _together(
     return choices, [_rebuilt(part, part_choice, choice, settings) for part, part_choice, choice in ends]
 
 
-def _stored_alike(cut: GraphCut, chosen: Sequence[StagePlan]) -> list[Choice]:
-    """The choices with every parameter of several stages in the layout that the last of them has it in, device by
-    device; whole, where that is none everywhere."""
+def _equally_stored(cut: GraphCut, chosen: Sequence[StagePlan]) -> list[Choice]:
+    """Return the choices with every parameter of several stages in the layout of the last of them, device by device. It
+    is stored whole if one of the stages cannot have that layout."""
     choices = [part_choice.choice for part_choice in chosen]
     parameters = {source.value for part in cut.parts for source in part.sources if source.kind == "parameter"}
     for name, stages in cut.shared.items():
@@ -352,9 +352,9 @@ def _stored_alike(cut: GraphCut, chosen: Sequence[StagePlan]) -> list[Choice]:
         fitted: dict[int, Layout] = {}
         for stage in stages:
             there = on_mesh(layout, chosen[stage].mesh)
-            alike = None if there is None else refined(there, chosen[stage].factored.atoms[name])
-            if alike is not None:
-                fitted[stage] = alike
+            layout_there = None if there is None else refined(there, chosen[stage].factored.atoms[name])
+            if layout_there is not None:
+                fitted[stage] = layout_there
         for stage in stages:
             stored = fitted[stage] if len(fitted) == len(stages) else Layout.whole(chosen[stage].mesh, layout.shape)
             choices[stage] = replace(choices[stage], sources={**choices[stage].sources, name: stored})
@@ -362,15 +362,15 @@ def _stored_alike(cut: GraphCut, chosen: Sequence[StagePlan]) -> list[Choice]:
 
 
 def _rebuilt(part: Graph, part_choice: StagePlan, choice: Choice, settings: SearchConfig) -> SpmdProgram:
-    """The program of a choice with other ends, which makes again and offloads what it did before."""
-    again = {
+    """Return the program of a choice with other boundary layouts, but the same recomputation and offloading."""
+    repeated = {
         (c.origin, c.target) for c in part_choice.spmd.conversions if c.result in part_choice.spmd.lifetimes.conversions
     }
     parameters = {source.value for source in part.sources if source.kind == "parameter"}
-    by_block = any(origin in parameters for origin, _ in again)
+    by_block = any(origin in parameters for origin, _ in repeated)
     rules, bucket_bytes = part_choice.factored.rules, settings.bucket_bytes
     spmd = build_spmd(part, rules, choice, part_choice.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
-    conversions = frozenset(c.result for c in spmd.conversions if (c.origin, c.target) in again)
+    conversions = frozenset(c.result for c in spmd.conversions if (c.origin, c.target) in repeated)
     spmd = replace(spmd, lifetimes=replace(part_choice.spmd.lifetimes, conversions=conversions, once=frozenset()))
     return as_grad_accum(spmd, replace(settings, levers=part_choice.levers))
 
@@ -378,7 +378,7 @@ def _rebuilt(part: Graph, part_choice: StagePlan, choice: Choice, settings: Sear
 def _listed(
     how: PipelineConfig, cut: GraphCut, number: int, part_choice: StagePlan, choice: Choice, spmd: SpmdProgram
 ) -> Stage:
-    """A part as a stage of the plan."""
+    """Return a part as a stage of the plan."""
     part = cut.parts[number]
     stage = stage_of(part, part_choice.factored.rules, choice, spmd)
     delivered = delivered_layouts(part, spmd)
@@ -397,22 +397,22 @@ def _listed(
 
 
 def _work(
-    how: PipelineConfig, stages: Sequence[StageTiming], num_passes: int, known: Sequence[Order] = ()
+    how: PipelineConfig, stages: Sequence[StageTiming], num_passes: int, orders: Sequence[Order] = ()
 ) -> OrderProblem:
-    """What is to be ordered. The room of a place is what its device has beside parameters and what a single micro-batch
-    takes; without prices, for which no stage was fitted, at least as much as known orders keep."""
+    """Return the ordering problem. The room of a pipeline rank is its limit less parameters and what a single
+    micro-batch takes. Without prices no stage was fitted, so the room is at least what known orders keep."""
     place_of = tuple(how.schedule.place_of(stage, how.num_places) for stage in range(how.num_stages))
-    fixed = _besides(how, stages)
+    fixed = _fixed_bytes(how, stages)
     kept = tuple(stage.kept for stage in stages)
     room = tuple(how.limit - num_bytes for num_bytes in fixed)
     work = OrderProblem(tuple(stage.seconds for stage in stages), place_of, num_passes, kept, room)
-    peaks = [work.peaks(order) for order in known]
+    peaks = [work.peaks(order) for order in orders]
     return replace(work, room=tuple(map(max, zip(room, *peaks, strict=True)))) if peaks else work
 
 
-def _besides(how: PipelineConfig, stages: Sequence[StageTiming]) -> list[float]:
-    """Per place, the bytes of its device beside what is kept for backward: what its stages have between two
-    micro-batches, and the most that one of them, as they take turns, has besides while it works."""
+def _fixed_bytes(how: PipelineConfig, stages: Sequence[StageTiming]) -> list[float]:
+    """Return, for every pipeline rank, the bytes of its device that are not kept for backward: what its stages hold
+    between micro-batches, and the largest working memory of one of them, as they take turns."""
     rests, moments = [0.0] * how.num_places, [0.0] * how.num_places
     for number, stage in enumerate(stages):
         place = how.schedule.place_of(number, how.num_places)
@@ -422,35 +422,35 @@ def _besides(how: PipelineConfig, stages: Sequence[StageTiming]) -> list[float]:
 
 
 def _excess(how: PipelineConfig, stages: Sequence[StageTiming], order: Order, num_passes: int) -> dict[int, float]:
-    """Stages of places that hold more than their device has -> by how many bytes. Their own searches fitted them, but
-    the layouts of what crosses and of shared parameters were settled after these."""
+    """Return by how many bytes the pipeline rank of a stage exceeds its limit, for stages where it does. Their own
+    searches fitted them, but the layouts of what crosses and of shared parameters were settled afterwards."""
     work = _work(how, stages, num_passes)
     over = [peak - room for peak, room in zip(work.peaks(order), work.room, strict=True)]
     return {stage: over[place] for stage, place in enumerate(work.place_of) if over[place] > 0}
 
 
 def _too_much(how: PipelineConfig, cut: GraphCut, flying: Sequence[int], over: Mapping[int, float]) -> NothingFits:
-    """The refusal of stages that do not fit where their ends meet."""
+    """Return the error for stages that do not fit once their ends agree."""
     number = max(over, key=over.__getitem__)
     return NothingFits(
-        f"stage {number} fits alone, but with what crosses and what it shares with others in their layouts its "
-        f"place holds {format_bytes(int(how.limit + over[number]))} with {flying[number]} micro-batches at once, "
-        f"and has {format_bytes(int(how.limit))}",
+        f"stage {number} fits alone, but its pipeline rank needs {format_bytes(int(how.limit + over[number]))} per "
+        f"device with {flying[number]} micro-batches in flight (limit {format_bytes(int(how.limit))}): boundary "
+        "activations and tied weights add the rest",
         [("begins", f"with {cut.parts[number].ops[0].name}")],
         "choose a smaller micro_batch, more stages, or a mesh of fewer axes",
     )
 
 
 def _solved(how: PipelineConfig, stages: Sequence[StageTiming], num_passes: int) -> Schedule:
-    """The schedule with an order made for these stages, which begins from those of torch for the same places."""
-    alike = (s for s in SCHEDULES.values() if s.folded and not s.is_solved and not s.fault(how.num_places, num_passes))
-    known = [how.order(schedule, how.num_places, num_passes) for schedule in alike]
-    work = _work(how, stages, num_passes, () if how.by_price else known)
-    return replace(how.schedule, actions=solve_order(work, known).order)
+    """Return the schedule with an order solved for these stages, from torch's orders for the same placement."""
+    others = (s for s in SCHEDULES.values() if s.folded and not s.is_solved and not s.fault(how.num_places, num_passes))
+    orders = [how.order(schedule, how.num_places, num_passes) for schedule in others]
+    work = _work(how, stages, num_passes, () if how.by_price else orders)
+    return replace(how.schedule, actions=solve_order(work, orders).order)
 
 
 def _predicted(how: PipelineConfig, timed: Sequence[StageTiming], order: Order, num_passes: int) -> PipelinePrediction:
-    """A simulated step."""
+    """Simulate a step."""
     step = simulate_pipeline(order, [stage.seconds for stage in timed])
     stages = tuple(
         StagePrediction(
@@ -466,8 +466,8 @@ def _predicted(how: PipelineConfig, timed: Sequence[StageTiming], order: Order, 
         for number, stage in enumerate(timed)
     )
     work = _work(how, timed, num_passes)
-    bound = min(least_seconds(work), step.seconds)  # sums in another order
-    peaks = [sum(parts) for parts in zip(work.peaks(order), _besides(how, timed), strict=True)]
+    bound = min(least_seconds(work), step.seconds)  # their sums round differently
+    peaks = [sum(parts) for parts in zip(work.peaks(order), _fixed_bytes(how, timed), strict=True)]
     return PipelinePrediction(step.seconds, step.bubbles, bound, stages, max(peaks))
 
 

@@ -1,10 +1,9 @@
 """The plan: what every rank will do, as data that a person can read, compare, edit and commit.
 
-A plan is complete in itself. It says where every stage runs, in which layout every parameter, buffer and input is kept,
-the strategy of every operator, keyed by module path, and every conversion with its path of layouts and the bucket that
-it travels in. Whoever reads the same file builds the same program; no price and no search is asked again. To edit a
-plan, change strategies or layouts in its file and load it with ``Plan.load(path, edited=True)``: its conversions are
-then derived anew.
+A plan is complete. It lists the ranks of every stage, the layout of every parameter, buffer and input, and the strategy
+of every operator, keyed by module path. It also lists every conversion with its path of layouts and its bucket. The
+same file always builds the same program, without prices or a search. To edit a plan, change strategies or layouts in
+its file and load it with ``Plan.load(path, edited=True)``: its conversions are then derived again.
 """
 
 from __future__ import annotations
@@ -55,16 +54,23 @@ _NUM_SHOWN = 20  # faults of a plan in one message
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A complete plan. Two plans are equal when all their entries are, and then their digests are equal too.
+    """A complete plan. Plans are equal if all their entries are, and then their digests are equal too.
 
-    ``training``: whether the module was in training mode. ``bucket_bytes``: the largest message that several parameters
-    share. ``precision``: the dtypes of the step, where they are not the model's. ``pricing`` and ``predicted`` are
-    those of a plan that was chosen by price. ``micro_batches``: the passes of a step, over a micro-batch each; the
-    stages, their inputs and the prediction are those of a pass. What concerns a single stage (``mesh``, ``layouts``)
-    can be asked of a plan with one. ``schedule``: of a pipeline, the order in which its stages work on micro-batches
-    (``plans.schedule``), ``order``: that order, where it was solved for the stages, a line per place
-    (``plans.schedule.format_order``), and ``pipeline`` what is predicted for it. ``constants``: what the plan's
-    call passes beside tensors (``graph.trees.constants_of``); a call with others may have other operators.
+    ``mesh``, ``layouts`` and ``only_stage`` exist only for a plan of one stage.
+
+    Attributes:
+        stages: The parts of the plan, each on its own ranks. Without a pipeline there is one.
+        mode, search, optimizer: As in ``sw.plan``.
+        training: Whether the module was in training mode.
+        bucket_bytes: Bytes of the largest message that several parameters share.
+        pricing, predicted: Prices and prediction of a plan that was chosen by price.
+        precision: The dtypes of the step, if they are not the model's.
+        micro_batches: Micro-batches of a step. Stages, inputs and the prediction are those of one micro-batch.
+        schedule: Of a pipeline, the order in which its stages work on micro-batches (``plans.schedule``).
+        order: That order, if it was solved for the stages: a line per pipeline rank (``plans.schedule.format_order``).
+        pipeline: The prediction of a pipeline.
+        constants: What the plan's call passes beside tensors (``graph.trees.constants_of``). A call with others may
+            have other operators.
     """
 
     stages: tuple[Stage, ...]
@@ -88,27 +94,27 @@ class Plan:
     def __hash__(self) -> int:
         return hash(self.digest)
 
-    # -- what it says --------------------------------------------------------------------------------------------------
+    # -- contents ------------------------------------------------------------------------------------------------------
 
     @property
     def only_stage(self) -> Stage:
-        """The stage of a plan that has one. Raises PlanError for several."""
+        """Return the stage of a plan that has one. Raises PlanError for several."""
         if len(self.stages) != 1:
             places = "; ".join(
                 f"stage {i} on ranks {format_ranks(s.placement.ranks)}" for i, s in enumerate(self.stages)
             )
             raise PlanError(
-                problem(f"the plan has {len(self.stages)} stages ({places}), this asks for one", fix="ask plan.stages")
+                problem(f"the plan has {len(self.stages)} stages ({places}), and this needs one", fix="use plan.stages")
             )
         return self.stages[0]
 
     @property
     def is_pipeline(self) -> bool:
-        """Whether its stages run on different places, one after another."""
+        """Return whether its stages run on different ranks, one after another."""
         return bool(self.schedule)
 
     def alone(self, number: int) -> Plan:
-        """One of the stages as a plan of its own."""
+        """Return one of the stages as a plan of its own."""
         return replace(self, stages=(self.stages[number],), schedule="", order=(), pipeline=None)
 
     @property
@@ -117,11 +123,11 @@ class Plan:
 
     @property
     def num_ranks(self) -> int:
-        """The ranks of all stages."""
+        """Return the number of ranks of all stages."""
         return len({rank for stage in self.stages for rank in stage.placement.ranks})
 
     def holds(self, rank: int, name: str) -> bool:
-        """Whether a rank has a part of a parameter or buffer."""
+        """Return whether a rank has a part of the parameter or buffer ``name``."""
         return not self.is_pipeline or any(
             rank in stage.placement.ranks and name in stage.layouts for stage in self.stages
         )
@@ -132,8 +138,8 @@ class Plan:
 
     @property
     def input_layouts(self) -> dict[str, Layout]:
-        """Input -> its layout in the first stage that reads it, over the mesh of that stage: where ranks pass their
-        parts of a batch, the part of a rank is that of its device number in its stage."""
+        """Return the layout of each input in the first stage that reads it, over the mesh of that stage. With
+        ``inputs="local"`` a rank passes the part of its device number in its stage."""
         layouts: dict[str, Layout] = {}
         for stage in reversed(self.stages):
             layouts |= {entry.name: stage.layouts[entry.name] for entry in stage.inputs}
@@ -141,7 +147,7 @@ class Plan:
 
     @property
     def micro_batch(self) -> int | None:
-        """The samples of a pass: dim 0 of the first input that has dims; None: no input has."""
+        """Return the samples of a micro-batch: dim 0 of the first input that has dims; None if no input has."""
         return next((entry.shape[0] for entry in self.inputs if entry.shape), None)
 
     @property
@@ -154,12 +160,12 @@ class Plan:
 
     @property
     def operators(self) -> tuple[OperatorEntry, ...]:
-        """In execution order."""
+        """Return all operators in execution order."""
         return tuple(entry for stage in self.stages for entry in stage.operators)
 
     @property
     def conversions(self) -> tuple[ConversionEntry, ...]:
-        """In execution order; none of a stage that was edited by hand."""
+        """Return all conversions in execution order; a stage that was edited by hand has none."""
         return tuple(entry for stage in self.stages for entry in stage.conversions or ())
 
     @property
@@ -168,24 +174,27 @@ class Plan:
 
     @cached_property
     def strategies(self) -> dict[str, str]:
-        """Operator -> its strategy."""
+        """Return the strategy of each operator."""
         return {entry.name: entry.strategy for entry in self.operators}
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """Parameter, buffer or input name -> its layout."""
+        """Return the layout of each parameter, buffer or input."""
         return self.only_stage.layouts
 
     def collectives(self, *, backward: bool = False) -> Iterator[CollectiveEntry]:
-        """All collectives of a forward pass in order (or those of a backward pass, newest conversion first); what
-        travels in one bucket is one collective."""
+        """Yield all collectives of a forward pass in order. The conversions of a bucket share one collective.
+
+        Args:
+            backward: Yield those of a backward pass instead, newest conversion first.
+        """
         for stage in reversed(self.stages) if backward else self.stages:
             yield from stage.collectives(backward=backward)
 
     @property
     def prediction(self) -> Prediction:
-        """What a step takes, in seconds and bytes (``predicted``, for a plan that has it). Raises PlanError for one of
-        stages, and for one of a file without prices."""
+        """Return the predicted seconds and bytes of a step (``predicted``, for a plan that has it). Raises PlanError
+        for a plan of stages, and for one of a file without prices."""
         if self.predicted is None:
             raise PlanError(
                 problem(
@@ -197,42 +206,53 @@ class Plan:
 
     @property
     def is_searched(self) -> bool:
-        """Whether it was chosen by price: a search minimised its additive price."""
+        """Return whether it was chosen by price: a search minimised its additive price."""
         return self.predicted is not None and self.predicted.additive_price > 0
 
     @property
     def optimality_gap(self) -> float | None:
-        """By which share the additive price of this plan is above the bound, below which no plan of the searched space
-        is; 0: proven to be the cheapest; None: nothing was searched. It says nothing about simulated steps: what was
-        given away for those is ``prediction.given_away``."""
+        """Return the share by which the additive price of this plan exceeds the bound: no plan of the searched space is
+        below that. 0: proven to be the cheapest; None: nothing was searched. The gap is not about simulated steps:
+        ``prediction.given_away`` is what was given away for those."""
         return None if self.predicted is None else self.predicted.optimality_gap
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over everything in the plan, but for the prediction of one that was not searched."""
+        """Return the SHA-256 of everything in the plan, except for the prediction of one that was not searched."""
         return plan_digest(self._body())
 
     @cached_property
     def model(self) -> str:
-        """A fingerprint of the model that the plan is for: its parameters, buffers and operators, however they are
-        split."""
+        """Return a fingerprint of the model that the plan is for: its parameters, buffers and operators, however they
+        are split."""
         tensors = [(e.name, e.dtype, e.shape) for e in (*self.parameters, *self.buffers)]
         return digest_of({"tensors": tensors, "operators": [(e.name, e.target) for e in self.operators]})[:12]
 
     def revised(self, **changes: Any) -> Plan:
-        """The plan with other entries of its only stage (``Stage``), by name. Where strategies or layouts change, give
-        ``conversions=None``: they are then derived anew."""
+        """Return the plan with other entries of its only stage.
+
+        Args:
+            changes: Fields of ``Stage`` by name. If strategies or layouts change, also pass ``conversions=None``: they
+                are then derived again.
+        """
         entries = {entry.name: getattr(self, entry.name) for entry in fields(Plan)}
         return Plan(**{**entries, "stages": (replace(self.only_stage, **changes),)})
 
     def diff(self, other: Plan) -> PlanDifference:
-        """What another plan does differently."""
+        """Return what another plan does differently; printable."""
         return compare_plans(self, other)
 
     def survives(self, ranks_per_machine: int = 1, *, peer_copies: bool = False) -> Survival:
-        """Which losses of ranks cost nothing, because others hold the same, which cost how much, and what the cheapest
-        extra copies would be; printable. ``ranks_per_machine``: ranks that are lost together; ``peer_copies``: those
-        copies are made (``sw.Recovery(peer_copy=...)``), so that training goes on from the newest of them."""
+        """Return which losses of ranks cost nothing, because other ranks hold the same state, what the others cost, and
+        the cheapest extra copies; printable.
+
+        Args:
+            ranks_per_machine: Ranks that are lost together. It must divide the ranks.
+            peer_copies: Assume the extra copies (``sw.Recovery(peer_copy=...)``): training goes on from these.
+
+        Raises:
+            PlanError: ``ranks_per_machine`` does not divide the ranks.
+        """
         return survival(self, ranks_per_machine, peer_copies=peer_copies)
 
     def __str__(self) -> str:
@@ -245,15 +265,20 @@ class Plan:
         Path(path).write_text(json.dumps(self._file(), indent=1) + "\n", encoding="utf-8")
 
     def to_json(self) -> str:
-        """The content of the file that ``save`` writes, on one line."""
+        """Return the content of the file that ``save`` writes, on one line."""
         return json.dumps(self._file())
 
     @staticmethod
     def load(path: str | Path, *, edited: bool = False) -> Plan:
-        """Read a plan. ``edited``: accept that the file was changed by hand since it was saved (strategies and layouts
-        are then checked when the plan meets its model; the listed conversions are dropped and derived anew).
+        """Read a plan from a file.
 
-        Raises PlanError for what is not a plan of a version that can be read, is damaged, or does not fit together.
+        Args:
+            path: A file that ``save``, or ``shardwise plan -o``, has written.
+            edited: Accept that the file was changed by hand. Its strategies and layouts are checked when the plan meets
+                its model; the listed conversions are dropped and derived again.
+
+        Raises:
+            PlanError: The file is no plan of a version that can be read, is damaged, or does not fit together.
         """
         try:
             text = read_text(path, MAX_FILE)
@@ -264,7 +289,13 @@ class Plan:
 
     @staticmethod
     def from_json(text: str, *, name: str = "plan", edited: bool = False) -> Plan:
-        """The inverse of ``to_json``; see ``load``. ``name``: what messages call it."""
+        """Return the plan that ``to_json`` wrote; see ``load``.
+
+        Args:
+            text: The content of a plan file.
+            name: The name of the plan in messages.
+            edited: As in ``load``.
+        """
         body = checked_body(text, name, edited)
         try:
             plan = Plan(**settings_of(body))
@@ -274,8 +305,8 @@ class Plan:
         return replace(plan, stages=tuple(replace(s, conversions=None) for s in plan.stages)) if edited else plan
 
     def check(self, name: str = "plan") -> None:
-        """Raise PlanError listing every layout and strategy text that does not fit the mesh or the tensor, and for
-        stages that leave out ranks or share some."""
+        """Raise PlanError listing every layout and strategy that does not fit the mesh or the tensor, and for stages
+        that leave out ranks or share some."""
         faults = [fault for stage in self.stages for fault in stage.faults()]
         try:
             ranks = [rank for stage in self.stages for rank in stage.placement.ranks]
@@ -288,7 +319,7 @@ class Plan:
 
     def _file(self) -> dict[str, Any]:
         body = self._body()
-        check_texts(body)  # what cannot be read again is not written
+        check_texts(body)  # refuse to write what could not be read
         for stage in body["stages"]:
             for key in ("inputs", "parameters", "buffers", "operators", "shared", "receives", "sends"):
                 check_names(stage.get(key, ()), key)

@@ -1,4 +1,4 @@
-"""The precision of a plan as it stands in its file and in its print, and what older plans were only priced for."""
+"""The precision of a plan in its file and its printed form, and the dtypes that older plans were only priced for."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 
 def format_precision(precision: Precision) -> str:
-    """``compute bf16, parameter f32``; ``the model's`` where nothing else is said."""
+    """Format a precision: ``compute bf16, parameter f32``, or ``the model's`` if it names no dtype."""
     named = precision_body(precision).get("precision", {})
     return ", ".join(f"{name} {dtype}" for name, dtype in named.items() if dtype) or "the model's"
 
 
 def precision_body(precision: Precision) -> dict[str, Any]:
-    """The entry of a file; none where all dtypes are the model's."""
+    """Return the entry of a file; empty if all dtypes are the model's."""
     if precision.is_models:
         return {}
     autocast = precision.autocast
-    said = {name: _text(getattr(precision, name)) for name in DTYPES}
+    dtypes = {name: _text(getattr(precision, name)) for name in DTYPES}
     return {
-        "precision": said | ({} if autocast is None else {"autocast": f"{autocast.device} {_text(autocast.dtype)}"})
+        "precision": dtypes | ({} if autocast is None else {"autocast": f"{autocast.device} {_text(autocast.dtype)}"})
     }
 
 
 def precision_of(data: Any) -> Precision:
-    """The inverse of ``precision_body``, of the entry's content (None: there is none). Raises PlanError."""
+    """Return the precision that ``precision_body`` wrote (``data`` is None if there is no entry). Raises PlanError."""
     if data is None:
         return MODELS_OWN
     if not isinstance(data, Mapping) or sorted({"autocast", *data}) != sorted(("autocast", *DTYPES)):
@@ -46,12 +46,12 @@ def precision_of(data: Any) -> Precision:
     except ShardwiseError as error:
         raise PlanError(f"precision: {error}") from error
     if precision.is_models:
-        raise PlanError("precision says nothing: leave the entry out for the dtypes of the model")
+        raise PlanError("precision is empty: leave the entry out for the dtypes of the model")
     return precision
 
 
 def _autocast(text: Any) -> Autocast | None:
-    """The inverse of what stands in a file (empty: none)."""
+    """Parse the text in a file (empty: no autocast)."""
     if not text:
         return None
     device, _, dtype = text.partition(" ") if isinstance(text, str) else ("", "", "")
@@ -71,18 +71,18 @@ def _dtype(text: Any) -> torch.dtype | None:
 
 
 def only_priced(plan: Plan) -> str:
-    """A sentence where a plan of an older file was priced for other dtypes than ranks run, which are those of the
-    model; else empty."""
+    """Return a sentence if a plan of an older file was priced for other dtypes than ranks run, which are the model's;
+    else an empty text."""
     if plan.pricing is None:
         return ""
     stored = _floating(entry.dtype for stage in plan.stages for entry in stage.parameters)
     computed = stored | _floating(entry.dtype for stage in plan.stages for entry in stage.inputs)
-    wanted = (
+    priced_dtypes = (
         ("compute", plan.pricing.compute, computed),
         ("parameter", plan.pricing.parameter, stored),
         ("reduce", plan.pricing.reduce, stored),
     )
-    priced = [f"{name}={dtype}" for name, dtype, dtypes in wanted if dtype and dtypes - {dtype}]
+    priced = [f"{name}={dtype}" for name, dtype, dtypes in priced_dtypes if dtype and dtypes - {dtype}]
     if not priced:
         return ""
     return (

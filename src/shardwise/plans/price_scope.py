@@ -1,4 +1,4 @@
-"""With which prices a plan was chosen: what its memory and its steps are worth, never what its program does."""
+"""The prices that a plan was chosen with: they decide its predicted memory and steps, never its program."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from shardwise.plans.plan import Plan
 
 
 def prices_of(plan: Plan) -> Prices:
-    """Those that a plan was chosen by; of one that was not chosen by price, those of CPU ranks: alike everywhere."""
+    """Return the prices that a plan was chosen by; if it was not, those of CPU ranks, which are the same everywhere."""
     entry, num_devices = plan.pricing, plan.mesh.num_devices
     if entry is None:
         links = Links(Cluster.load("local").with_devices(num_devices), plan.mesh)
         return Prices(links, plan.optimizer, plan.micro_batches)
     cluster = parse_cluster(entry.cluster, "the plan's cluster")
-    if cluster.num_devices != num_devices:  # a stage by itself
+    if cluster.num_devices != num_devices:  # a plan of a single stage
         cluster = cluster.with_devices(num_devices)
     return Prices(Links(cluster, plan.mesh), plan.optimizer, plan.micro_batches)

@@ -1,12 +1,11 @@
-"""A plan as one would explain it: operators with their strategies, conversions with their collectives; equal layers
-once.
+"""The printed form of a plan: operators with their strategies, conversions with their collectives; equal layers once.
 
     blocks.0-1.mlp.down/linear    b@dp k@tp       b m k, n k -> b m n  k:sum
       weight: f32[32, 128@tp] -> f32[32, 128@tp] replicated(dp)    none / all_reduce(dp, 4 KiB)
 
-An operator's line names it, its strategy and its rule; beneath it are the conversions that are first needed there: the
-value, its layouts, and what is communicated forward / backward. Names that differ only in their numbers, and are
-otherwise equal, share a line.
+An operator's line has its name, its strategy and its rule. Beneath it are the conversions that are first needed there:
+the value, its layouts, and the collectives of forward / backward. Names that differ only in their numbers share a line
+if the rest is equal.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ if TYPE_CHECKING:
 
 _NUMBER = re.compile(r"(?<![^./\['\"])\d+(?![^./\]'\"])")  # a whole part of a path: blocks.0.mlp, args[1]
 _WIDEST_NAME = 56
-_OUTPUTS = 4  # that are named
+_OUTPUTS = 4  # named outputs
 
 
 def format_plan(plan: Plan) -> str:
-    """The printed form."""
+    """Return the printed form."""
     meshes, figures = ", ".join(str(stage.mesh) for stage in plan.stages), format_figures(plan)
     lines = [
         f"plan for {meshes}, {plan.num_ranks} devices",
@@ -79,7 +78,7 @@ def format_plan(plan: Plan) -> str:
 
 
 def _pipeline(plan: Plan) -> list[str]:
-    """The schedule and its stages: what runs where, and what is predicted of each."""
+    """Return the lines of the schedule and its stages: their ranks, operators and predictions."""
     places = {stage.placement.ranks for stage in plan.stages}
     cost, cluster, takes = plan.pipeline, priced_cluster(plan), ""
     if cost is not None:
@@ -106,19 +105,19 @@ def _pipeline(plan: Plan) -> list[str]:
 
 
 def format_figures(plan: Plan) -> str:
-    """What a plan is about, in one line: step, tokens (or samples) a second, memory of what a device has, gap; empty
-    where nothing is predicted."""
+    """Return the main figures of a plan in one line: step, tokens (or samples) a second, memory of a device, gap; empty
+    if nothing is predicted."""
     figures = plan_figures(plan)
     return ", ".join(f"{text} {name}" if name.endswith("/s") else f"{name} {text}" for name, text in figures)
 
 
 def plan_figures(plan: Plan) -> list[tuple[str, str]]:
-    """(name, text) of these figures, in this order."""
+    """Return (name, text) of these figures, in this order."""
     cost, pipeline = plan.predicted, plan.pipeline
     if pipeline is not None:
-        seconds, size, passes, known = pipeline.step_seconds, pipeline.memory_bytes, plan.micro_batches, None
+        seconds, size, passes, gap = pipeline.step_seconds, pipeline.memory_bytes, plan.micro_batches, None
     elif cost is not None:
-        seconds, size, passes, known = cost.planned_seconds, cost.memory_bytes, cost.passes, cost.optimality_gap
+        seconds, size, passes, gap = cost.planned_seconds, cost.memory_bytes, cost.passes, cost.optimality_gap
     else:
         return []
     figures = [("step", format_step_interval(plan))]
@@ -130,12 +129,12 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
         limit = _limit(plan)
         room = f" of {limit}" if limit else ""
         figures.append(("memory", f"{format_bytes_interval(size, priced_cluster(plan))}{room} a device"))
-    return [*figures, ("gap", "not known" if known is None else f"{known:.2%}")]
+    return [*figures, ("gap", "not known" if gap is None else f"{gap:.2%}")]
 
 
 def of_outputs(plan: Plan) -> list[str]:
-    """A sentence, or none: what brings outputs together that are not read in a step, and their whole sizes, the largest
-    first. A value that is delivered as a buffer is stored (its shape, dtype and layout) counts as its new value."""
+    """Return a sentence, or none, on the collectives that gather outputs which no step reads, with their sizes, the
+    largest first. A value delivered as a buffer is stored (same shape, dtype and layout) counts as its new value."""
     sizes: Counter[str] = Counter()
     for stage in plan.stages:
         buffers = {entry.layout for entry in stage.buffers}
@@ -145,18 +144,18 @@ def of_outputs(plan: Plan) -> list[str]:
     if not sizes:
         return []
     ordered = sizes.most_common()
-    said = ", ".join(f"{value} {format_bytes(size)}" for value, size in ordered[:_OUTPUTS])
+    largest = ", ".join(f"{value} {format_bytes(size)}" for value, size in ordered[:_OUTPUTS])
     more = f" and {len(ordered) - _OUTPUTS} more" if len(ordered) > _OUTPUTS else ""
     total = format_bytes(sizes.total())
-    return [f"of forward, {total} bring a call's outputs together ({said}{more}); no step does, nor has its price"]
+    return [f"of forward, {total} deliver outputs to the caller ({largest}{more}); steps and their price exclude this"]
 
 
 def _not_kept(plan: Plan) -> list[str]:
-    """What backward makes again, what a step of several passes does once, and what waits on the host."""
+    """Return the lines on recomputation, on what a step of several micro-batches does once, and on offloading."""
     operators = sum(entry.again for entry in plan.operators)
     parameters = {entry.name for entry in plan.parameters if entry.again}
     values = sum(entry.again and entry.value not in parameters for entry in plan.conversions)
-    said = [
+    counts = [
         f"{count:,} of {len(of):,} {what}"
         for count, of, what in (
             (operators, plan.operators, "operators"),
@@ -165,7 +164,7 @@ def _not_kept(plan: Plan) -> list[str]:
         )
         if count
     ]
-    lines = [f"  again in backward: {', '.join(said)}"] if said else []
+    lines = [f"  again in backward: {', '.join(counts)}"] if counts else []
     if once := sum(entry.once for entry in plan.parameters):
         many = f"{once:,} of {len(plan.parameters):,} parameters"
         lines.append(f"  once a step: casts and gathers of {many}, and the reductions of their gradients")
@@ -175,11 +174,11 @@ def _not_kept(plan: Plan) -> list[str]:
 
 
 def _states_on_host(plan: Plan) -> list[str]:
-    """What of the optimizer's states waits on the host from step to step, and what it takes to have it back. A plan
-    does not say which parameters are trained, so that this is the most."""
+    """Return the line on optimizer states that wait on the host between steps, and on the time to fetch them. A plan
+    does not record which parameters are trained, so this is the most."""
     if not is_on_host(plan.optimizer):
         return []
-    sizes_of: dict[tuple[int, ...], list[int]] = {}  # by a device of every place
+    sizes_of: dict[tuple[int, ...], list[int]] = {}  # ranks of a stage -> sizes on one device
     for stage in plan.stages:
         sizes_of.setdefault(stage.placement.ranks, []).extend(
             stage.layouts[entry.name].max_local_numel * parse_dtype(entry.dtype).itemsize for entry in stage.parameters
@@ -198,7 +197,7 @@ def _states_on_host(plan: Plan) -> list[str]:
 
 
 def _stage(stage: Stage) -> list[str]:
-    """Sources and operators."""
+    """Return the lines of the sources and operators."""
     lines = []
     for title, entries in (("inputs", stage.inputs), ("parameters", stage.parameters), ("buffers", stage.buffers)):
         if entries:
@@ -207,17 +206,16 @@ def _stage(stage: Stage) -> list[str]:
 
 
 def _limit(plan: Plan) -> str:
-    """What the tensors of a device might take; empty where nothing limits them, or it is not known."""
-    said = "" if plan.pricing is None else plan.pricing.limit
-    if said:
-        return "" if said == NO_LIMIT else said
+    """Return the memory limit of a device; empty if there is none, or if it is not known."""
+    listed_limit = "" if plan.pricing is None else plan.pricing.limit
+    if listed_limit:
+        return "" if listed_limit == NO_LIMIT else listed_limit
     cluster = priced_cluster(plan)
     return "" if cluster is None else format_bytes(cluster.device.usable_bytes)
 
 
 def _reserved(plan: Plan, cluster: Cluster | None) -> str:
-    """Of the memory of a device that the plan was priced for, what no plan can have: ``+ reserve 5.3 GiB of 79.6 GiB``,
-    after a blank."""
+    """Return the part of a device's memory that no plan may use: ``+ reserve 5.3 GiB of 79.6 GiB``, after a blank."""
     if cluster is None:
         return "" if plan.pricing is None else " of a cluster that cannot be read"
     reserve, whole = format_bytes(cluster.device.reserve_bytes), format_bytes(cluster.device.memory_bytes)
@@ -225,8 +223,8 @@ def _reserved(plan: Plan, cluster: Cluster | None) -> str:
 
 
 def _predicted(plan: Plan, cost: Prediction) -> list[str]:
-    """What the plan was chosen for: the additive price and its bound, then what the simulation says. Seconds and bytes
-    that will be measured have intervals."""
+    """Return the lines of the prediction: the additive price and its bound, then the simulation. Seconds and bytes that
+    can be measured have intervals."""
     cluster = priced_cluster(plan)
     reserved = _reserved(plan, cluster)
 
@@ -267,8 +265,8 @@ def _predicted(plan: Plan, cost: Prediction) -> list[str]:
 
 
 def merged_operators(stage: Stage, *, buckets: bool = True) -> tuple[list[tuple[str, ...]], list[str]]:
-    """(name, strategy, rule, conversions...) of every operator, equal ones of other layers in one; and the conversions
-    of what is delivered. ``buckets``: whether those are equal that travel in the same bucket only."""
+    """Return (name, strategy, rule, conversions...) of every operator, with equal ones of other layers merged, and the
+    conversions of delivered values. ``buckets``: merge only conversions of the same bucket."""
     names = {operator.name for operator in stage.operators}
     under: dict[str, list[ConversionEntry]] = {}
     for use in stage.conversions or ():
@@ -285,7 +283,7 @@ def merged_operators(stage: Stage, *, buckets: bool = True) -> tuple[list[tuple[
 
 
 def merged_tensors(entries: Iterable[TensorEntry]) -> list[tuple[str, str]]:
-    """(name, layout) of tensors, equal ones of other layers in one."""
+    """Return (name, layout) of tensors, with equal ones of other layers merged."""
     return _merged((entry.name, entry.layout) for entry in entries)
 
 
@@ -297,8 +295,8 @@ def _operators(stage: Stage) -> list[str]:
 
 
 def format_entry(plan: Plan, name: str) -> str:
-    """What a plan does at an operator, or with a parameter, buffer or input: its strategy and rule, layouts and
-    conversions. Raises PlanError for a name that it has not."""
+    """Return what a plan does at an operator, or with a parameter, buffer or input: its strategy and rule, layouts and
+    conversions. Raises PlanError for an unknown name."""
     for stage in plan.stages:
         names = {operator.name for operator in stage.operators}
         for entry in (*stage.parameters, *stage.buffers, *stage.inputs):
@@ -308,29 +306,29 @@ def format_entry(plan: Plan, name: str) -> str:
         for operator in stage.operators:
             if operator.name == name:
                 conversions = [c for c in stage.conversions or () if owner_of(c.op, names) == name]
-                again = "  (again in backward)" if operator.again else ""
-                head = f"{name}  {operator.strategy or 'whole'}  {operator.rule}{again}"
+                note = "  (again in backward)" if operator.again else ""
+                head = f"{name}  {operator.strategy or 'whole'}  {operator.rule}{note}"
                 return "\n".join([head, f"      {operator.source}", *map(_conversion, conversions)])
-    known = [operator.name for operator in plan.operators]
+    operator_names = [operator.name for operator in plan.operators]
     raise PlanError(
         problem(
             f"the plan has no {shorten_repr(name)}",
-            facts=[("it has", listed(known))],
+            facts=[("it has", listed(operator_names))],
             fix="print(plan) shows all names",
         )
     )
 
 
 def owner_of(op: str, names: set[str]) -> str:
-    """The operator of the plan that an operator inside a lowering belongs to: ``/cross_entropy_loss.sum`` ->
-    ``/cross_entropy_loss``."""
+    """Return the operator of the plan that an operator inside a lowering belongs to: ``/cross_entropy_loss`` for
+    ``/cross_entropy_loss.sum``."""
     while op and op not in names:
         op = op.rpartition(".")[0]
     return op
 
 
 def _conversion(entry: ConversionEntry, module: str = "") -> str:
-    """One line. Values of the operator's own module are named without its path."""
+    """Return the line of a conversion. Values of the operator's own module are named without its path."""
 
     name = (
         entry.value[len(module) + 1 :]
@@ -342,7 +340,7 @@ def _conversion(entry: ConversionEntry, module: str = "") -> str:
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Rows with their columns aligned, save for a few that are much wider than the rest."""
+    """Align the columns of rows, except for a few cells that are much wider than the rest."""
     widths = [
         max((len(row[i]) for row in rows if len(row[i]) <= _WIDEST_NAME), default=0) for i in range(len(rows[0]) - 1)
     ]
@@ -350,7 +348,7 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def format_totals(collectives: Sequence[CollectiveEntry]) -> str:
-    """How many collectives of each kind, and their bytes."""
+    """Return the number of collectives of each kind, and their bytes."""
     if not collectives:
         return "none"
     count: Counter[tuple[str, str]] = Counter()
@@ -364,7 +362,7 @@ def format_totals(collectives: Sequence[CollectiveEntry]) -> str:
 
 
 def _parameter_bytes(plan: Plan) -> str:
-    """The bytes of all parameters, and of those that the fullest device holds (of the fullest stage)."""
+    """Return the bytes of all parameters, and of those on the fullest device (of the fullest stage)."""
     itemsize = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 
     def num_bytes(entry: TensorEntry, numel: int) -> int:
@@ -379,7 +377,7 @@ def _parameter_bytes(plan: Plan) -> str:
 
 
 def _merged(entries: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Entries whose names and texts differ only in the numbers of names as one, in the order of the first: ``blocks.0``
+    """Merge entries whose names and texts differ only in the numbers of names, in the order of the first: ``blocks.0``
     and ``blocks.1`` -> ``blocks.0-1``. Names in a text are what stands before ": " on a line."""
     groups: dict[str, list[str]] = {}
     for name, text in entries:
@@ -400,7 +398,7 @@ def _merged(entries: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def _named(lines: Sequence[str]) -> list[tuple[str, str, str]]:
-    """(name, mark, rest) of every line: the first is a name, and of the others a line without ": " has none."""
+    """Return (name, mark, rest) of every line. The first line is a name; a later line without ": " has none."""
     divided = [(lines[0], "", "")]
     for line in lines[1:]:
         name, mark, rest = line.partition(": ")
@@ -409,14 +407,14 @@ def _named(lines: Sequence[str]) -> list[tuple[str, str, str]]:
 
 
 def _ranged(names: Sequence[str]) -> str:
-    """Names that differ in numbers only as one, with ranges."""
+    """Merge names that differ only in numbers into one with ranges."""
     columns = zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True)
     ranges = iter([_span(sorted(set(column))) for column in columns])
     return _NUMBER.sub(lambda _: next(ranges), names[0])
 
 
 def _span(numbers: list[int]) -> str:
-    """``[0, 1, 2, 5]`` -> ``0-2,5``."""
+    """Format numbers as ranges: ``[0, 1, 2, 5]`` -> ``0-2,5``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number - 1:

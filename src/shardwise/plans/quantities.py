@@ -1,4 +1,4 @@
-"""Seconds and bytes as a reader wants them."""
+"""Seconds and bytes as readable text."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 def format_seconds(seconds: float) -> str:
-    """``0.0123`` -> ``12.3 ms``; three significant digits. Below a picosecond nothing is left."""
+    """Format seconds with three significant digits: ``0.0123`` -> ``12.3 ms``. Less than a picosecond is ``0 us``."""
     if abs(seconds) < 1e-12:
         return "0 us"
     for unit in ("s", "ms", "us"):
@@ -17,7 +17,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_bytes(count: float) -> str:
-    """``65536`` -> ``64 KiB``; three significant digits."""
+    """Format bytes with three significant digits: ``65536`` -> ``64 KiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1000:
             return f"{count:.3g} {unit}"
@@ -37,7 +37,7 @@ _UNIT_SIZES = (
 
 
 def format_interval(value: float, low: float, high: float, form: Callable[[float], str]) -> str:
-    """A figure and its interval in one unit: ``1.34 s (1.22-1.49)``; the figure alone, where the interval is only that.
+    """Format a figure and its interval in one unit: ``1.34 s (1.22-1.49)``; only the figure if the interval is empty.
     ``form``: ``format_seconds`` or ``format_bytes``."""
     text = form(value)
     if low == high:

@@ -1,4 +1,4 @@
-"""Why nothing fits: the least memory that was found, added up, and the tensors that make most of it."""
+"""The error if nothing fits: the least memory that was found, its sum, and the tensors that take most of it."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ NUM_LARGEST = 5
 
 
 class NothingFits(PlanError):
-    """No plan fits. ``what``, ``facts``, ``fix``: of the message."""
+    """Raised if no plan fits. ``what``, ``facts``, ``fix``: the parts of the message."""
 
     def __init__(self, what: str, facts: Sequence[tuple[str, str]], fix: str) -> None:
-        super().__init__(problem(what, facts=facts, fix=fix))
+        super().__init__(problem(what, facts=facts, fix=fix, section="nothing-fits"))
         self.what, self.facts, self.fix = what, tuple(facts), fix
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.what, self.facts, self.fix), self.__dict__
 
-    def naming(self, mends: Sequence[str], why_none: str) -> NothingFits:
-        """The same with what mends it, the best first; where nothing is known to, why."""
-        if not mends:
-            return NothingFits(self.what, [*self.facts, ("mends", why_none)], self.fix)
-        facts = [*self.facts, *((f"mend {number}", mend) for number, mend in enumerate(mends, 1))]
+    def naming(self, fixes: Sequence[str], why_none: str) -> NothingFits:
+        """Return the error with suggested fixes, the best first; ``why_none``: the text if there are none."""
+        if not fixes:
+            return NothingFits(self.what, [*self.facts, ("fixes", why_none)], self.fix)
+        facts = [*self.facts, *((f"fix {number}", fix) for number, fix in enumerate(fixes, 1))]
         return NothingFits(self.what, facts, "one of these; sw.fits takes more time and tries other changes")
 
 
 def nothing_fits(least: CandidateRanking) -> NothingFits:
-    """The refusal, where ``least`` needs the least memory of all plans looked at: a real plan's peak, and so an
-    estimate from above of the least that any needs."""
+    """Return the error. ``least``: the plan that needs the least memory of all considered. Its peak is an upper bound
+    of the least that any plan needs."""
     cost, assignment, peak = least.search.cost, least.search.outcome.assignment, least.best.peak
     total = int(least.best.num_bytes)
     parts = {**peak.parts, "kept of other micro-batches in flight": least.best.others}
@@ -48,13 +48,13 @@ def nothing_fits(least: CandidateRanking) -> NothingFits:
             ("least", "is what that plan takes; messages and temporaries do not add up, so another may take less"),
         ],
         "use more devices or devices with more memory, a smaller micro_batch=, an optimizer with fewer states or with "
-        'its states on the host ("adamw on host"), or recompute="auto" (the default); sw.fits plans such mends and '
+        'its states on the host ("adamw on host"), or recompute="auto" (the default); sw.fits plans such fixes and '
         "names the three cheapest",
     )
 
 
 def _reserved(cost: CostGraph, limit: float) -> str:
-    """How the limit comes about, where it is what the devices have."""
+    """Return how the limit is computed, if it is what the devices have."""
     device = cost.domains.prices.device
     if not device.reserve_bytes or limit != device.usable_bytes:
         return ""
@@ -62,7 +62,7 @@ def _reserved(cost: CostGraph, limit: float) -> str:
 
 
 def _largest(cost: CostGraph, assignment: list[int]) -> str:
-    """The tensors that hold most, with all that belongs to them, and how much the others are together."""
+    """Return the tensors that hold most, with all that belongs to them, and the total of the others."""
     num_bytes = sorted(bytes_of_variables(cost, assignment).items(), key=lambda item: -item[1])
     graph, others = cost.domains.graph, [size for _, size in num_bytes[NUM_LARGEST:] if size]
     shown = [

@@ -87,7 +87,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         parse_optimizer(self.optimizer)
         if not isinstance(self.precision, Precision | None):
-            fix = "sw.Precision(compute=torch.bfloat16); parameter= and reduce= say the other dtypes"
+            fix = "sw.Precision(compute=torch.bfloat16); parameter= and reduce= set the other dtypes"
             raise ShardwiseError(problem(f"precision is {self.precision!r}", fix=fix))
 
 
@@ -107,7 +107,7 @@ class SearchOptions:
             raise ShardwiseError(problem(f"unknown mode {self.mode!r}", fix=f"one of {', '.join(MODES)}"))
         limit = self.memory_bytes
         if limit is not None and not (is_number(limit) and limit > 0):
-            fix = "the bytes that a device has for tensors, above 0"
+            fix = "bytes for the tensors of a device, above 0"
             raise ShardwiseError(problem(f"memory_bytes is {limit!r}", fix=fix))
 
 
@@ -155,7 +155,8 @@ class PlanRequest:
             product = " x ".join(str(size) for _, size in mesh.axes) or "1"
             needed = f"{product} = {mesh.num_devices}" if len(mesh.axes) > 1 else product
             what = f"{mesh} needs {needed} devices, the cluster has {num_devices}"
-            raise PlanError(problem(what, fix=f"choose axes whose sizes multiply to {num_devices}"))
+            fix = f"choose axes whose sizes multiply to {num_devices}"
+            raise PlanError(problem(what, fix=fix, section="mesh-size"))
         return request
 
     def varied(self, cluster: Cluster | None = None, samples: int | None = None, **settings: Any) -> PlanRequest:

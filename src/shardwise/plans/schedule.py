@@ -1,7 +1,7 @@
-"""Schedules of a pipeline by name: how many stages a place has under each, which, and what micro-batches it needs.
+"""Schedules of a pipeline by name: the stages of a pipeline rank, and the micro-batches that each schedule needs.
 
-The orders themselves are those of ``torch.distributed.pipelining`` (``runtime.torch_schedules``), but for ``Solved``:
-its order is made for the stages at hand (``search.orders``), and the plan keeps it.
+The orders are those of ``torch.distributed.pipelining`` (``runtime.torch_schedules``), except for ``Solved``: its order
+is computed for the given stages (``search.orders``), and the plan keeps it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _LETTERS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "input", "W":
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """``stages_per_place``: how many stages a place runs; ``folded``: place r has stages r and 2p - 1 - r (a V), where
-    others have r, r + p (a loop); ``splits_backward``: gradients of inputs and of weights are apart; ``instead``: the
-    schedule of the same stages that takes any number of micro-batches; ``actions``: of a solved schedule, what every
-    place does."""
+    """A pipeline schedule. ``stages_per_place``: stages of a pipeline rank; ``folded``: rank r has stages r and 2p - 1
+    - r (a V), where others have r, r + p (a loop); ``splits_backward``: gradients of inputs and of weights are separate
+    actions; ``instead``: the schedule of the same stages that takes any number of micro-batches; ``actions``: of a
+    solved schedule, the actions of every rank."""
 
     name: str
     stages_per_place: int
@@ -33,22 +33,22 @@ class Schedule:
 
     @property
     def base(self) -> str:
-        """Its name without a number of stages."""
+        """Return its name without a number of stages."""
         return self.name.partition(":")[0]
 
     @property
     def is_solved(self) -> bool:
-        """Whether the order is made for the stages at hand."""
+        """Return whether the order is computed for the given stages."""
         return self.name == SOLVED
 
     def place_of(self, stage: int, num_places: int) -> int:
-        """The place that runs a stage."""
+        """Return the pipeline rank of a stage."""
         if self.folded and stage >= num_places:
             return 2 * num_places - 1 - stage
         return stage % num_places
 
     def fault(self, num_places: int, num_micro_batches: int) -> str:
-        """Why a schedule can not run so many micro-batches, or nothing."""
+        """Return why the schedule cannot run so many micro-batches; empty if it can."""
         stages = self.stages_per_place * num_places
         if self.actions and num_micro_batches != self.num_micro_batches:
             return f"the solved order is of {self.num_micro_batches} micro-batches, and there are {num_micro_batches}"
@@ -65,7 +65,7 @@ class Schedule:
 
     @property
     def num_micro_batches(self) -> int:
-        """Of a solved order."""
+        """Return the number of micro-batches of a solved order."""
         return 1 + max(action.micro_batch for actions in self.actions for action in actions)
 
 
@@ -86,21 +86,21 @@ SCHEDULES = {
 
 
 def schedule_of(name: object, order: Sequence[str] = ()) -> Schedule:
-    """The schedule of a name, however it is capitalised. One whose stages lie in loops may say how many a place has:
-    ``Interleaved1F1B:4`` has four, and two without a number. ``order``: of a solved one, as ``format_order`` wrote it.
-    Raises PlanError listing those there are, and for an order that can not be read."""
-    known = {known_name.lower(): known_name for known_name in SCHEDULES}
+    """Return the schedule of a name, in any capitalisation. A looped schedule may state the stages of a rank:
+    ``Interleaved1F1B:4`` has four, and without a number two. ``order``: of a solved one, as ``format_order`` wrote it.
+    Raises PlanError listing the known names, and for an order that cannot be read."""
+    names = {known_name.lower(): known_name for known_name in SCHEDULES}
     base, colon, number = name.partition(":") if isinstance(name, str) else ("", "", "")
-    if base.lower() not in known:
+    if base.lower() not in names:
         raise PlanError(problem(f"unknown schedule {name!r}", fix=f"one of {', '.join(SCHEDULES)}"))
-    schedule = SCHEDULES[known[base.lower()]]
+    schedule = SCHEDULES[names[base.lower()]]
     if colon:
         schedule = _with_stages(schedule, number)
     return replace(schedule, actions=tuple(map(_parsed, order))) if order else schedule
 
 
 def _with_stages(schedule: Schedule, number: str) -> Schedule:
-    """The schedule with another number of stages on every place."""
+    """Return the schedule with another number of stages on every pipeline rank."""
     loops = [other.name for other in SCHEDULES.values() if other.stages_per_place > 1 and not other.folded]
     if schedule.name not in loops:
         what = f"{schedule.name} has {schedule.stages_per_place} stages on every place, and no other number of them"
@@ -117,8 +117,8 @@ def _with_stages(schedule: Schedule, number: str) -> Schedule:
 
 
 def format_order(order: Order) -> tuple[str, ...]:
-    """An order as text, a line per place, in torch's notation: ``1F0 1I0 1W0`` is forward, input and weight part of
-    micro-batch 0 in stage 1."""
+    """Format an order, a line per pipeline rank, in torch's notation: ``1F0 1I0 1W0`` is forward, input and weight part
+    of micro-batch 0 in stage 1."""
     letters = {kind: letter for letter, kind in _LETTERS.items()}
     return tuple(" ".join(f"{a.stage}{letters[a.kind]}{a.micro_batch}" for a in actions) for actions in order)
 
@@ -134,9 +134,9 @@ def _parsed(line: str) -> tuple[Action, ...]:
 
 
 def check_order(schedule: Schedule, num_places: int, num_micro_batches: int) -> None:
-    """Raise PlanError unless a solved order does everything once, on its place, and ends. A whole backward is its two
-    parts."""
-    wanted = {
+    """Raise PlanError unless a solved order runs every action once, on its pipeline rank, and ends. A whole backward
+    counts as its two parts."""
+    required = {
         (place, Action(stage, kind, number))
         for stage in range(num_places * schedule.stages_per_place)
         for place in [schedule.place_of(stage, num_places)]
@@ -149,12 +149,12 @@ def check_order(schedule: Schedule, num_places: int, num_micro_batches: int) -> 
         for action in actions
         for kind in (_SOLVED_KINDS[1:] if action.kind == "backward" else (action.kind,))
     ]
-    if len(have) != len(wanted) or set(have) != wanted:
-        wrong = next(iter(sorted(wanted.symmetric_difference(have), key=str)), None)
-        said = "" if wrong is None else f": {format_order(((wrong[1],),))[0]} on place {wrong[0]}"
+    if len(have) != len(required) or set(have) != required:
+        wrong = next(iter(sorted(required.symmetric_difference(have), key=str)), None)
+        example = "" if wrong is None else f": {format_order(((wrong[1],),))[0]} on place {wrong[0]}"
         raise PlanError(
             f"order has {len(have):,} actions; {num_micro_batches} micro-batches in {num_places} places have "
-            f"{len(wanted):,}, each once{said}"
+            f"{len(required):,}, each once{example}"
         )
     try:
         simulate_pipeline(schedule.actions, [StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)] * num_places * 2)

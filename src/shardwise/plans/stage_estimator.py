@@ -1,13 +1,13 @@
-"""What the settings of a joint search come to, from searches for a model with few of its equal blocks.
+"""Estimates of the settings of a joint search, from searches for a model with few of its equal blocks.
 
-Time and memory of a place grow evenly with its equal blocks. So the model is shortened to two of each run, and searched
-for the devices of a place and the samples of a pass: under every way of making values again, and at several prices of a
-second of traffic and of a byte. Every answer is a *point*: per block its seconds, the bytes that stay, and those that
-are kept of a micro-batch. A place that has some of the blocks takes the fastest point that it can hold. Where places
-begin is chosen between blocks, by dynamic programming: so that the slowest is as fast as can be.
+Time and memory of a stage grow linearly with its equal blocks. So the model is shortened to two blocks of each run, and
+searched for the devices of a pipeline rank and the samples of a micro-batch. This is repeated for every memory policy,
+and for several prices of a second of traffic and of a byte. Every result is a *point*: per block its seconds, the bytes
+that stay, and those that are kept of a micro-batch. A stage takes the fastest point that fits for its blocks. Dynamic
+programming cuts between blocks so that the slowest stage is as fast as possible.
 
-What comes out is an estimate of a step. It decides which settings are planned, and in which order, and nothing else: a
-plan is searched, built and simulated as a whole.
+The estimate only decides which settings are planned, and in which order. A plan itself is searched, built and simulated
+as a whole.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from shardwise.search.recompute_spec import Gathered
 from shardwise.search.solving import minimise
 from shardwise.search.variables import StorageVariable
 
-# What is made again, and whether gathered parameters are.
+# What is recomputed, and whether parameters are gathered again.
 Rung = tuple[How | None, Gathered]
 EstimatedPolicies = tuple[Rung, ...]
 ESTIMATED_POLICIES: EstimatedPolicies = (
@@ -60,17 +60,17 @@ STAYS, KEPT = 3, 4
 
 @dataclass(frozen=True, eq=False)
 class BlockSpans:
-    """Of every point, what a place takes that has some of the blocks. ``seconds``: [points, first block, last block],
-    of a pass; ``held``: the same, [..., 2], of bytes that stay and of bytes that are kept."""
+    """Time and memory of a stage with a range of the blocks, for every point. ``seconds``: [points, first block, last
+    block], of a micro-batch; ``held``: the same, [..., 2], of bytes that stay and of bytes that are kept."""
 
     seconds: Floats
     held: Floats
 
     @staticmethod
     def of(points: Floats) -> BlockSpans:
-        """``points``: [points, 1 + blocks + 1, 5] of what is ahead of all blocks, of each, and of what is behind:
-        seconds of a pass by component, bytes that stay, and bytes kept per micro-batch. What is ahead of all blocks is
-        of the place that has the first, what is behind of that of the last."""
+        """Return the spans of points. ``points``: [points, 1 + blocks + 1, 5] of what is ahead of all blocks, of each,
+        and of what is behind: seconds of a micro-batch by component, bytes that stay, and bytes kept per micro-batch.
+        What is ahead belongs to the stage with the first block, what is behind to that with the last."""
         summed = np.cumsum(points, axis=1)
         starts = np.concatenate([np.zeros_like(summed[:, :1]), summed[:, 1:-2]], axis=1)
         ends = np.concatenate([summed[:, 1:-2], summed[:, -1:]], axis=1)
@@ -81,7 +81,7 @@ class BlockSpans:
         return BlockSpans(np.where(has_some, seconds, inf), added[..., [STAYS, KEPT]])
 
     def fastest(self, limit: float, kept: float) -> Floats:
-        """[first block, last block] the least seconds of what fits where so many micro-batches are kept."""
+        """Return [first block, last block] the least seconds that fit, with ``kept`` micro-batches kept."""
         fits = self.held[..., 0] + kept * self.held[..., 1] <= limit
         fastest: Floats = np.where(fits, self.seconds, inf).min(axis=0)
         return fastest
@@ -89,34 +89,34 @@ class BlockSpans:
 
 @dataclass(eq=False)
 class MeshOption:
-    """A mesh of a place, and what is made again on it. ``spans``: of the points that are known, at first those where
-    bytes have no price; ``others``: makes those of all prices, which takes longer (None: they are known)."""
+    """A mesh of a pipeline rank under one memory policy. ``spans``: of the known points, at first those where bytes
+    have no price; ``others``: computes those of all prices, which takes longer (None: they are known)."""
 
     spans: BlockSpans
     others: Callable[[], Floats] | None
 
     def price(self) -> None:
-        """Make all points known."""
+        """Compute all points."""
         if self.others is not None:
             self.spans, self.others = BlockSpans.of(self.others()), None
 
 
 @dataclass(eq=False)
 class ParetoFront:
-    """What the places of some devices may come to with some samples. ``ways``: so far; ``others``: makes the rest of
-    them, which are no faster where there is room (None: they are there)."""
+    """Time / memory Pareto front of the stages of one device count and micro-batch size. ``ways``: the options so far;
+    ``others``: lazily computes the rest, which are no faster if memory suffices (None: they are known)."""
 
     ways: list[MeshOption]
     others: Callable[[], list[MeshOption]] | None
 
     def least(self, places: int) -> float:
-        """Seconds of a pass on the slowest place, at least, whatever the memory."""
+        """Return a lower bound of the seconds of a micro-batch on the slowest stage, whatever the memory."""
         return self._cut(inf, (0.0,) * places)[0].slowest
 
     def cut(self, limit: float, in_flight: Sequence[float]) -> StageCuts:
-        """Where its places begin (``StageCuts.of``). ``limit``: bytes of a device; ``in_flight``: of every place the
-        micro-batches that it keeps at once. Of ways whose points are not all known the fastest is taken as if it
-        fitted: they are priced until the slowest place has none of these."""
+        """Return where the stages begin (``StageCuts.of``). ``limit``: bytes for a stage; ``in_flight``: for every
+        stage the micro-batches that it keeps at once. The fastest point of an option whose points are not all known is
+        assumed to fit. Options are priced until the slowest stage uses none of these."""
         while True:
             sure, hope, taken = self._cut(limit, in_flight)
             if hope.slowest >= sure.slowest:
@@ -128,7 +128,7 @@ class ParetoFront:
                 way.price()
 
     def settled(self) -> ParetoFront:
-        """The same, with all points of all ways."""
+        """Return the front with all points of all options."""
         self._make_others()
         for way in self.ways:
             way.price()
@@ -139,8 +139,8 @@ class ParetoFront:
             self.ways, self.others = [*self.ways, *self.others()], None
 
     def _cut(self, limit: float, in_flight: Sequence[float]) -> tuple[StageCuts, StageCuts, set[MeshOption]]:
-        """The cuts of the points that are known, and of the same where all that is not priced fits; and the ways of the
-        latter."""
+        """Return the cuts of the known points, the cuts if all that is not priced fits, and the options that the latter
+        use."""
         sure, hopes = {}, {}
         for kept in dict.fromkeys(in_flight):
             sure[kept] = np.min([way.spans.fastest(limit, kept) for way in self.ways], axis=0)
@@ -157,16 +157,16 @@ class ParetoFront:
 
 @dataclass(frozen=True)
 class StageCuts:
-    """``slowest``: seconds of a pass on the slowest place (infinite: nothing fits); ``starts``: the first block of
-    every place."""
+    """A cut between blocks. ``slowest``: seconds of a micro-batch on the slowest stage (infinite: nothing fits);
+    ``starts``: the first block of every stage."""
 
     slowest: float
     starts: tuple[int, ...]
 
     @staticmethod
     def of(spans: Sequence[Floats]) -> StageCuts:
-        """The cut whose slowest place is as fast as can be; of those that come near the one that divides the time most
-        evenly. ``spans``: of every place [first block, last block] its seconds."""
+        """Return the cut whose slowest stage is as fast as possible; of those that come near, the one that divides the
+        time most evenly. ``spans``: for every stage [first block, last block] its seconds."""
         slowest = np.array([0.0, *[inf] * len(spans[0])])
         for seconds_of_place in spans:
             slowest = np.concatenate([[inf], np.maximum(slowest[:-1, None], seconds_of_place).min(axis=0)])
@@ -187,9 +187,9 @@ class StageCuts:
 
 @dataclass
 class StageEstimator:
-    """``whole``: the training graph of a step; ``passes``: the graph of a pass over so many of its samples, of a
-    shortened one; ``meshes``: those that a place of so many devices may have. ``segments``: what the model asks to make
-    again; ``rungs``: what may be made again besides."""
+    """Estimator of steps. ``whole``: the training graph of a step; ``passes``: returns the micro-batch of so many
+    samples of a shortened graph; ``meshes``: the candidates for a pipeline rank's devices; ``segments``: what the model
+    asks to recompute; ``rungs``: the memory policies to try."""
 
     whole: Graph
     passes: Callable[[Graph, int], Graph]
@@ -207,34 +207,34 @@ class StageEstimator:
         runs = folding.runs(lambda number: 0)
         short = folding.without({number for run in runs for number in run[1:-1]})
         self.short = self.whole if short is None else short
-        # Of every block, those that stand for it: the ends of its run.
+        # For every block the blocks that represent it: the ends of its run.
         self.ends = [(self.blocks[run[0]].path, self.blocks[run[-1]].path) for run in runs for _ in run]
         if short is None:
             self.ends = [(block.path, block.path) for block in self.blocks]
         self.apart = ends_of(self.whole)
         ahead, behind = self.apart
         firsts = [*ahead[:1], *(block.ops[0] for block in self.blocks), *behind[:1]]
-        self.starts = [op.name for op in firsts]  # before which a stage may begin
+        self.starts = [op.name for op in firsts]  # operators that may begin a stage
 
     def least(self, setting: StageConfig) -> float:
-        """``seconds`` are no less, as far as nothing is faster than to make nothing again; found in less time."""
+        """Return a lower bound of ``seconds``, if nothing is faster than no recomputation. It takes less time."""
         front = self._front(setting)
         return inf if front is None else front.least(setting.stages) * _turns(setting)
 
     def seconds(self, setting: StageConfig) -> float:
-        """About the seconds of a step; infinite where the model is no sum over such micro-batches, or nothing fits."""
+        """Return the estimated seconds of a step; infinite if the model does not divide so, or if nothing fits."""
         front = self._front(setting)
         return inf if front is None else front.cut(self._limit(setting), in_flight(setting)).slowest * _turns(setting)
 
     def _limit(self, setting: StageConfig) -> float:
-        """Bytes that a stage may take."""
+        """Return the bytes that a stage may take."""
         memory_bytes = self.settings.memory_bytes
         limit = ESTIMATED_MEMORY_SHARE * (self.cluster.device.usable_bytes if memory_bytes is None else memory_bytes)
         return limit * setting.places / setting.stages
 
     def parts(self, setting: StageConfig, flying: Sequence[float]) -> list[list[str]] | None:
-        """The operators of every stage, each of which keeps so many micro-batches at once; None where there are too few
-        blocks to cut between, and where nothing seems to fit."""
+        """Return the operators of every stage, each of which keeps so many micro-batches at once. None if there are too
+        few blocks to cut between, or if nothing seems to fit."""
         if len(self.starts) < setting.stages:
             return None
         front = self._front(setting)
@@ -250,7 +250,7 @@ class StageEstimator:
         return parts
 
     def _front(self, setting: StageConfig) -> ParetoFront | None:
-        """None where the model is no sum over such micro-batches."""
+        """Return the front of a setting, or None if the model is no sum over such micro-batches."""
         key = setting.places, setting.micro_batch, *([] if self.ends else [setting.stages])
         if key not in self.known:
             graph = self._graph(setting.micro_batch)
@@ -266,7 +266,7 @@ class StageEstimator:
         return ParetoFront(ways, lambda: self._ways(planner, others, setting)) if ways else None
 
     def _ways(self, planner: Planner, rungs: Sequence[Rung], setting: StageConfig) -> list[MeshOption]:
-        """Of every mesh, under some of the rungs."""
+        """Return the options of every mesh under some of the policies."""
         graph, settings = planner.graph, planner.settings
         has_blocks = bool(blocks_of(graph))
         names = graph.op_by_name.keys()
@@ -291,7 +291,7 @@ class StageEstimator:
         return self.graphs[size]
 
     def _way(self, cost: CostGraph, stages: int) -> MeshOption | None:
-        """None where a search takes too long."""
+        """Return the option of a cost graph, or None if a search takes too long."""
         try:
             free = [
                 minimise(cost.weighted(CostWeights(1.0, 1.0 - share, share, 0.0))).assignment
@@ -299,7 +299,7 @@ class StageEstimator:
             ]
         except TooWide:
             return None
-        seconds = cost.components(free[0])  # of a step, for which all bytes of a device are to be had
+        seconds = cost.components(free[0])  # a byte price of 1 is one step for all bytes of a device
         scale = float(seconds[[EXPOSED, COMPUTE]].sum()) / self.cluster.device.usable_bytes
         parts = self._parts_of(cost)
 
@@ -318,8 +318,8 @@ class StageEstimator:
         return MeshOption(BlockSpans.of(points(free)), all_points)
 
     def _divided(self, points: Floats, stages: int) -> Floats:
-        """Points with what is ahead of all blocks, and behind them, as blocks of their own; without blocks, with all
-        work in as many equal ones as there are stages."""
+        """Return points with what is ahead of all blocks, and behind them, as blocks of their own. Without blocks all
+        work is divided into as many equal ones as there are stages."""
         nothing = np.zeros_like(points[:, :1])
         if not self.ends:  # no blocks to cut between
             total = points.sum(axis=1, keepdims=True)
@@ -328,13 +328,13 @@ class StageEstimator:
         return np.concatenate([*[nothing] * ahead, points, *[nothing] * behind], axis=1)
 
     def _parts_of(self, cost: CostGraph) -> list[str]:
-        """Of every factor the block that it belongs to, or what it is ahead of or behind."""
+        """Return, for every factor, the block that it belongs to, or whether it is ahead of the blocks or behind."""
         paths = [block_of(variable.name) for variable in cost.variables]
         first = next((number for number, path in enumerate(paths) if path), len(paths))
         return [paths[scope[-1]] or ("ahead" if scope[-1] < first else "behind") for scope, _ in cost.factors]
 
     def _added_up(self, cost: CostGraph, parts: Sequence[str], assignment: Sequence[int]) -> Floats:
-        """[parts, 5] of an assignment."""
+        """Return the [parts, 5] sums of an assignment."""
         sums: dict[str, Floats] = {}
         for (scope, kind), part in zip(cost.factors, parts, strict=True):
             at = tuple(assignment[v] for v in scope)
@@ -347,15 +347,15 @@ class StageEstimator:
 
 
 def _stays(cost: CostGraph, scope: Scope, components: Floats) -> bool:
-    """Whether bytes are of a step and not of a micro-batch: what is stored, and what is made of that without a message
-    that every pass repeats."""
+    """Return whether bytes are of a step and not of a micro-batch: stored values, and what is made of these without a
+    message that every micro-batch repeats."""
     is_stored = isinstance(cost.variables[scope[0]], StorageVariable)
     return is_stored and (len(scope) == 1 or not components[TRAFFIC])
 
 
 def estimated_policies_of(recompute: How | Literal["auto"] | None, gathered: Gathered | None) -> EstimatedPolicies:
-    """What may be made again. ``gathered``: None where that is free, and then as parameters are held if something is
-    asked to be made again."""
+    """Return the memory policies to try. ``gathered``: None if the user left it free; parameters are then held, unless
+    ``recompute`` is free as well."""
     if recompute != "auto":
         return ((recompute, gathered or "held"),)
     ways = dict.fromkeys(how for how, _ in ESTIMATED_POLICIES)
@@ -363,14 +363,14 @@ def estimated_policies_of(recompute: How | Literal["auto"] | None, gathered: Gat
 
 
 def _turns(setting: StageConfig) -> int:
-    """How many passes of a stage a step takes, waiting included."""
+    """Return how many micro-batch times of a stage a step takes, including waiting."""
     places = setting.places
     return setting.stages // places * setting.passes + places - 1
 
 
 def in_flight(setting: StageConfig) -> tuple[float, ...]:
-    """How many micro-batches every stage keeps, as its place divides what it keeps at once among its stages (Narayanan
-    et al. 2021, arXiv:2104.04473, section 2.2); the last stage does the backward of each at once."""
+    """Return how many micro-batches every stage keeps: a pipeline rank divides what it keeps at once among its stages
+    (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). The last stage runs the backward of each immediately."""
     places, passes = setting.places, setting.passes
     per_place = setting.stages // places
     if setting.schedule == "GPipe":

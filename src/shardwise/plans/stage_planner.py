@@ -1,5 +1,5 @@
-"""What the search chooses for the stages of a pipeline, one by one. Equal stages are searched once: they have one plan,
-that of the stage among them which keeps most micro-batches, under the names of each."""
+"""The search for the stages of a pipeline, one by one. Equal stages are searched once: they share the plan of the one
+that keeps most micro-batches, under the names of each."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from shardwise.search.user_layouts import apply_layouts
 
 @dataclass(frozen=True, eq=False)
 class StageSearchResult:
-    """The search for a part, or for one that equals it. ``names``: an operator or a parameter of the part -> what it is
-    called there."""
+    """The search for a part, or for an equal part. ``names``: operator or parameter of the part -> its name in the
+    search."""
 
     search: MeshSearch
     names: Mapping[str, str]
@@ -41,8 +41,8 @@ class StageSearchResult:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What the search chose for a part by itself, and its program, with what it makes again (``levers``).
-    ``searched``: None where nothing was searched."""
+    """The choice for a part by itself, its program, and its memory policy (``levers``). ``searched``: None if nothing
+    was searched."""
 
     factored: Factored
     choice: Choice
@@ -55,13 +55,13 @@ class StagePlan:
         return self.spmd.mesh
 
 
-# What the user says of operators that a cut has parted from others of their scope -> the operators that are meant.
+# Annotations whose scope a cut divides -> the operators of the whole graph that they apply to.
 Meant = Mapping[Annotation, frozenset[str]]
 
 
 def annotated_in_parts(graph: Graph, parts: Sequence[Graph], annotations: Sequence[Annotation]) -> Meant:
-    """Of annotations whose scope several parts have, the operators of the whole graph that they speak of: a part that
-    has a bias alone has no matmul to split. Raises LayoutError for an annotation of no operator."""
+    """Return the operators of the whole graph that an annotation applies to, for annotations whose scope spans several
+    parts: a part with only a bias has no matmul to split. Raises LayoutError for an annotation of no operator."""
     scopes = Counter(scope for part in parts for scope in {op.scope for op in part.ops})
     used = {annotation.source for annotation in annotations if scopes[annotation.scope]}
     for annotation in annotations:
@@ -78,8 +78,9 @@ def annotated_in_parts(graph: Graph, parts: Sequence[Graph], annotations: Sequen
 
 @dataclass
 class StagePlanner:
-    """``meant``: of the whole graph; ``known``: what decides a part's plan -> the first part that it was made for, and
-    what was chosen; ``together``: what a part is -> how many equal ones a place has, which run one after the other."""
+    """Planner of parts that plans equal ones once. ``meant``: of the whole graph; ``known``: key of a part's plan ->
+    the first part with it, and its choice; ``together``: form of a part -> how many equal ones a pipeline rank runs one
+    after the other."""
 
     how: PipelineConfig
     kinds: VjpCache
@@ -88,7 +89,7 @@ class StagePlanner:
     together: dict[Hashable, int] = field(default_factory=dict)
 
     def of_all(self, parts: tuple[Graph, ...], in_flight: tuple[int, ...], limit: float) -> list[StagePlan]:
-        """The choices for all parts. ``in_flight``: the micro-batches that each keeps at once."""
+        """Return the choices for all parts. ``in_flight``: the micro-batches that each keeps at once."""
         forms = [GraphForm.of(part) for part in parts]
         most: dict[Hashable, int] = {}
         for form, count in zip(forms, in_flight, strict=True):
@@ -104,8 +105,8 @@ class StagePlanner:
         return chosen
 
     def of(self, part: Graph, in_flight: int, limit: float, following: StagePlan | None) -> StagePlan:
-        """The choice for a part. ``limit``: the bytes of a device for it; ``following``: the choice for the next part,
-        which says how values are taken."""
+        """Return the choice for a part. ``limit``: the bytes of a device for it; ``following``: the choice for the next
+        part, in whose layouts values are sent."""
         form = GraphForm.of(part)
         sources = {} if following is None else following.choice.sources
         taken = {name: boundary_layout(sources[name]) for name in part.cotangents or () if name in sources}
@@ -113,8 +114,8 @@ class StagePlanner:
         segments = [
             (s.how, s.messages, sorted(place[n] for n in s.operators & place.keys())) for s in self.how.segments
         ]
-        said = self.how.settings.layouts
-        kept = [next((said[name] for name in s.names if name in said), None) for s in part.sources]
+        layouts = self.how.settings.layouts
+        kept = [next((layouts[name] for name in s.names if name in layouts), None) for s in part.sources]
         ends = tuple(taken.get(name) for name in part.cotangents or ())
         annotations = self._annotations(part)
         key = form.key, in_flight, limit, str(segments), str(kept), ends, annotations
@@ -130,7 +131,7 @@ class StagePlanner:
         return chosen if first.ops == form.ops else self._renamed(chosen, first, form, part)
 
     def _annotations(self, part: Graph) -> tuple[Annotation, ...]:
-        """What the user says of operators of a part."""
+        """Return the user's annotations of operators of a part."""
         names, scopes = part.op_by_name.keys(), {op.scope for op in part.ops}
         return tuple(
             annotation
@@ -139,7 +140,7 @@ class StagePlanner:
         )
 
     def _renamed(self, chosen: StagePlan, first: GraphForm, form: GraphForm, part: Graph) -> StagePlan:
-        """What was chosen for one part, for an equal one."""
+        """Return the choice for one part under the names of an equal one."""
         op_of, value_of = first.renaming(form)
         rules = {op_of[name]: rule for name, rule in chosen.factored.rules.items()}
         factored = Factored(rules, {value_of[name]: atoms for name, atoms in chosen.factored.atoms.items()})
@@ -170,8 +171,8 @@ class StagePlanner:
 
 
 def _with_lifetimes(first: SpmdProgram, spmd: SpmdProgram) -> SpmdProgram:
-    """A program that equals another but for names, with the other's lifetimes. What a step does once is left out: that
-    is settled when the ends of stages meet."""
+    """Return a program with the lifetimes of one that is equal but for names. What a step does once is left out: that
+    is settled when the stages are joined."""
     op_of = {op.name: renamed.name for op, renamed in zip(first.graph.ops, spmd.graph.ops, strict=True)}
     result_of = {c.result: renamed.result for c, renamed in zip(first.conversions, spmd.conversions, strict=True)}
     first_lifetimes = first.lifetimes
@@ -184,15 +185,15 @@ def _with_lifetimes(first: SpmdProgram, spmd: SpmdProgram) -> SpmdProgram:
 
 
 def _choose(how: PipelineConfig, part: Graph, limit: float, kinds: VjpCache) -> StagePlan:
-    """What the search chooses for a part. ``limit``: the bytes of a device for it."""
+    """Search for the choice of a part. ``limit``: the bytes of a device for it."""
     names, annotations = set(part.op_by_name), how.annotations
     segments = [replace(s, operators=s.operators & names) for s in how.segments if s.operators & names]
-    known = {name for source in part.sources for name in source.names}
-    has_blocks = bool(blocks_of(part))  # an embedding by itself has none
+    source_names = {name for source in part.sources for name in source.names}
+    has_blocks = bool(blocks_of(part))  # a part with only an embedding has none
     offload = "auto" if how.offload == "all" and not has_blocks else how.offload
     recompute = how.recompute if has_blocks or segments else None
     levers = MemoryPolicy.of(part, segments, recompute, how.gathered or "held", offload)
-    layouts = {name: layout for name, layout in how.settings.layouts.items() if name in known}
+    layouts = {name: layout for name, layout in how.settings.layouts.items() if name in source_names}
     settings = replace(how.settings, levers=levers, layouts=layouts)
     if not how.by_price:
         (mesh,) = how.meshes

@@ -1,4 +1,4 @@
-"""The stages of a pipeline by price. Stages whose programs differ in names only are timed once."""
+"""Seconds and bytes of the stages of a pipeline. Stages whose programs differ only in names are timed once."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from shardwise.programs.vjp import VjpCache
 
 @dataclass(frozen=True)
 class StageTiming:
-    """What a stage takes of a micro-batch, and the bytes of a device: held with one of them (``peak``), of that kept
-    for its backward (``kept``), at most held while other stages run (``rests``, what is kept included), and sent to the
-    next stage."""
+    """The seconds of a stage for a micro-batch, and the bytes of a device: held with one micro-batch (``peak``), kept
+    of it for its backward (``kept``), at most held while other stages run (``rests``, including ``kept``), and sent to
+    the next stage (``sent``)."""
 
     seconds: StageSeconds
     peak: float
@@ -35,15 +35,15 @@ class StageTiming:
 def timed_stages(
     how: PipelineConfig, cut: GraphCut, choices: Sequence[Choice], spmds: Sequence[SpmdProgram], kinds: VjpCache
 ) -> list[StageTiming]:
-    """All stages."""
-    known: dict[Hashable, StageTiming] = {}
+    """Return the timings of all stages."""
+    timings: dict[Hashable, StageTiming] = {}
     stages = []
     for number, (part, choice, spmd) in enumerate(zip(cut.parts, choices, spmds, strict=True)):
         key = _without_names(part, choice, spmd)
-        if key not in known:
-            known[key] = _timed(how, part, spmd, cut.sends(number), kinds)
-        timed = known[key]
-        if not number and how.schedule.splits_backward:  # nobody waits for cotangents of the first stage
+        if key not in timings:
+            timings[key] = _timed(how, part, spmd, cut.sends(number), kinds)
+        timed = timings[key]
+        if not number and how.schedule.splits_backward:  # no stage waits for cotangents of the first
             seconds = timed.seconds
             timed = replace(timed, seconds=replace(seconds, input=0.0, weight=seconds.input + seconds.weight))
         stages.append(timed)
@@ -64,7 +64,7 @@ def _timed(how: PipelineConfig, part: Graph, spmd: SpmdProgram, sends: Sequence[
 
 
 def _without_names(part: Graph, choice: Choice, spmd: SpmdProgram) -> Hashable:
-    """All that decides a program but names: equal for stages that take and hold the same."""
+    """Return everything but names that decides a program: equal for stages with equal seconds and bytes."""
     form, lifetimes = GraphForm.of(part), spmd.lifetimes
     ends = {"shared": choice.shared, "delivered": choice.delivered}
     return (

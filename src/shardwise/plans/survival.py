@@ -1,7 +1,7 @@
-"""Which losses of ranks a plan survives: what of the state of training other ranks hold as well.
+"""The losses of ranks that a plan survives, from the training state that other ranks hold as well.
 
-Exact, from the layouts: of every parameter and buffer it is known which ranks hold which elements of it. An element is
-lost with the last rank that holds it. Optimizer states lie as their parameters do.
+This is exact: the layouts determine which ranks hold which elements of every parameter and buffer. An element is lost
+with the last rank that holds it. Optimizer states are laid out as their parameters are.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Ranks = frozenset[int]
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What is lost with some ranks: bytes of parameters, buffers and optimizer states, and the tensors they are of.
-    Without any, training goes on from the copies of other ranks; else from the last checkpoint."""
+    """The state that is lost with some ranks: bytes of parameters, buffers and optimizer states, and the names of the
+    tensors. If nothing is lost, training goes on from the copies of other ranks; else from the last checkpoint."""
 
     ranks: tuple[int, ...]
     num_bytes: int
@@ -45,7 +45,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class ExtraCopy:
-    """``keeper`` would keep a copy of what ``holders`` alone hold."""
+    """A copy that ``keeper`` would hold of what only ``holders`` hold."""
 
     holders: tuple[int, ...]
     keeper: int
@@ -54,9 +54,9 @@ class ExtraCopy:
 
 @dataclass(frozen=True)
 class Survival:
-    """``held``: per set of ranks, the bytes that these and no others hold of every tensor; ``machines``: the ranks that
-    are lost together; ``made``: copies that are made for that; ``send_rate``: B/s from a machine to the next (0: the
-    plan was not priced)."""
+    """Losses that a plan survives. ``held``: per set of ranks, the bytes of every tensor that exactly these hold;
+    ``machines``: the ranks that are lost together; ``made``: extra copies that are made; ``send_rate``: B/s from a
+    machine to the next (0: the plan was not priced)."""
 
     held: Mapping[Ranks, Mapping[str, int]]
     machines: tuple[tuple[int, ...], ...]
@@ -65,7 +65,7 @@ class Survival:
     send_rate: float = 0.0
 
     def loss_of(self, ranks: Iterable[int]) -> Loss:
-        """What is lost with some ranks. Raises PlanError for ranks that the plan does not have."""
+        """Return what is lost with some ranks. Raises PlanError for ranks that the plan does not have."""
         lost = frozenset(ranks)
         every = {rank for machine in self.machines for rank in machine}
         if lost - every:
@@ -77,19 +77,19 @@ class Survival:
 
     @cached_property
     def losses(self) -> tuple[Loss, ...]:
-        """Of every machine (every rank, where ranks are lost alone)."""
+        """Return the loss of every machine (of every rank, if ranks are lost alone)."""
         return tuple(self.loss_of(machine) for machine in self.machines)
 
     @property
     def tolerated(self) -> int:
-        """As many machines (ranks) may be lost at once, whichever they are, and nothing is."""
+        """Return how many machines (ranks), whichever they are, may be lost at once without losing any state."""
         return min((len(self._machines_of(holders)) for holders in self.held), default=len(self.machines)) - 1
 
     @cached_property
     def extra_copies(self) -> tuple[ExtraCopy, ...]:
-        """The fewest bytes that must be held twice for any one machine (rank) to be lost without cost, each by the rank
-        elsewhere that keeps least so far, of those the next one. Empty where nothing is missing, or there is only one
-        machine."""
+        """Return the fewest bytes to hold twice so that any one machine (rank) may be lost without cost. Each copy goes
+        to the rank of another machine that keeps least so far, of equal ones to the next. Empty if nothing is missing,
+        or if there is only one machine."""
         if len(self.machines) == 1:
             return ()
         ranks = [rank for machine in self.machines for rank in machine]
@@ -108,13 +108,13 @@ class Survival:
         return tuple(copies)
 
     def with_copies(self) -> Survival:
-        """As it is with these copies made (``sw.Recovery(peer_copy=...)``)."""
+        """Return the survival with these copies made (``sw.Recovery(peer_copy=...)``)."""
         holdings = {where: dict(tensors) for where, tensors in self.held.items()}
         for copy in self.extra_copies:
             where = frozenset(copy.holders)
             both, tensors = where | {copy.keeper}, holdings.pop(where)
-            known = holdings.setdefault(both, {})
-            known.update({name: known.get(name, 0) + size for name, size in tensors.items()})
+            sizes = holdings.setdefault(both, {})
+            sizes.update({name: sizes.get(name, 0) + size for name, size in tensors.items()})
         return replace(self, held=holdings, made=self.extra_copies)
 
     def _machines_of(self, holders: Ranks) -> set[int]:
@@ -149,8 +149,8 @@ class Survival:
 
 
 def survival(plan: Plan, ranks_per_machine: int = 1, *, peer_copies: bool = False) -> Survival:
-    """What the copies that a plan makes survive, with those besides that ``peer_copies`` asks for. Raises PlanError for
-    machines that do not divide the ranks."""
+    """Return the losses that a plan survives. ``peer_copies``: with the extra copies made. Raises PlanError if machines
+    do not divide the ranks."""
     ranks = sorted({rank for stage in plan.stages for rank in stage.placement.ranks})
     if not 1 <= ranks_per_machine <= len(ranks) or len(ranks) % ranks_per_machine:
         what = f"{len(ranks)} ranks are not machines of {ranks_per_machine}"
@@ -177,7 +177,7 @@ def survival(plan: Plan, ranks_per_machine: int = 1, *, peer_copies: bool = Fals
 
 
 def _send_rate(plan: Plan) -> float:
-    """B/s at which a device sends to another machine while all do; 0 without a cluster that can be read."""
+    """Return the B/s at which a device sends to another machine while all do; 0 without a cluster that can be read."""
     try:
         levels = () if plan.pricing is None else parse_cluster(plan.pricing.cluster, "the plan's cluster").levels
     except ShardwiseError:
@@ -186,7 +186,7 @@ def _send_rate(plan: Plan) -> float:
 
 
 def _holders(layout: Layout, place: Placement) -> dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]]:
-    """(offsets, sizes) of a box of a tensor -> the ranks that hold it."""
+    """Return the ranks that hold each box (offsets, sizes) of a tensor."""
     holders: dict[tuple[tuple[int, ...], tuple[int, ...]], set[int]] = defaultdict(set)
     for device, rank in enumerate(place.ranks):
         for box in boxes(layout, place.mesh.coordinates(device)):
@@ -202,7 +202,7 @@ def _outcome(loss: Loss) -> str:
 
 
 def _spans(groups: Sequence[Sequence[int]]) -> str:
-    """``ranks 0-3, 6``."""
+    """Format ranks as ``ranks 0-3, 6``."""
     numbers = sorted(number for group in groups for number in group)
     spans: list[list[int]] = []
     for number in numbers:

@@ -1,4 +1,4 @@
-"""Other plans than the chosen one: what if one choice is another, and the next best."""
+"""Plans other than the chosen one: the best plan with one choice changed, and the k best plans."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from shardwise.search.elimination import TooWide, fix_variables
 from shardwise.search.k_best import k_best
 
 WIDTH = 120
-SHOWN = 3  # changes of one plan that a table names
+SHOWN = 3  # changes per plan that the table lists
 
 
 class Change(NamedTuple):
-    """One choice that differs. ``kind``: "operator", "storage", "shared" or "received"."""
+    """A choice that differs between two plans. ``kind``: "operator", "storage", "shared" or "received"."""
 
     kind: str
     name: str
@@ -40,14 +40,14 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WhatIf:
-    """The best plan in which one choice is another. ``changed``: all that differs."""
+    """The best plan with one choice changed. ``changed``: every choice that differs from the chosen plan."""
 
     prediction: Prediction
     changed: tuple[Change, ...]
 
 
 class RankedPlan(NamedTuple):
-    """A plan as what is predicted for it, and the choices that differ from the chosen one's."""
+    """The prediction for a plan, and its choices that differ from the chosen plan."""
 
     prediction: Prediction
     changed: tuple[Change, ...]
@@ -55,15 +55,15 @@ class RankedPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PlanRanking:
-    """The chosen plan, then the others by their additive price. ``exact``: whether these are proven to be the best of
-    all plans; otherwise they are the best of those that were looked at."""
+    """The chosen plan, then the others in the order of their additive price. ``exact``: they are proven to be the best
+    of all plans; otherwise they are the best of those that were enumerated."""
 
     plans: tuple[RankedPlan, ...]
     exact: bool
 
     def __str__(self) -> str:
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for title in ("", "additive price", "beside the chosen", "compute", "exposed", "traffic", "held"):
+        for title in ("", "additive price", "vs. chosen", "compute", "exposed", "traffic", "memory"):
             table.add_column(title, justify="right", no_wrap=True)
         table.add_column("differs in", overflow="fold")
         first = self.plans[0].prediction
@@ -78,47 +78,46 @@ class PlanRanking:
                     for seconds in (prediction.compute, prediction.exposed, prediction.traffic)
                 ),
                 format_bytes(prediction.num_bytes),
-                _told(plan.changed) if plan.changed else "the chosen plan",
+                _format_changes(plan.changed) if plan.changed else "the chosen plan",
             )
         console = Console(file=StringIO(), width=WIDTH, color_system=None)
         console.print(table)
         assert isinstance(console.file, StringIO)
         lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-        what = "the best of all plans" if self.exact else "the best of those looked at, not of all plans"
+        what = "proven to be the best of all plans" if self.exact else "the best that were found, not proven"
         return "\n".join([*(line for line in lines if line), f"by additive price after the chosen plan; {what}"])
 
 
-def _told(changed: tuple[Change, ...]) -> str:
-    """The first few changes in words."""
+def _format_changes(changed: tuple[Change, ...]) -> str:
     words = [f"{change.name}: {change.before or 'whole'} -> {change.after or 'whole'}" for change in changed[:SHOWN]]
     more = len(changed) - SHOWN
     return "; ".join([*words, *([f"and {more} more"] if more > 0 else [])])
 
 
 def what_if(search: MeshSearch, name: str, choice: str) -> WhatIf:
-    """The best plan in which ``name`` has the strategy (or layout) ``choice``, as ``explain`` prints it. Raises
-    PlanError for one that there is not."""
+    """Return the best plan in which ``name`` has the strategy (or layout) ``choice``, written as ``explain`` prints it.
+    Raises PlanError for an unknown name or choice."""
     cost = search.cost
     variable = find_variable(cost, name)
     texts = [text_of(search, variable, value) for value in range(cost.variables[variable].size)]
-    wanted = " ".join(sorted(choice.split()))
-    values = [i for i, text in enumerate(texts) if wanted in (text, " ".join(sorted(text.split())))]
+    ordered = " ".join(sorted(choice.split()))
+    values = [i for i, text in enumerate(texts) if ordered in (text, " ".join(sorted(text.split())))]
     if not values:
         raise PlanError(
             problem(f"{choice!r} is no alternative of {name}", fix=f"one of {', '.join(map(repr, texts[:12]))}")
         )
-    assignment = _completed(search, {variable: values[0]})
+    assignment = _complete_assignment(search, {variable: values[0]})
     return WhatIf(search.prediction(assignment), tuple(_differences(search, search.outcome.assignment, assignment)))
 
 
 def top(search: MeshSearch, k: int) -> PlanRanking:
-    """The ``k`` best plans, the chosen one first."""
+    """Return the ``k`` best plans, the chosen one first."""
     cost, chosen = search.cost, tuple(search.outcome.assignment)
     seen = [search.outcome.assignment, *search.outcome.candidates]
     price_of = {tuple(assignment): step_seconds(cost.components(assignment)) for assignment in seen}
     exact = False
     for factor in TOP_K_WIDENING:
-        listed, bound = _listed(search, k, factor)
+        listed, bound = _enumerate_best(search, k, factor)
         price_of |= {tuple(assignment): step_seconds(cost.components(assignment)) for assignment in listed}
         exact = sorted(price_of.values())[:k][-1] <= bound * (1 + EXACT_GAP)
         if exact or not bound:
@@ -133,9 +132,9 @@ def top(search: MeshSearch, k: int) -> PlanRanking:
     )
 
 
-def _listed(search: MeshSearch, k: int, factor: int) -> tuple[list[list[int]], float]:
-    """Some ``k * factor`` of the best assignments, and a bound of the steps of all others; 0: not known, where a graph
-    is too densely connected and these are the neighbours of the plan."""
+def _enumerate_best(search: MeshSearch, k: int, factor: int) -> tuple[list[list[int]], float]:
+    """Return ``k * factor`` of the best assignments, and a lower bound on the steps of all others. If the graph is too
+    densely connected, return the neighbours of the plan and the bound 0 (unknown)."""
     try:
         listed = k_best(search.cost.weighted(search.bounding_weights), k * factor)
     except TooWide:
@@ -151,8 +150,8 @@ def _differences(search: MeshSearch, before: list[int], after: list[int]) -> Ite
             yield Change(variable.kind, variable_name(cost, variable), *texts)
 
 
-def _completed(search: MeshSearch, fixed: dict[int, int]) -> list[int]:
-    """The best assignment found that has some values."""
+def _complete_assignment(search: MeshSearch, fixed: dict[int, int]) -> list[int]:
+    """Return the best assignment found with the variables in ``fixed`` at the given values."""
     cost = search.cost
     weights = (CostWeights(1.0, 1.0, 0.0), CostWeights(1.0, 0.0, 1.0), CostWeights(1.0, 0.5, 0.5))
     completed = [minimum_by_value(fix_variables(cost.weighted(weighting), fixed)).assignment for weighting in weights]
@@ -160,7 +159,7 @@ def _completed(search: MeshSearch, fixed: dict[int, int]) -> list[int]:
 
 
 def _neighbours(search: MeshSearch, k: int) -> Iterator[list[int]]:
-    """The k best assignments that differ from the plan in one choice."""
+    """Yield the k best assignments that differ from the plan in one choice."""
     cost, assignment = search.cost, search.outcome.assignment
     total = search.cost.components(assignment)
     at: dict[int, list[tuple[tuple[int, ...], int]]] = {}

@@ -1,4 +1,4 @@
-"""The geometry of a page's charts: a timeline, memory over a step, and the schedule of a pipeline."""
+"""The geometry of the page's charts: a timeline, memory over a step, and the schedule of a pipeline."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.plans.quantities import format_bytes, format_seconds
 
 MOST_EVENTS = 2000
-MOST_POINTS = 300  # of memory over the step
+MOST_POINTS = 300  # of the chart of memory over the step
 MOST_ACTIONS = 4000
 MOST_PLACES = 32
-WIDTH = 1000  # of a chart, in its own units
+WIDTH = 1000  # of a chart, in SVG units
 ROW = 22
-HEIGHT = 240  # of memory over the step
+HEIGHT = 240  # of the chart of memory over the step
 
 
 def timeline(events: Sequence[Event], seconds: float, mesh: Mesh, *, most: int = MOST_EVENTS) -> dict[str, Any]:
-    """Rows of boxes, one per stream; of very many events the ``most`` that are longest."""
+    """Return one row of boxes per stream, with at most the ``most`` longest events."""
     longest = sorted(events, key=lambda event: -event.seconds)[:most]
     scale = WIDTH / seconds if seconds else 0.0
     rows = []
@@ -37,25 +37,25 @@ def timeline(events: Sequence[Event], seconds: float, mesh: Mesh, *, most: int =
 
 
 def row_name(stream: tuple[str, ...], mesh: Mesh) -> str:
-    """What a stream of a timeline is."""
+    """Return the title of a stream's row in a timeline."""
     if not stream:
         return "operators"
     return stream[0] if stream[0].startswith("copies ") else f"messages over {mesh.format_axes(stream)}"
 
 
 def place_rows(places: Sequence[Sequence[Event]], seconds: float) -> dict[str, Any]:
-    """A row of boxes per place of a pipeline, whose events are its actions; of very many actions the first."""
+    """Return a row of boxes per pipeline rank, one box per action. If there are too many actions, show the first."""
     scale, shown = WIDTH / seconds if seconds else 0.0, places[:MOST_PLACES]
     most = max(MOST_ACTIONS // max(len(shown), 1), 1)
     rows = []
     for place, events in enumerate(shown):
         busy = format_seconds(sum(event.seconds for event in events))
         boxes = list(_boxes(events[:most], scale))
-        rows.append({"name": f"place {place}", "busy": busy, "y": place * ROW, "boxes": boxes})
-    said = [f"the first {len(shown)} of {len(places)} places"] if len(shown) < len(places) else []
-    said += [f"the first {most:,} actions of each"] if any(len(events) > most for events in shown) else []
+        rows.append({"name": f"pipeline rank {place}", "busy": busy, "y": place * ROW, "boxes": boxes})
+    notes = [f"the first {len(shown)} of {len(places)} pipeline ranks"] if len(shown) < len(places) else []
+    notes += [f"the first {most:,} actions of each"] if any(len(events) > most for events in shown) else []
     height, total = len(rows) * ROW, format_seconds(seconds)
-    return {"rows": rows, "height": height, "width": WIDTH, "total": total, "shown": ", ".join(said)}
+    return {"rows": rows, "height": height, "width": WIDTH, "total": total, "shown": ", ".join(notes)}
 
 
 def _boxes(events: Sequence[Event], scale: float) -> Iterator[dict[str, Any]]:
@@ -70,8 +70,8 @@ def _boxes(events: Sequence[Event], scale: float) -> Iterator[dict[str, Any]]:
 
 
 def memory_over(over: Sequence[Peak], peak: Peak, *, most: int = MOST_POINTS) -> dict[str, Any]:
-    """What is held at every operator in turn, in layers from below; of very many operators the fullest of neighbours,
-    in about ``most`` points. The widest one is ``peak``."""
+    """Return the memory in use at every operator, stacked by kind. If there are more than ``most`` operators, every
+    point is the maximum over a run of neighbours. ``peak``: the maximum, which scales the chart."""
     size = -(-len(over) // most)
     points = [max(over[i : i + size], key=lambda moment: moment.num_bytes) for i in range(0, len(over), size)]
     whole = peak.num_bytes or 1
@@ -109,14 +109,14 @@ def _parts(moment: Peak) -> str:
 
 
 def _area(low: Sequence[float], high: Sequence[float], wide: float) -> str:
-    """A closed path with steps; y runs down."""
+    """Return a closed SVG path with steps (y runs down)."""
     up = [f"{x * wide:.1f},{HEIGHT - y:.1f}" for i, y in enumerate(high) for x in (i, i + 1)]
     down = [f"{x * wide:.1f},{HEIGHT - y:.1f}" for i, y in reversed([*enumerate(low)]) for x in (i + 1, i)]
     return "M" + "L".join([*up, *down]) + "Z"
 
 
 def schedule_rows(order: Order, step: SimulatedPipeline, stages: Sequence[StageSeconds]) -> dict[str, Any]:
-    """A row per place: what it does with which micro-batch, when."""
+    """Return a row per pipeline rank: its actions, with their micro-batches and times."""
     scale = WIDTH / step.seconds if step.seconds else 0.0
     rows: list[dict[str, Any]] = []
     shown, count = min(len(order), MOST_PLACES), sum(map(len, order[:MOST_PLACES]))
@@ -132,16 +132,16 @@ def schedule_rows(order: Order, step: SimulatedPipeline, stages: Sequence[StageS
             }
             for action, start in [*zip(actions, starts, strict=True)][: int(len(actions) * keep)]
         ]
-        busy = f"waits {step.bubble(place):.1%}"
-        rows.append({"name": f"place {place}", "busy": busy, "y": place * ROW, "boxes": boxes})
-    said = [f"the first {shown} of {len(order)} places"] if shown < len(order) else []
-    said += [f"the first {keep:.0%} of what each does"] if keep < 1 else []
+        busy = f"idle {step.bubble(place):.1%}"
+        rows.append({"name": f"pipeline rank {place}", "busy": busy, "y": place * ROW, "boxes": boxes})
+    notes = [f"the first {shown} of {len(order)} pipeline ranks"] if shown < len(order) else []
+    notes += [f"the first {keep:.0%} of the actions of each"] if keep < 1 else []
     return {
         "rows": rows,
         "height": len(rows) * ROW,
         "width": WIDTH,
         "total": format_seconds(step.seconds),
-        "shown": ", ".join(said),
+        "shown": ", ".join(notes),
     }
 
 

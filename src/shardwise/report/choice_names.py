@@ -1,4 +1,4 @@
-"""The choices of a cost graph as a reader knows them: names of variables, texts of their values."""
+"""Printed names of a cost graph's variables, and printed texts of their values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.search.variables import OperatorVariable, StorageVariable, Variab
 
 
 def find_variable(cost: CostGraph, name: str) -> int:
-    """The variable of an operator, of the storage of a parameter, or of what a stage receives (by its name)."""
+    """Return the variable of an operator, of the storage of a parameter, or of a value that a stage receives."""
     names = {(v.kind, variable_name(cost, v)): i for i, v in enumerate(cost.variables)}
     plain = ((kind, name) for kind in ("operator", "storage", "shared", "received"))
     for key in (*plain, ("received", f"received {name}")):
@@ -29,16 +29,16 @@ def find_variable(cost: CostGraph, name: str) -> int:
                 )
             )
     if name in cost.domains.graph.op_by_name:
-        raise PlanError(f"{name} has no choice: it depends on no parameter and is made where it is needed")
-    known = [called for _, called in names]
-    near = get_close_matches(name, known, 3)
+        raise PlanError(f"{name} has no alternatives: it depends on no parameter and is computed where it is needed")
+    variables = [printed for _, printed in names]
+    near = get_close_matches(name, variables, 3)
     raise PlanError(
-        problem(f"the search has no choice for {name!r}", fix=f"one of {', '.join(near or known[:6])}, ...")
+        problem(f"the search has no choice for {name!r}", fix=f"one of {', '.join(near or variables[:6])}, ...")
     )
 
 
 def variable_name(cost: CostGraph, variable: Variable) -> str:
-    """Parameters by their names in the module, values by the operator that computes them."""
+    """Return the printed name of a variable: a parameter's name in the module, or the operator of a value."""
     graph = cost.domains.graph
     if isinstance(variable, OperatorVariable):
         return variable.name
@@ -49,7 +49,7 @@ def variable_name(cost: CostGraph, variable: Variable) -> str:
 
 
 def text_of(search: MeshSearch, number: int, value: int) -> str:
-    """What a value of a variable stands for: a strategy, or a layout; axes as the plan calls them."""
+    """Return the strategy or layout that a value of a variable stands for, with the axis names of the plan."""
     cost, names = search.cost, search.names
     variable = cost.variables[number]
     choice = variable.choice(value)
@@ -59,7 +59,7 @@ def text_of(search: MeshSearch, number: int, value: int) -> str:
 
 
 def variable_reference(cost: CostGraph, number: int) -> str:
-    """A variable in a text about several."""
+    """Return the name of a variable, marked as storage where that is ambiguous among several kinds."""
     variable = cost.variables[number]
     name = variable_name(cost, variable)
     return f"storage of {name}" if isinstance(variable, StorageVariable) else name

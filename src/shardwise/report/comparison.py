@@ -1,4 +1,4 @@
-"""Plans of several searches for one model side by side."""
+"""The table of ``sw.compare``: the plans of several searches for one model."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ WIDTH = 240
 
 @dataclass(frozen=True, slots=True)
 class ComparedPlan:
-    """The plan of one search, or why there is none (``error``). ``planning_seconds``: of ``sw.plan``, capture included;
-    ``step``: a simulated step of its program, priced in the same way for every search."""
+    """The plan of one search, or the error that it raised. ``planning_seconds``: the time of ``sw.plan``, capture
+    included; ``step``: a simulated step of its program, at the same prices for every search."""
 
     search: str
     planning_seconds: float
@@ -33,13 +33,13 @@ class ComparedPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all messages of a step."""
+        """Return the bytes of all messages of a step."""
         return 0 if self.plan is None else sum(c.num_bytes for c in _collectives(self.plan))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Searches in the order in which they were asked for, on one cluster."""
+    """The compared plans, in the order of ``searches``, on one cluster."""
 
     rows: tuple[ComparedPlan, ...]
     cluster: Cluster
@@ -52,7 +52,7 @@ class Comparison:
 
     @property
     def best(self) -> ComparedPlan | None:
-        """The row of the fastest simulated step."""
+        """Return the row with the fastest simulated step; None if no search found a plan."""
         planned = [row for row in self.rows if row.step is not None]
         return min(planned, key=lambda row: row.step.seconds if row.step else 0.0, default=None)
 

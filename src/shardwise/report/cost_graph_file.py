@@ -1,4 +1,4 @@
-"""The whole cost graph as a file: JSON with every choice and price, or DOT with what was chosen."""
+"""Write the cost graph to a file: JSON with every choice and price, or DOT with the chosen ones."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardwise.search.cost_graph import COMPONENTS
 
 
 def write_cost_graph(search: MeshSearch, path: str | Path) -> None:
-    """The cost graph as JSON, or as DOT if the path ends in ``.dot``."""
+    """Write the cost graph as JSON, or as DOT if the path ends in ``.dot``."""
     path = Path(path)
     text = _dot(search) if path.suffix == ".dot" else json.dumps(_as_data(search), indent=1)
     path.write_text(text + "\n", encoding="utf-8")
 
 
 def _as_data(search: MeshSearch) -> dict[str, Any]:
-    """Variables with their values and own prices, and edges with the numbers of their tables."""
+    """Return the variables with their values and unary price tables, and the edges with their tables' numbers."""
     cost, assignment = search.cost, search.outcome.assignment
     tables_of: dict[int, list[int]] = {}
     edges = []
@@ -63,14 +63,14 @@ def _as_data(search: MeshSearch) -> dict[str, Any]:
 
 
 def _at(search: MeshSearch, scope: tuple[int, ...], kind: int) -> dict[str, float]:
-    """The chosen entry of a table, component by component."""
+    """Return the chosen entry of a table, component by component."""
     at = tuple(search.outcome.assignment[v] for v in scope)
     tables = zip(COMPONENTS, search.cost.kinds[kind], strict=True)
     return {name: float(table[at]) for name, table in tables if table is not None and table[at]}
 
 
 def _dot(search: MeshSearch) -> str:
-    """Chosen strategies as nodes, chosen conversions as edges (bold where they take time)."""
+    """Return the chosen strategies as DOT nodes and the chosen conversions as edges, bold if they take time."""
     cost, assignment = search.cost, search.outcome.assignment
     shapes = {"operator": "box", "storage": "cylinder", "shared": "ellipse", "received": "cylinder"}
     lines = ["digraph cost {", "  node [fontname=monospace];"]

@@ -1,4 +1,4 @@
-"""Who holds what: the shards of every tensor on a grid of devices, for a page."""
+"""The shards of every tensor on a grid of devices, for the page."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.plans.entries import Stage
 from shardwise.plans.printing import merged_tensors
 
-MOST_DEVICES = 128  # that a grid shows
-MOST_LISTED = 16  # ranks that a table names
-MOST_UNEVEN = 4096  # devices whose sizes are compared one by one
+MOST_DEVICES = 128  # shown in a grid
+MOST_LISTED = 16  # ranks listed in a table row
+MOST_UNEVEN = 4096  # devices whose shard sizes are computed one by one, if layouts are uneven
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The devices of a stage that are shown: ``ranks`` row by row, ``columns`` in each; ``caption``: what they are."""
+    """The shown devices of a stage: ``ranks`` row by row, ``columns`` per row; ``caption`` describes them."""
 
     ranks: tuple[int, ...]
     columns: int
@@ -27,7 +27,7 @@ class Grid:
 
     @staticmethod
     def of(mesh: Mesh) -> Grid:
-        """All devices; of very many the first along every axis."""
+        """Return a grid of all devices, or of the first ones along every axis if there are too many."""
         shown = [size for _, size in mesh.axes]
         while prod(shown) > MOST_DEVICES:
             longest = shown.index(max(shown))
@@ -44,7 +44,7 @@ class Grid:
 
 
 def device_grid(stage: Stage) -> dict[str, Any]:
-    """The grid of a stage, its tensors, and per layout the shard on every device of the grid and what that is."""
+    """Return the grid of a stage, its tensors, and for every layout the shard on each device with its indices."""
     grid = Grid.of(stage.mesh)
     names = {entry.layout: entry.name for entry in (*stage.inputs, *stage.parameters, *stage.buffers)}
     layouts = list(names)
@@ -60,13 +60,13 @@ def device_grid(stage: Stage) -> dict[str, Any]:
         "caption": grid.caption,
         "ranks": [placed[rank] for rank in grid.ranks],
         "tensors": tensors,
-        "held": [_held(layout, placed) for layout in parsed],
+        "held": [_ranks_by_shape(layout, placed) for layout in parsed],
         "shards": [_shards(layout, grid) for layout in parsed],
     }
 
 
 def _shards(layout: Layout, grid: Grid) -> dict[str, Any]:
-    """``of``: the number of the shard on every device; ``what``: the indices of every shard."""
+    """Return ``of``, the number of the shard on every device, and ``what``, the indices of every shard."""
     numbers: dict[str, int] = {}
     shard_of = [
         numbers.setdefault(_indices(layout, layout.mesh.coordinates(rank)), len(numbers)) for rank in grid.ranks
@@ -75,7 +75,7 @@ def _shards(layout: Layout, grid: Grid) -> dict[str, Any]:
 
 
 def _indices(layout: Layout, coordinates: Mapping[str, int]) -> str:
-    """``[0:16, :]``; of a dim that is a product, its parts: ``[: x 0:8, :]``."""
+    """Format indices as ``[0:16, :]``. A dim that is a product of atoms has a range for each: ``[: x 0:8, :]``."""
     windows = {(window.dim, window.atom): window for window in layout.windows}
     dims = []
     for d, dim in enumerate(layout.dims):
@@ -95,8 +95,8 @@ def _ranges(ranges: Ranges) -> str:
     return "+".join(f"{start}:{stop}" for start, stop in ranges) or "nothing"
 
 
-def _held(layout: Layout, placed: tuple[int, ...]) -> list[tuple[str, str, str]]:
-    """(shape, how many ranks hold a part of it, the first of them), by shape."""
+def _ranks_by_shape(layout: Layout, placed: tuple[int, ...]) -> list[tuple[str, str, str]]:
+    """Return (local shape, number of ranks with a shard of it, the first of these ranks) for every local shape."""
     mesh = layout.mesh
     step = 1 if layout.is_even else ceil(mesh.num_devices / MOST_UNEVEN)
     ranks: dict[tuple[int, ...], list[int]] = {}

@@ -1,6 +1,4 @@
-"""Why a plan is what it is: the alternatives of one choice with their prices, term by term. All of it is read off the
-finished search.
-"""
+"""Explain a choice of a plan: its alternatives with their prices, term by term, read from the finished search."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from shardwise.search.variables import OperatorVariable, SharedVariable
 
 @dataclass(frozen=True, slots=True)
 class ExplainedMessage:
-    """A collective of a conversion, in ``direction`` "forward" or "backward"; ``levels``: the links it crosses."""
+    """A collective of a conversion. ``direction``: "forward" or "backward"; ``levels``: the links that it crosses."""
 
     kind: str
     axes: str
@@ -39,8 +37,8 @@ class ExplainedMessage:
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A part of the price of an alternative: its own (``neighbour`` empty) or that of the conversions from or to
-    a neighbour as that is chosen. Seconds as in ``Prediction``."""
+    """A part of the price of an alternative: its own price (``neighbour`` is empty), or the conversions between it and
+    a neighbour's chosen strategy. Seconds are as in ``Prediction``."""
 
     neighbour: str
     exposed: float
@@ -56,8 +54,8 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """A strategy (or layout) that could have been chosen. ``step_seconds``: no plan of the searched space that has it
-    is faster than this; ``terms``: its price beside its neighbours as they are chosen."""
+    """A strategy (or layout) that could have been chosen. ``step_seconds``: a lower bound on the step of any plan in
+    the search space with this choice; ``terms``: its price with the neighbours as they are chosen."""
 
     choice: str
     chosen: bool
@@ -75,9 +73,8 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Of one choice. ``alternatives``: best first. ``alone``: what is cheapest without neighbours. ``decided_by``:
-    the neighbour that holds the choice where it is, and ``favour`` the seconds by which it favours it over ``alone``;
-    empty where the choice is as cheap alone."""
+    """The alternatives of one choice, best first. ``alone``: the cheapest one without neighbours. ``decided_by``: the
+    neighbour that made the choice, by ``favour`` seconds over ``alone``; empty if the choice is as cheap alone."""
 
     name: str
     kind: str
@@ -98,7 +95,7 @@ class Explanation:
                 f"{self.alone}, the cheapest alone"
             )
         else:
-            lines.append("  cheapest alone: no neighbour had to decide")
+            lines.append("  the cheapest alone; no neighbour changed the choice")
         shown = [alternative for i, alternative in enumerate(self.alternatives) if i < 6 or alternative.chosen]
         for alternative in shown:
             mark = "*" if alternative.chosen else " "
@@ -123,7 +120,7 @@ def _described(term: Term) -> str:
 
 
 def explain(search: MeshSearch, name: str) -> Explanation:
-    """Why an operator (or the storage of a parameter) is as it is. Raises PlanError for an unknown name."""
+    """Explain the choice of an operator or of a parameter's storage. Raises PlanError for an unknown name."""
     cost, assignment = search.cost, search.outcome.assignment
     variable = find_variable(cost, name)
     local = _local(cost, assignment, variable)
@@ -162,24 +159,24 @@ def _term(neighbour: str, components: Floats, messages: tuple[ExplainedMessage, 
 
 
 def _local(cost: CostGraph, assignment: list[int], variable: int) -> list[tuple[int | None, str, Floats]]:
-    """(neighbour, its name, [values, components]) of all tables of a variable, its own first."""
+    """Return (neighbour, its name, prices of shape [values, components]) for a variable; its own prices are first."""
     size = cost.variables[variable].size
     itself = np.zeros((size, len(COMPONENTS)))
-    beside: dict[int, Floats] = {}
+    near: dict[int, Floats] = {}
     for scope, kind in cost.factors:
         if variable not in scope:
             continue
         other = next((v for v in scope if v != variable), None)
-        total = itself if other is None else beside.setdefault(other, np.zeros_like(itself))
+        total = itself if other is None else near.setdefault(other, np.zeros_like(itself))
         index = tuple(slice(None) if v == variable else assignment[v] for v in scope)
         for i, table in enumerate(cost.kinds[kind]):
             if table is not None:
                 total[:, i] += table[index]
-    return [(None, "", itself), *((other, variable_reference(cost, other), table) for other, table in beside.items())]
+    return [(None, "", itself), *((other, variable_reference(cost, other), table) for other, table in near.items())]
 
 
 def _messages(search: MeshSearch, variable: int, value: int, other: int | None) -> tuple[ExplainedMessage, ...]:
-    """What is communicated between a variable at a value and a neighbour as it is chosen."""
+    """Return the messages between a variable at a value and a neighbour's chosen value."""
     if other is None:
         return ()
     cost, assignment = search.cost, list(search.outcome.assignment)
@@ -192,7 +189,7 @@ def _messages(search: MeshSearch, variable: int, value: int, other: int | None) 
 
 
 def _conversions(cost: CostGraph, maker: int, taker: int, assignment: list[int]) -> Iterator[tuple[str, int, int]]:
-    """(value, node it is in, node it is needed in) of the conversions between two variables, each once."""
+    """Yield (value, source node, target node) for each distinct conversion between two variables."""
     variable, taken = cost.variables[taker], assignment[taker]
     if isinstance(variable, SharedVariable):
         made_by, starts = cost.maker[variable.name]

@@ -1,8 +1,8 @@
-"""The reference page of operators, written from the rule tables: what may be split, how, and what that communicates.
+"""Generate docs/operators.md from the rule tables: the splits of every operator, and their collectives.
 
-The page needs sample calls, since a rule knows its dims from a call; ``make operators`` takes those of the tests and
-writes docs/operators.md. Every splittable factor of a sample is split over two devices, operands stored as the split
-wants them, and the collectives of the resulting program are listed.
+A rule learns its dims from a call, so the page needs sample calls; ``make operators`` takes those of the tests.
+Every splittable factor of a sample is split over two devices, with the operands stored as the split needs them. The
+page lists the collectives of the resulting program.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from shardwise.rules.notation import format_dims
 from shardwise.rules.rule import Dims, OpRule
 
 NUM_DEVICES = 2
-MOST_RULES = 3  # per operator; further ones differ in the number of dims, mostly
+MOST_RULES = 3  # per operator; further ones mostly differ in the number of dims
 
-# Where a way of splitting comes from, by the file of the rule or the function of the lowering.
+# The publication of a way of splitting, by the file of the rule or the function of the lowering.
 SOURCES = {
     "matmul": "Shoeybi et al., Megatron-LM (2019), section 3",
     "convolution": "Dryden et al., Improving strong-scaling of CNN training (2019): halo exchange",
@@ -47,7 +47,7 @@ SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class SplitRow:
-    """A factor that may be split. ``forward``, ``backward``: what the split communicates on the sample."""
+    """A factor that can be split. ``forward``, ``backward``: the collectives of the split on the sample."""
 
     factor: str
     how: str
@@ -73,7 +73,7 @@ class OperatorRow:
 
 
 def entry_of(op: Op, graph: Graph) -> OperatorRow | None:
-    """What the page says about a call; None if the operator has no rule for it."""
+    """Return the table row of a sample call; None if the operator has no rule for it."""
     rule = tables.rule_of(op, graph)
     if rule is None:
         return None
@@ -97,7 +97,7 @@ def _split(name: str, kind: str, rule: OpRule, op: Op, graph: Graph) -> SplitRow
 
 
 def _communicated(name: str, rule: OpRule, op: Op, graph: Graph) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The collectives of a split over two devices: (forward, backward). The result stays as it comes."""
+    """Return the (forward, backward) collectives of a split over two devices; the result is not converted."""
     mesh = Mesh(x=NUM_DEVICES)
     rules = factor_graph(graph, {op.name: rule}).rules
     factored = rules[op.name]
@@ -115,14 +115,14 @@ def _communicated(name: str, rule: OpRule, op: Op, graph: Graph) -> tuple[tuple[
     backward: list[str] = []
     for conversion in spmd.conversions:
         dims = sizes.get(conversion.value)
-        forward += [_said(c, dims) for c in conversion.collectives()]
+        forward += [_format_collective(c, dims) for c in conversion.collectives()]
         if conversion.differentiable and flows:
-            backward += [_said(c, dims) for c in conversion.collectives(backward=True)]
+            backward += [_format_collective(c, dims) for c in conversion.collectives(backward=True)]
     return _counted(forward), _counted(backward)
 
 
-def _said(collective: Collective, dims: Dims | None) -> str:
-    """``all_reduce of k n, 80 B``: the factors whose product is the number of elements, if it is an operand."""
+def _format_collective(collective: Collective, dims: Dims | None) -> str:
+    """Format a collective as ``all-reduce of `k n`, 80 B``; of an operand, with the factors of its dims."""
     kind = collective.kind.replace("_", "-")
     factors = " ".join(name for dim in dims for name in dim) if dims else ""
     of = f" of `{factors}`" if factors else ""
@@ -144,13 +144,13 @@ def _source(op: Op, rule: OpRule) -> str:
 
 
 def sections() -> Mapping[str, RuleTable]:
-    """Module of ``rules`` -> its table, in the order in which ``rules/tables.py`` imports them."""
+    """Map every module of ``rules`` to its table, in the order in which ``rules/tables.py`` imports them."""
     named = {name: value for name, value in vars(tables).items() if name.isupper() and name not in ("RULES", "CUSTOM")}
     return {f"shardwise.rules.{name.lower()}": table for name, table in named.items()}
 
 
 def home_of(target: OpOverload) -> tuple[str, str]:
-    """(title, module) of the table that has an operator."""
+    """Return (title, module) of the table that has an operator."""
     for module, table in sections().items():
         if target in table:
             return (import_module(module).__doc__ or "").partition("\n")[0], module
@@ -158,18 +158,18 @@ def home_of(target: OpOverload) -> tuple[str, str]:
 
 
 def page(calls: Iterable[tuple[Op, Graph]]) -> str:
-    """docs/operators.md from sample calls, each the one operator of its graph."""
+    """Return the text of docs/operators.md. ``calls``: sample calls, each the only operator of its graph."""
     entries: dict[OpOverload, list[OperatorRow]] = {}
     for op, graph in calls:
         entry = entry_of(op, graph)
-        known = entries.setdefault(op.target, [])
-        if entry is not None and entry.rule not in [e.rule for e in known] and len(known) < MOST_RULES:
-            known.append(entry)
+        rows = entries.setdefault(op.target, [])
+        if entry is not None and entry.rule not in [row.rule for row in rows] and len(rows) < MOST_RULES:
+            rows.append(entry)
     lines = [*_HEAD, f"{len(tables.RULES)} operators have rules.", ""]
     for module, table in sections().items():
         doc = (import_module(module).__doc__ or "").partition("\n\n")[0].replace("\n", " ")
         lines += [f"## {module.rpartition('.')[2].replace('_', ' ').capitalize()}", "", doc, "", *_TABLE_HEAD]
-        for group in _alike([entries.get(target, []) for target in table]):
+        for group in _group_equal([entries.get(target, []) for target in table]):
             lines.append(_row(group))
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
@@ -178,7 +178,7 @@ def page(calls: Iterable[tuple[Op, Graph]]) -> str:
 _HEAD = (
     "# Operators",
     "",
-    "What may be split, how, and what it communicates. Written by `make operators` from the rule tables and the sample",
+    "Splits and collectives of every operator. Written by `make operators` from the rule tables and the sample",
     "calls of their tests: do not edit. [adding-a-rule.md](adding-a-rule.md) explains the notation.",
     "",
     "Every operator also runs unsplit, and operators that are not here do only that. A factor splits in one of these",
@@ -186,8 +186,8 @@ _HEAD = (
     "",
     "* *parallel*: each device computes its part. Operands that lack the factor are whole on every device, and each of",
     "  their gradients is summed: an all-reduce of that operand (none if it has no gradient).",
-    "* *sum* (max, min, any): each device computes a summand of the result. Whoever consumes it pays: an all-reduce of",
-    "  the result, a reduce-scatter if it wants a part, nothing if it is linear and adds it to another partial value.",
+    "* *sum* (max, min, any): each device computes a summand of the result. Its consumer pays: an all-reduce of the",
+    "  result, a reduce-scatter if it wants a part, nothing if it is linear and adds it to another partial value.",
     "* *lowered*: other operators stand in for the operator; their collectives are listed.",
     "* *through windows*: devices exchange the rows that their parts of the result need (a halo).",
     "",
@@ -199,8 +199,8 @@ _HEAD = (
 _TABLE_HEAD = ("| operator | rule | sample | splits | whole | source |", "|---|---|---|---|---|---|")
 
 
-def _alike(entries: list[list[OperatorRow]]) -> list[list[OperatorRow]]:
-    """Operators that say the same, together: point-wise ones fill one row."""
+def _group_equal(entries: list[list[OperatorRow]]) -> list[list[OperatorRow]]:
+    """Group operators with equal rows; all point-wise ones fill one row, for example."""
     groups: dict[Any, list[OperatorRow]] = {}
     for of_operator in entries:
         for entry in of_operator:

@@ -1,4 +1,4 @@
-"""The operators of a plan as a tree of modules, equal layers once: types, conversions, seconds and alternatives."""
+"""The operators of a plan as a tree of modules, equal layers merged: types, conversions, seconds, alternatives."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _AXES = re.compile(r"@(\([\w.,]+\)|[\w.]+)|(replicated|partial)\(([^)]*)\)")
 
 @dataclass
 class Row:
-    """Equal operators. ``types``: of their results; ``reads``: the operators whose results the first of them reads;
-    ``seconds``: of all of them in a pass; ``why``: their alternatives, or why there are none."""
+    """A row of equal operators. ``types``: those of the results; ``reads``: the operators whose results the first one
+    reads; ``seconds``: the sum over a pass; ``why``: the alternatives, or the reason that there are none."""
 
     name: str
     strategy: str
@@ -46,7 +46,7 @@ class Row:
 
 @dataclass
 class Module:
-    """A module of the model: its parts, and the operators that it makes itself."""
+    """A module of the model: its submodules, and the operators that it calls itself."""
 
     name: str
     modules: dict[str, Module] = field(default_factory=dict)
@@ -59,8 +59,8 @@ class Module:
     @property
     def seconds(self) -> float | None:
         parts = [row.seconds for row in self.rows] + [module.seconds for module in self.modules.values()]
-        known = [seconds for seconds in parts if seconds is not None]
-        return sum(known) if known else None
+        priced = [seconds for seconds in parts if seconds is not None]
+        return sum(priced) if priced else None
 
     @property
     def time(self) -> str:
@@ -74,7 +74,7 @@ def rows_of(
     reads: Callable[[str], tuple[str, ...]],
     why: Callable[[str], Mapping[str, Any] | None],
 ) -> tuple[list[Row], list[str]]:
-    """The operators of a stage, and the conversions of what is delivered."""
+    """Return the rows of a stage's operators, and the conversions of its outputs."""
     merged, delivered = merged_operators(stage, buckets=False)
     sources = {entry.name: entry.source for entry in stage.operators}
     listed = [(row, members_of(row[0])) for row in merged]
@@ -101,7 +101,7 @@ def rows_of(
 
 
 def tree_of(rows: Iterable[Row]) -> Module:
-    """Rows under the modules of their names."""
+    """Return the tree of modules that contains the rows, by their names."""
     root = Module("the model itself")
     for row in rows:
         at = root
@@ -113,7 +113,7 @@ def tree_of(rows: Iterable[Row]) -> Module:
 
 
 def members_of(name: str) -> list[str]:
-    """The operators that a merged name stands for: ``blocks.0-1/add`` -> ``blocks.0/add``, ``blocks.1/add``."""
+    """Return the operators that a merged name stands for: ``blocks.0-1/add`` -> ``blocks.0/add``, ``blocks.1/add``."""
     spans = [[*_numbers(span)] for span in _RANGE.findall(name)]
     pieces = _RANGE.split(name)
     names = []
@@ -132,20 +132,20 @@ def _numbers(text: str) -> Iterator[int]:
 
 
 def alternatives(explanation: Explanation) -> dict[str, Any]:
-    """An explanation as rows: the best few and the chosen one."""
+    """Return an explanation as table rows: the best few alternatives and the chosen one."""
     listed = [
         alternative
         for i, alternative in enumerate(explanation.alternatives)
         if i < MOST_ALTERNATIVES or alternative.chosen
     ]
-    said = (
+    reason = (
         f"{explanation.decided_by} made the choice: {format_seconds(explanation.favour)} in favour of it over "
         f"{explanation.alone}, the cheapest alone"
         if explanation.decided_by
-        else "cheapest alone: no neighbour had to decide"
+        else "the cheapest alone; no neighbour changed the choice"
     )
     return {
-        "said": said,
+        "said": reason,
         "more": len(explanation.alternatives) - len(listed),
         "rows": [
             (
@@ -161,7 +161,7 @@ def alternatives(explanation: Explanation) -> dict[str, Any]:
 
 
 def mark_axes(text: str, meshes: Sequence[Mesh]) -> Markup:
-    """A layout, strategy or conversion with its mesh axes marked, each by a number of its own."""
+    """Return the HTML of a layout, strategy or conversion, with a numbered CSS class for every mesh axis."""
     names = list(dict.fromkeys(name for mesh in meshes for name, _ in mesh.axes))
 
     def marked(axes: str) -> Markup:

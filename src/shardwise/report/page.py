@@ -1,8 +1,8 @@
-"""A plan as one HTML file: its figures, where time and memory go, who holds what, every operator with its alternatives;
-beside a measured profile, or beside another plan.
+"""Write a plan as one HTML file: figures, time, memory, shards, and every operator with its alternatives; optionally
+with a measured profile or another plan for comparison.
 
-Nothing comes from a network. The page reads without its script, which finds operators, walks through charts by keyboard
-and shows shards on the device grid. Kinds are told by words, numbers and patterns, never by colour alone.
+The page loads nothing from a network. It can be read without its script, which finds operators, moves through charts
+by keyboard and shows shards on the device grid. Words, numbers and patterns distinguish kinds, not colour alone.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from shardwise.runtime.step_profile import StepProfile
 MOST_LISTED = 20
 MOST_CHANGES = 200
 
-Told = Callable[[str], tuple[str, ...]]
+OperatorLookup = Callable[[str], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class StageFigures:
-    """What is known of a stage beside the file of its plan, from the search that chose it. ``step``: a simulated pass;
-    ``over``: its memory, operator after operator, with all micro-batches in flight; ``types`` and ``reads``: of the
-    results of an operator, and the operators whose results it reads; ``why``: its alternatives."""
+    """What the search knows about a stage in addition to its plan file. ``step``: a simulated pass; ``over``: its
+    memory at every operator, with all micro-batches in flight. ``types``, ``reads`` and ``why`` map an operator to the
+    types of its results, to the operators whose results it reads, and to its alternatives."""
 
     step: SimulatedStep
     over: tuple[Peak, ...]
-    types: Told
-    reads: Told
+    types: OperatorLookup
+    reads: OperatorLookup
     why: Callable[[str], Mapping[str, Any] | None]
 
 
 @dataclass(frozen=True)
 class Share:
-    """A part of a whole. ``percent``: of it."""
+    """A part of a total, with its percentage."""
 
     name: str
     text: str
@@ -65,27 +65,37 @@ class Share:
 def write_page(
     path: str | Path,
     plan: Plan,
-    known: Sequence[StageFigures] = (),
+    figures: Sequence[StageFigures] = (),
     *,
     profile: StepProfile | PipelineProfile | None = None,
     other: Plan | None = None,
-    other_known: Sequence[StageFigures] = (),
+    other_figures: Sequence[StageFigures] = (),
 ) -> None:
-    """Write the page. ``known``: what the search says of every stage, for charts, types and alternatives (empty: there
-    is none); ``profile``: a measured step (``par.profile``) to lay over the prediction; ``other``: a plan to set beside
-    this one. Raises PlanError for a plan without a prediction, and for a profile of a plan with other stages."""
+    """Write the page.
+
+    Args:
+        path: The HTML file to write.
+        plan: The plan to show.
+        figures: The figures of every stage from the search, for charts, types and alternatives; or empty.
+        profile: A measured step (``par.profile``) to compare with the prediction.
+        other: Another plan to compare with.
+        other_figures: The figures of the stages of ``other``.
+
+    Raises:
+        PlanError: A plan has no prediction, or the profile is of a plan with other stages.
+    """
     for shown_plan in (plan, other):
         if shown_plan is not None and shown_plan.pipeline is None and not shown_plan.is_searched:
             raise PlanError(
                 problem(
-                    "the plan has no prediction, so there is nothing to look at: it was not chosen by price",
+                    "the plan has no prediction: it was not chosen by price",
                     fix='plan again with sw.plan(..., search="dynamic_programming"); print(plan) lists what it does',
                 )
             )
     measured = len(profile.stages) if isinstance(profile, PipelineProfile) else 1
     if profile is not None and measured != len(plan.stages):
-        what = f"the profile is of {measured} stages, the plan has {len(plan.stages)}"
-        raise PlanError(problem(what, fix="give what par.profile(...) measured under this plan"))
+        what = f"the profile has {measured} stages, the plan has {len(plan.stages)}"
+        raise PlanError(problem(what, fix="give the result of par.profile(...) under this plan"))
     meshes = [stage.mesh for shown_plan in (plan, other) if shown_plan is not None for stage in shown_plan.stages]
     environment = Environment(
         loader=PackageLoader("shardwise.report"),
@@ -96,30 +106,30 @@ def write_page(
     )
     environment.filters["typed"] = partial(mark_axes, meshes=meshes)
     loader = environment.loader
-    assert loader is not None, "it was just given"
+    assert loader is not None, "it is set above"
     content = environment.get_template("page.html").render(
         css=loader.get_source(environment, "page.css")[0],
         js=loader.get_source(environment, "page.js")[0],
         meshes=list(dict.fromkeys(map(str, meshes))),
         axes=list(dict.fromkeys(f"{name} of {size}" for mesh in meshes for name, size in mesh.axes)),
         axis_names=list(dict.fromkeys(name for mesh in meshes for name, _ in mesh.axes)),
-        own=_looked_at(plan, known),
-        other=None if other is None else _looked_at(other, other_known),
-        beside=None if other is None else _beside(plan, other),
+        own=_plan_data(plan, figures),
+        other=None if other is None else _plan_data(other, other_figures),
+        beside=None if other is None else _comparison(plan, other),
         measured=_measured(profile) if isinstance(profile, StepProfile) else None,
         staged=_measured_stages(profile) if isinstance(profile, PipelineProfile) else None,
     )
     Path(path).write_text(content, encoding="utf-8")
 
 
-def _looked_at(plan: Plan, known: Sequence[StageFigures]) -> dict[str, Any]:
-    """A plan for the template."""
-    passes_or_none: Sequence[StageFigures | None] = known or (None,) * len(plan.stages)
+def _plan_data(plan: Plan, figures: Sequence[StageFigures]) -> dict[str, Any]:
+    """Return what the template shows of a plan."""
+    passes_or_none: Sequence[StageFigures | None] = figures or (None,) * len(plan.stages)
     stages = [_stage(stage, of_stage) for stage, of_stage in zip(plan.stages, passes_or_none, strict=True)]
     cluster = priced_cluster(plan)
     passes = [
-        _pass(of_stage, stage.mesh, len(known), cluster)
-        for stage, of_stage in zip(plan.stages, known, strict=bool(known))
+        _pass(of_stage, stage.mesh, len(figures), cluster)
+        for stage, of_stage in zip(plan.stages, figures, strict=bool(figures))
     ]
     rows = [(number, row) for number, stage in enumerate(stages) for row in stage["rows"] if row.seconds]
     return {
@@ -127,7 +137,7 @@ def _looked_at(plan: Plan, known: Sequence[StageFigures]) -> dict[str, Any]:
         "figures": format_figures(plan),
         "communication": [(name, text) for name, text in _communication(plan).items()],
         "of_outputs": of_outputs(plan),
-        "time": _places(plan),
+        "time": _pipeline_time(plan),
         "passes": passes,
         "longest": sorted(rows, key=lambda row: -(row[1].seconds or 0.0))[:MOST_LISTED],
         "schedule": _schedule(plan),
@@ -143,32 +153,32 @@ def _communication(plan: Plan) -> dict[str, str]:
     }
 
 
-def _places(plan: Plan) -> list[Share]:
-    """Of the step of a pipeline, all places together."""
+def _pipeline_time(plan: Plan) -> list[Share]:
+    """Return the busy and idle time of a pipeline's step, summed over pipeline ranks; empty without a pipeline."""
     if plan.pipeline is None:
         return []
     waits, whole = plan.pipeline.bubble, plan.pipeline.step_seconds
-    parts = [("places at work", 1 - waits), ("places that wait (bubbles)", waits)]
+    parts = [("pipeline ranks busy", 1 - waits), ("pipeline ranks idle (bubbles)", waits)]
     return [Share(name, format_seconds(share * whole), 100 * share) for name, share in parts]
 
 
-def _pass(known: StageFigures, mesh: Mesh, num_stages: int, cluster: Cluster | None) -> dict[str, Any]:
-    """A simulated pass for the template. The boxes of a page are shared by its stages."""
-    step = known.step
+def _pass(figures: StageFigures, mesh: Mesh, num_stages: int, cluster: Cluster | None) -> dict[str, Any]:
+    """Return what the template shows of a simulated pass. The stages of a page share its limits of boxes and points."""
+    step = figures.step
     takes = format_seconds(step.seconds)
     return {
         "seconds": takes if cluster is None else format_interval_seconds(between(step.seconds, step.compute, cluster)),
         "time": _time(step),
         "messages": _messages(step, mesh),
         "memory": _memory(step.peak),
-        "over": memory_over(known.over, step.peak, most=max(MOST_POINTS // num_stages, 40)),
+        "over": memory_over(figures.over, step.peak, most=max(MOST_POINTS // num_stages, 40)),
         "peak": f"{format_bytes_interval(step.peak_bytes, cluster)} in {step.peak.where}",
         "timeline": timeline(step.events, step.seconds, mesh, most=max(MOST_EVENTS // num_stages, 100)),
     }
 
 
 def _time(step: SimulatedStep) -> list[Share]:
-    """Of a pass."""
+    """Return the parts of a pass's time."""
     waits = max(step.seconds - step.compute - step.exposed, 0.0)
     seconds = [("operators and update", step.compute), ("waiting for messages (exposed)", step.exposed)]
     seconds += [("waiting for the host to start kernels", waits)]
@@ -177,7 +187,7 @@ def _time(step: SimulatedStep) -> list[Share]:
 
 
 def _messages(step: SimulatedStep, mesh: Mesh) -> list[tuple[str, str, str, str, str]]:
-    """(kind, over which axes, how many, bytes, seconds) of the messages of a pass."""
+    """Return (kind, axes, count, bytes, seconds) for the messages of a pass, the most expensive first."""
     count: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
     for event in step.events:
         if event.stream:
@@ -197,7 +207,7 @@ def _memory(peak: Peak) -> list[Share]:
 
 
 def _pipeline(plan: Plan) -> list[tuple[str, ...]]:
-    """A row per stage: its number, ranks, seconds forward and backward, peak, what it sends, and its bubble."""
+    """Return a row per stage: number, ranks, mesh, operators, forward and backward time, peak, sent bytes, bubble."""
     if plan.pipeline is None:
         return []
     return [
@@ -217,23 +227,23 @@ def _pipeline(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _schedule(plan: Plan) -> dict[str, Any] | None:
-    """What every place does when; None for a plan without stages, and one of a file that lacks their seconds."""
+    """Return the schedule chart; None for a plan without stages, and for a plan file without their seconds."""
     simulated = simulated_order(plan)
     if simulated is None or plan.pipeline is None:
         return None
     return schedule_rows(*simulated, [stage.seconds for stage in plan.pipeline.stages])
 
 
-def _stage(stage: Stage, known: StageFigures | None) -> dict[str, Any]:
+def _stage(stage: Stage, figures: StageFigures | None) -> dict[str, Any]:
     names = {operator.name for operator in stage.operators}
     seconds: defaultdict[str, float] | None = None
-    if known is not None:
+    if figures is not None:
         seconds = defaultdict(float)
-        for event in known.step.events:
+        for event in figures.step.events:
             if not event.stream and event.part != "update":
                 seconds[owner_of(event.name, names)] += event.seconds
-    told = (_nothing, _nothing, lambda name: None) if known is None else (known.types, known.reads, known.why)
-    rows, delivered = rows_of(stage, seconds, *told)
+    lookups = (_nothing, _nothing, lambda _: None) if figures is None else (figures.types, figures.reads, figures.why)
+    rows, delivered = rows_of(stage, seconds, *lookups)
     return {
         "mesh": str(stage.mesh),
         "ranks": len(stage.placement.ranks),
@@ -248,8 +258,8 @@ def _nothing(name: str) -> tuple[str, ...]:
     return ()
 
 
-def _beside(plan: Plan, other: Plan) -> dict[str, Any]:
-    """Figures of two plans, and what differs."""
+def _comparison(plan: Plan, other: Plan) -> dict[str, Any]:
+    """Return the figures of two plans, and their differences."""
     figures, others = dict(plan_figures(plan)), dict(plan_figures(other))
     difference = plan.diff(other)
     changes = {
@@ -272,7 +282,8 @@ def _in_seconds(name: str, measured: float, predicted: float) -> tuple[str, ...]
 
 
 def _measured_stages(profile: PipelineProfile) -> dict[str, Any]:
-    """A profile of stages for the template: figures of the step, of every stage, and both schedules on one scale."""
+    """Return what the template shows of a pipeline's profile: figures of the step and of every stage, and the measured
+    and predicted schedules on one scale."""
     waits, foreseen = profile.bubbles
     stages = zip(profile.measured, profile.predicted, strict=True)
     ends = [event.start + event.seconds for places in profile.events for place in places for event in place]
@@ -283,7 +294,7 @@ def _measured_stages(profile: PipelineProfile) -> dict[str, Any]:
         "order_bubble": f"{profile.order_bubble:.1%}",
         "figures": [
             _in_seconds("step without its optimizer", *profile.step_seconds),
-            ("places that wait (bubbles)", f"{waits:.1%}", f"{foreseen:.1%}", _ratio(waits, foreseen)),
+            ("pipeline ranks idle (bubbles)", f"{waits:.1%}", f"{foreseen:.1%}", _ratio(waits, foreseen)),
         ],
         "rows": [
             row
@@ -304,7 +315,7 @@ def _measured_stages(profile: PipelineProfile) -> dict[str, Any]:
 
 
 def _measured(profile: StepProfile) -> dict[str, Any]:
-    """A profile for the template: figures, rows, and both timelines on one scale."""
+    """Return what the template shows of a profile: figures, rows, and both timelines on one scale."""
     (seconds, expected), (peak, foreseen) = profile.step_seconds, profile.peak_bytes
     ends = [max((e.start + e.seconds for e in events), default=0.0) for events in profile.events]
     titles = ("measured, one by one", "predicted")

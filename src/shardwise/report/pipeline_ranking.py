@@ -1,4 +1,4 @@
-"""The best pipelines, side by side: what ``plan.top`` says of a plan of stages."""
+"""The table of the best pipelines that ``plan.top`` returns for a plan with stages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ WIDTH = 120
 
 @dataclass(frozen=True, slots=True)
 class PipelineRanking:
-    """The chosen pipeline, then the others by their simulated step. ``looked_at``: how many others were planned, of
-    which ``refused`` could not be: a stage without parameters, or one that does not fit."""
+    """The chosen pipeline, then the others in the order of their simulated step. ``looked_at``: the number of others
+    that were tried. ``refused`` of them could not be planned: a stage has no parameters, or does not fit."""
 
     pipelines: tuple[RankedPipeline, ...]
     looked_at: int
@@ -26,7 +26,7 @@ class PipelineRanking:
 
     def __str__(self) -> str:
         table = Table(box=SIMPLE_HEAD, pad_edge=False)
-        for title in ("", "step", "beside the chosen", "bubble", "held"):
+        for title in ("", "step", "vs. chosen", "bubble", "memory"):
             table.add_column(title, justify="right", no_wrap=True)
         table.add_column("differs in", overflow="fold")
         first = self.pipelines[0]
@@ -44,8 +44,8 @@ class PipelineRanking:
         console.print(table)
         assert isinstance(console.file, StringIO)
         lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-        refused = f", {self.refused} of which could not be" if self.refused else ""
-        what = f"the best of {self.looked_at} others that were planned{refused}; not of all pipelines"
+        refused = f" ({self.refused} of them could not be planned)" if self.refused else ""
+        what = f"the best of {self.looked_at} others that were tried{refused}, not of all pipelines"
         return "\n".join([*(line for line in lines if line), f"by simulated step after the chosen pipeline; {what}"])
 
 

@@ -30,7 +30,7 @@ from shardwise.report.alternatives import PlanRanking, WhatIf, top, what_if
 from shardwise.report.cost_graph_file import write_cost_graph
 from shardwise.report.explain import Explanation, explain
 from shardwise.report.outline import alternatives
-from shardwise.report.page import StageFigures, Told, write_page
+from shardwise.report.page import OperatorLookup, StageFigures, write_page
 from shardwise.report.pipeline_ranking import PipelineRanking
 from shardwise.report.stage_passes import StagePass, stage_passes, stage_peak, with_saved
 from shardwise.report.stage_traces import tracks_of
@@ -40,23 +40,23 @@ from shardwise.search.auto import MeshSearch
 from shardwise.search.micro_batch import MicroBatchOutcome
 from shardwise.untrusted_text import shorten_repr
 
-MOST_PLANS = 1000  # that are ranked
+MOST_PLANS = 1000  # the limit of k of ``top``
 
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """The micro-batches that were tried, in this order, and the one that was taken."""
+    """The micro-batch sizes that were tried, in this order, and the one that was taken."""
 
     tried: tuple[MicroBatchOutcome, ...]
     taken: int | None
 
     def __str__(self) -> str:
         if not self.tried:
-            return f"a pass is over {self.taken} samples, as was said; nothing else was tried"
-        lines = [f"a pass is over {self.taken} samples; tried, the largest first, until steps got longer:"]
+            return f"a micro-batch has {self.taken} samples, as requested; no other size was tried"
+        lines = [f"a micro-batch has {self.taken} samples; tried, the largest first, until steps got longer:"]
         for size in self.tried:
             fits = f"step {format_seconds(size.step_seconds)}, peak {format_bytes(int(size.num_bytes))}"
-            lines.append(f"  {size.micro_batch} ({size.passes} passes): {size.refused or fits}")
+            lines.append(f"  {size.micro_batch} ({size.passes} micro-batches): {size.refused or fits}")
         return "\n".join(lines)
 
 
@@ -107,30 +107,42 @@ class MeshReport(SearchReport):
         return MeshReport(plan, replace(finished_search, called=plan.mesh), peak)
 
     def explain(self, name: str) -> Explanation | MicroBatches:
-        """Why an operator (or the storage of a parameter) is as it is: its alternatives with their prices, term by
-        term, and the neighbour that made the choice; ``"micro_batch"``: which were tried, where it was chosen. Raises
-        PlanError for an unknown name."""
+        """Explain one choice: its alternatives with their prices, term by term, and the neighbour that made the choice.
+
+        Args:
+            name: An operator or a parameter, as the plan prints it; or ``"micro_batch"`` for the sizes that were tried.
+
+        Raises:
+            PlanError: The name is unknown.
+        """
         if name == "micro_batch":
             return MicroBatches(self.tried, self.plan.micro_batch)
         return explain(self.finished_search, name)
 
     def what_if(self, name: str, choice: str) -> WhatIf:
-        """What the best plan would be if an operator had the strategy (or a parameter the layout) ``choice``. Raises
-        PlanError for a name or a choice that there is not."""
+        """Return the best plan in which one choice is changed, and all choices that change with it.
+
+        Args:
+            name: An operator or a parameter, as the plan prints it.
+            choice: Its strategy (of a parameter, its layout), as ``explain`` prints it.
+
+        Raises:
+            PlanError: The name or the choice is unknown.
+        """
         return what_if(self.finished_search, name, choice)
 
     def top(self, k: int = 5) -> PlanRanking:
-        """The best ``k`` plans of the search (up to ``MOST_PLANS``), by the same prices."""
+        """Return the best ``k`` plans of the search (1 to ``MOST_PLANS``) at the same prices, the chosen one first."""
         return top(self.finished_search, _checked_count(k))
 
     def cost_graph(self, path: str | Path) -> None:
-        """Write what the search minimised, with the chosen entries marked: JSON, or DOT if the path ends in
-        ``.dot``."""
+        """Write the cost graph that the search minimised, with the chosen entries marked: as JSON, or as DOT if the
+        path ends in ``.dot``."""
         write_cost_graph(self.finished_search, path)
 
     def trace(self, path: str | Path) -> None:
-        """Write a simulated pass as a trace, which https://ui.perfetto.dev and chrome://tracing open: operators, and
-        the messages of every group of devices, with lines of the model, and the memory that is held meanwhile."""
+        """Write a simulated pass as a trace for https://ui.perfetto.dev or chrome://tracing. It has the operators with
+        their lines of the model, the messages of every group of devices, and the memory in use."""
         program, step, over = self._simulated()
         mesh = self.plan.mesh
         lines = {op.name: op.source for op in program.spmd.graph.ops}
@@ -143,10 +155,10 @@ class MeshReport(SearchReport):
         def why(name: str) -> Mapping[str, Any]:
             return alternatives_of(self.finished_search, name)
 
-        return (StageFigures(step, over, *_told_by(self.finished_search.cost.domains.graph, program), why),)
+        return (StageFigures(step, over, *_types_and_reads(self.finished_search.cost.domains.graph, program), why),)
 
     def _simulated(self) -> tuple[RankProgram, SimulatedStep, tuple[Peak, ...]]:
-        """The program of the fullest rank, a pass of it, and the most that is held at every operator."""
+        """Return the program of the fullest rank, a simulated pass of it, and its memory at every operator."""
         program = busiest_program(program_of(self.plan, self.finished_search.cost.domains.graph), VjpCache())
         prices = prices_of(self.plan)
         return program, simulate_program(program, prices), memory_of_program(program, prices, over_time=True).over
@@ -154,21 +166,21 @@ class MeshReport(SearchReport):
 
 @dataclass(frozen=True, slots=True)
 class StageExplanation:
-    """Why something is as it is in its ``stage``. ``alike``: what it is called in the first of equal stages, whose
-    search this is; empty: by its own name."""
+    """An explanation of a choice in its ``stage``. Equal stages share the search of the first one; ``alike`` is the
+    name there, or empty if it is the same."""
 
     stage: int
     alike: str
     explanation: Explanation
 
     def __str__(self) -> str:
-        alike = f", planned as an equal one: there it is {self.alike}" if self.alike else ""
-        return f"in stage {self.stage}{alike}\n{self.explanation}"
+        shared = f", planned as an equal stage, where its name is {self.alike}" if self.alike else ""
+        return f"in stage {self.stage}{shared}\n{self.explanation}"
 
 
 @dataclass(frozen=True, slots=True)
 class StageWhatIf:
-    """The best plan of a ``stage`` in which one of its choices is another; predicted is a pass of that stage."""
+    """The best plan of a ``stage`` with one choice changed. The prediction is for a pass of that stage."""
 
     stage: int
     found: WhatIf
@@ -199,17 +211,32 @@ class PipelineReport(SearchReport):
         return PipelineReport(plan, searches, found)
 
     def explain(self, name: str) -> StageExplanation:
-        """Why an operator (or the storage of a parameter) is as it is in its stage: as ``Planned.explain``. What
-        crosses between stages, and parameters that several have, were brought together afterwards. Raises PlanError for
-        an unknown name, and where no stage was chosen by price."""
+        """Explain one choice in its stage, as ``MeshReport.explain`` does.
+
+        The layouts of values between stages, and of parameters in several stages, were unified after the search.
+
+        Args:
+            name: An operator or a parameter, as the plan prints it.
+
+        Raises:
+            PlanError: The name is unknown, or no stage was chosen by price.
+        """
         number, searched = self._home(name)
         called = searched.names[name]
         return StageExplanation(number, "" if called == name else called, explain(searched.search, called))
 
     def what_if(self, name: str, choice: str) -> StageWhatIf:
-        """What the best plan of its stage would be if an operator had the strategy (or a parameter the layout)
-        ``choice``: as ``Planned.what_if``, of a pass of that stage. The other stages, and what crosses between them,
-        stay as they are. Raises as ``explain`` does, and for a choice that there is not."""
+        """Return the best plan of a stage in which one choice is changed, as ``MeshReport.what_if`` does.
+
+        The prediction is for a pass of that stage. The other stages, and the values between stages, are not changed.
+
+        Args:
+            name: An operator or a parameter, as the plan prints it.
+            choice: Its strategy (of a parameter, its layout), as ``explain`` prints it.
+
+        Raises:
+            PlanError: The name or the choice is unknown, or no stage was chosen by price.
+        """
         number, searched = self._home(name)
         answer = what_if(searched.search, searched.names[name], choice)
         names = {called: name for name, called in searched.names.items()}
@@ -222,31 +249,42 @@ class PipelineReport(SearchReport):
         return StageWhatIf(number, replace(answer, changed=changed))
 
     def top(self, k: int = 5, *, joint: AutoStagesReport | None = None) -> PipelineRanking:
-        """The best ``k`` pipelines (up to ``MOST_PLANS``) of those that are near: every cut moved by a block (or an
-        operator, where there are none), and micro-batches of the other sizes that were looked at; each is planned and
-        simulated as the chosen one was. ``joint``: the settings of a joint search, which are compared as well. Raises
-        PlanError where no stage was chosen by price."""
+        """Return the best ``k`` of the pipelines that are close to this one.
+
+        Each cut is moved by a block (by an operator, if there are no blocks), and the other micro-batch sizes that were
+        tried are taken. Each pipeline is planned and simulated as the chosen one was.
+
+        Args:
+            k: The number of pipelines, 1 to ``MOST_PLANS``.
+            joint: The settings of a joint search, which are compared as well.
+
+        Raises:
+            PlanError: No stage was chosen by price.
+        """
         return PipelineRanking(*rank_pipelines(self.found, _checked_count(k), joint))
 
     def _home(self, name: str) -> tuple[int, StageSearchResult]:
-        """The stage that has an operator or a parameter, and its search."""
+        """Return the stage that has an operator or a parameter, and its search."""
         for number, searched in enumerate(self.searched):
             if searched is not None and name in searched.names:
                 return number, searched
-        known = [name for searched in self.searched if searched is not None for name in searched.names]
-        if not known:
+        names = [name for searched in self.searched if searched is not None for name in searched.names]
+        if not names:
             raise PlanError(problem("no stage was chosen by price", fix='plan with search="dynamic_programming"'))
-        near = ", ".join(get_close_matches(name, known, 3) or known[:6])
+        near = ", ".join(get_close_matches(name, names, 3) or names[:6])
         raise PlanError(problem(f"no stage has {name!r}", fix=f"one of {near}, ..."))
 
     def passes(self) -> tuple[StagePass, ...]:
-        """Every stage with a simulated pass over a micro-batch."""
+        """Return a simulated pass over a micro-batch for every stage."""
         return stage_passes(self.plan, self.found.graph, self.found.prelude)
 
     def trace(self, path: str | Path) -> None:
-        """Write a simulated step as a trace, which https://ui.perfetto.dev and chrome://tracing open: of every place
-        its actions, what its stages send, the operators and messages of the first micro-batch, with lines of the model,
-        and the memory that a device holds meanwhile. Raises PlanError for stages that were not chosen by price."""
+        """Write a simulated step as a trace for https://ui.perfetto.dev or chrome://tracing.
+
+        It has the actions of every pipeline rank, its sends, the operators and messages of the first micro-batch with
+        their lines of the model, and the memory that a device uses. Raises PlanError for stages that were not chosen by
+        price.
+        """
         write_trace(path, tracks_of(self.plan, self.passes()))
 
     def cost_graph(self, path: str | Path) -> None:
@@ -262,7 +300,7 @@ class PipelineReport(SearchReport):
         """Return the figures of every stage, with its operators' types and alternatives."""
         if self.plan.pipeline is None:
             return ()
-        asked: dict[tuple[int, str], Mapping[str, Any]] = {}  # equal stages have one search
+        explained: dict[tuple[int, str], Mapping[str, Any]] = {}  # equal stages have one search
 
         def why(name: str) -> Mapping[str, Any] | None:
             home = self._searched_as(name)
@@ -270,10 +308,10 @@ class PipelineReport(SearchReport):
                 return None
             searched, called = home
             key = id(searched.search), called
-            if key not in asked:
-                asked[key] = alternatives_of(searched.search, called)
-            said = f"as {called} of an equal stage: " if called != name else ""
-            return {**asked[key], "said": said + asked[key]["said"]}
+            if key not in explained:
+                explained[key] = alternatives_of(searched.search, called)
+            prefix = f"as {called} of an equal stage: " if called != name else ""
+            return {**explained[key], "said": prefix + explained[key]["said"]}
 
         passes = []
         for number, of_stage in enumerate(self.passes()):
@@ -281,11 +319,11 @@ class PipelineReport(SearchReport):
             waiting = stage_peak(self.plan, number, of_stage.step).num_bytes - of_stage.step.peak_bytes
             with_waiting = tuple(with_saved(peak, waiting) for peak in over)
             step = replace(of_stage.step, peak=with_saved(of_stage.step.peak, waiting))
-            passes.append(StageFigures(step, with_waiting, *_told_by(of_stage.graph, of_stage.program), why))
+            passes.append(StageFigures(step, with_waiting, *_types_and_reads(of_stage.graph, of_stage.program), why))
         return tuple(passes)
 
     def _searched_as(self, name: str) -> tuple[StageSearchResult, str] | None:
-        """The search for the stage of an operator, and what the operator is called there."""
+        """Return the search of an operator's stage, and the name of the operator there."""
         for searched in self.searched:
             if searched is not None and searched.names.get(name) in searched.search.cost.domains.graph.op_by_name:
                 return searched, searched.names[name]
@@ -334,8 +372,8 @@ class AutoStagesSearchReport(SearchReport):
         return self.chosen.stage_figures()
 
 
-def _told_by(graph: Graph, program: RankProgram) -> tuple[Told, Told]:
-    """The types of the results of an operator, and the operators whose results it reads."""
+def _types_and_reads(graph: Graph, program: RankProgram) -> tuple[OperatorLookup, OperatorLookup]:
+    """Return two lookups by operator: the types of its results, and the operators whose results it reads."""
     makers = {name: op.name for op in graph.ops for name in op.results}
     layouts = program.spmd.layouts
 
@@ -352,12 +390,12 @@ def _told_by(graph: Graph, program: RankProgram) -> tuple[Told, Told]:
 def _checked_count(k: int) -> int:
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MOST_PLANS:
         fix = f"a whole number from 1 to {MOST_PLANS:,}"
-        raise PlanError(problem(f"the best {shorten_repr(k)} plans are asked for", fix=fix))
+        raise PlanError(problem(f"k is {shorten_repr(k)}", fix=fix))
     return k
 
 
 def alternatives_of(search: MeshSearch, name: str) -> Mapping[str, Any]:
-    """Rows for a page; or, of an operator that has no choice of its own, a sentence that says so."""
+    """Return table rows for the page; for an operator without alternatives, the reason."""
     try:
         return alternatives(explain(search, name))
     except PlanError as error:

@@ -1,12 +1,12 @@
-"""How much of a model a plan really splits: of its arithmetic, and of its parameters.
+"""Compute the share of a model's FLOPs and parameters that a plan really splits.
 
-An operator that passes every comparison because it runs whole on every device costs what it costs on one device. Over
-N devices, with ``whole`` operations in the model and ``busiest`` on the device that does most, the share is
+An operator that runs whole on every device is correct, but saves nothing. Over N devices, with ``whole`` operations in
+the model and ``busiest`` on the device that does most, the share is
 
     (1 - busiest / whole) / (1 - 1 / N)
 
-1 when every operator is divided by N, 0 when every device does everything. The parameters are measured by the same
-formula over the axes that do not split the inputs: data parallelism keeps them whole on purpose.
+It is 1 if every operator is divided by N, and 0 if every device does everything. The same formula measures the
+parameters, over the axes that do not split the inputs: data parallelism keeps parameters whole on purpose.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from shardwise.programs.spmd_steps import OpStep
 from shardwise.rules.rule import base_name
 from shardwise.rules.tables import rule_of
 
-MIN_PRINTED = 1e-4  # a remainder of a size that does not divide is not worth a line
+MIN_PRINTED = 1e-4  # hides small remainders of sizes that do not divide
 
 
 @dataclass(frozen=True, slots=True)
 class Unsplit:
     """An operator or a parameter that is not divided over all devices.
 
-    ``of_total``: what it makes of the FLOPs (of the bytes) of the model. ``lost``: what it takes from the share.
-    ``reason``: the axes that leave it whole, or the sizes that do not divide.
+    ``of_total``: its part of the model's FLOPs (or parameter bytes). ``lost``: its reduction of the share. ``reason``:
+    the axes that leave it whole, or the sizes that do not divide.
     """
 
     name: str
@@ -49,10 +49,10 @@ class Unsplit:
 
 @dataclass(frozen=True, slots=True)
 class BytesSent:
-    """What the busiest device sends in a step, by the bandwidth-optimal algorithm of every collective.
+    """Bytes that the busiest device sends in a step, with the bandwidth-optimal algorithm of every collective.
 
-    ``delivered``: in order to hand the outputs (the logits, say) whole to the user, and to store buffers; the rest of
-    the forward pass is ``forward``.
+    ``delivered``: bytes that return whole outputs (logits, for example) to the user and that store buffers. ``forward``
+    is the rest of the forward pass.
     """
 
     forward: float
@@ -62,9 +62,9 @@ class BytesSent:
 
 @dataclass(frozen=True)
 class SplitShare:
-    """What a plan splits. ``flops`` and ``parameters`` are shares from 0 to 1, or None where there is nothing to split
-    over (one device; only data axes). ``without_rule``: the operators that run unsplit because nothing is known about
-    them (they may be missing among the FLOPs). Worst items first.
+    """The split shares of a plan. ``flops`` and ``parameters`` are from 0 to 1, or None if there is nothing to split
+    over (one device; only data axes). ``without_rule``: the operators that run unsplit because they have no rule; the
+    FLOPs may lack them. Unsplit items are in the order of their loss, the worst first.
     """
 
     mesh: Mesh
@@ -79,16 +79,16 @@ class SplitShare:
 
 
 def share_of_plan(plan: Plan, graph: Graph) -> SplitShare:
-    """The share that a plan splits of the model it was made for. ``graph``: the captured model; meta tensors will do.
+    """Return the share that a plan splits. ``graph``: the captured model, which may have meta tensors.
 
-    Raises PlanError when the plan is for another model.
+    Raises PlanError if the plan is for another model.
     """
     return split_share(program_of(plan, graph))
 
 
 def split_share(spmd: SpmdProgram, *, data_axes: tuple[str, ...] | None = None) -> SplitShare:
-    """The share that a program splits. ``data_axes``: the sub-axes that need not split parameters; by default those
-    that split the inputs."""
+    """Return the share that a program splits. ``data_axes``: the sub-axes that need not split parameters; by default
+    those that split the inputs."""
     mesh, graph = spmd.mesh, spmd.graph
     if data_axes is None:
         inputs = [spmd.layouts[source.value] for source in graph.sources if source.kind == "input"]
@@ -109,7 +109,7 @@ def split_share(spmd: SpmdProgram, *, data_axes: tuple[str, ...] | None = None) 
 
 
 def _flops(spmd: SpmdProgram) -> tuple[float | None, tuple[Unsplit, ...]]:
-    """The share of the operations, and the operators that are not fully split. Equal operators are worked out once."""
+    """Return the share of the FLOPs, and the operators that are not fully split. Equal operators are computed once."""
     mesh = spmd.mesh
     steps = [step for step in spmd.steps if isinstance(step, OpStep) and step.placed.op.target in FLOPS]
     kinds = {_kind(step): step for step in steps}
@@ -136,7 +136,7 @@ def _flops(spmd: SpmdProgram) -> tuple[float | None, tuple[Unsplit, ...]]:
 
 
 def _parameters(spmd: SpmdProgram, data_axes: tuple[str, ...]) -> tuple[float | None, tuple[Unsplit, ...]]:
-    """The share of the parameter bytes, and the parameters that are not fully split, over the other axes."""
+    """Return the share of the parameter bytes over all but data axes, and the parameters that are not fully split."""
     mesh = spmd.mesh
     axes = tuple(axis for axis in mesh.sub_axes if axis not in data_axes)
     devices = mesh.size_of(axes)
@@ -167,12 +167,12 @@ def _share(total: int, busiest: int, devices: int) -> float | None:
 
 
 def _scale(total: int, devices: int) -> float:
-    """What an operation or byte too many on the busiest device takes from the share."""
+    """Return the reduction of the share per additional operation or byte on the busiest device."""
     return 1 / (total * (1 - 1 / devices)) if total and devices > 1 else 0.0
 
 
 def _kind(step: OpStep) -> tuple[object, ...]:
-    """What the operations of a step depend on."""
+    """Return a key of all that the FLOPs of a step depend on."""
     op = step.placed.op
     constants = tuple(arg for arg in op.args if isinstance(arg, str))  # the equation of an einsum
     return op.target, constants, step.operand_layouts, step.result_layouts
@@ -187,7 +187,7 @@ def _local_shapes(layouts: tuple[Layout, ...], coordinates: Mapping[str, int]) -
 
 
 def _without(layout: Layout, axes: tuple[str, ...]) -> Layout:
-    """The layout as if the devices along some axes were one."""
+    """Return the layout with some axes removed, as if they had size 1."""
     dims = tuple(
         tuple(Atom(atom.size, tuple(axis for axis in atom.axes if axis not in axes)) for atom in dim)
         for dim in layout.dims
@@ -196,7 +196,7 @@ def _without(layout: Layout, axes: tuple[str, ...]) -> Layout:
 
 
 def _reason_of_step(step: OpStep, mesh: Mesh) -> str:
-    """``whole over tp``, or ``h: 8 over 3`` for a factor whose size does not divide."""
+    """Format the reason: ``whole over tp``, or ``h: 8 over 3`` for a factor whose size does not divide."""
     strategy = step.placed.strategy
     idle = tuple(axis for axis in mesh.sub_axes if not any(axis in axes for _, axes in strategy.factors))
     uneven = [
@@ -235,7 +235,7 @@ def _bytes_sent(spmd: SpmdProgram) -> BytesSent:
 
 
 def share_table(shares: Mapping[str, SplitShare], *, num_worst: int = 3) -> Table:
-    """One row per model, with the operators and parameters that cost it most."""
+    """Return a table with a row per model, and the operators and parameters that reduce its share the most."""
     table = Table(show_lines=True, title="What the plan really splits")
     for header in ("model", "mesh", "ops", "no rule", "FLOPs", "parameter bytes", "sent per device", "worst items"):
         table.add_column(header, justify="left" if header in ("model", "mesh", "worst items") else "right")
@@ -256,7 +256,7 @@ def share_table(shares: Mapping[str, SplitShare], *, num_worst: int = 3) -> Tabl
 
 
 def _worst(share: SplitShare, number: int) -> list[str]:
-    """The worst ``number`` of the operators without a rule, of the operators, and of the parameters."""
+    """Return lines for the worst ``number`` of operators without a rule, other operators, and parameters."""
     lines = [[f"{name}: no rule" for name in share.without_rule]]
     for items in (share.operators_unsplit, share.parameters_unsplit):
         printed = [item for item in items if item.lost >= MIN_PRINTED]

@@ -1,7 +1,6 @@
-"""The stages of a pipeline's plan, each with a simulated pass over a micro-batch: what it takes, holds and sends.
+"""Simulate a pass over a micro-batch for every stage of a pipeline's plan: its time, memory and messages.
 
-The program of every stage is bound again from what the plan lists, so that types and events have the plan's own names
-of operators and axes.
+The program of every stage is bound again from the plan, so that types and events have its names of operators and axes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from shardwise.search.orders import OrderProblem
 
 @dataclass(frozen=True, eq=False)
 class StagePass:
-    """A stage by itself. ``graph``: what it computes; ``program``: that of its fullest rank, ``step``: a pass of it."""
+    """A stage without the others. ``program``: that of its fullest rank; ``step``: a simulated pass of the program."""
 
     graph: Graph
     program: RankProgram
@@ -39,7 +38,7 @@ class StagePass:
 
 
 def stage_passes(plan: Plan, graph: Graph, prelude: Graph | None) -> tuple[StagePass, ...]:
-    """All stages of a plan. ``graph``: of a pass of its step; ``prelude``: what that computes ahead of its passes."""
+    """Simulate all stages of a plan. ``graph``: one pass of its step; ``prelude``: the graph that runs once before."""
     stages, kinds, passes = bound(plan, graph, prelude=prelude, training=plan.training), VjpCache(), []
     for number, (part, spmd) in enumerate(zip(stages.cut.parts, stages.spmds, strict=True)):
         program, prices = busiest_program(spmd, kinds), prices_of(plan.alone(number))
@@ -48,19 +47,19 @@ def stage_passes(plan: Plan, graph: Graph, prelude: Graph | None) -> tuple[Stage
 
 
 def places_of(plan: Plan) -> tuple[int, ...]:
-    """Stage -> its place."""
+    """Return the pipeline rank of every stage."""
     places = list(dict.fromkeys(stage.placement.ranks for stage in plan.stages))
     return tuple(places.index(stage.placement.ranks) for stage in plan.stages)
 
 
 def order_in(plan: Plan) -> Order:
-    """What every place does in a step."""
+    """Return the actions of every pipeline rank in a step."""
     return order_of(schedule_of(plan.schedule, plan.order), 1 + max(places_of(plan)), plan.micro_batches)
 
 
 def simulated_order(plan: Plan) -> tuple[Order, SimulatedPipeline] | None:
-    """The step of a pipeline again, action by action; None for a plan without a prediction, and one of an older file,
-    which lacks seconds."""
+    """Simulate the step of a pipeline again, action by action. Return None if the plan has no prediction, or comes from
+    an older file without the seconds of stages."""
     if plan.pipeline is None:
         return None
     order = order_in(plan)
@@ -70,8 +69,8 @@ def simulated_order(plan: Plan) -> tuple[Order, SimulatedPipeline] | None:
 
 
 def step_interval(plan: Plan, passes: Sequence[StagePass], cluster: Cluster) -> Interval:
-    """Seconds of a step, between which two it is measured nine times of ten: operators are as uncertain as the device's
-    figures, all else as those of the level that is known least, in all stages at once."""
+    """Return the 90 % interval of a step's seconds. Operators vary by the spread of the device, all else by the largest
+    spread of the cluster's levels, in all stages at once."""
     assert plan.pipeline is not None, "it is predicted"
     operators, sent = 1 + cluster.device.spread, 1 + max((level.spread for level in cluster.levels), default=0.0)
     order, stages = order_in(plan), [stage.seconds for stage in plan.pipeline.stages]
@@ -97,19 +96,19 @@ def _scaled(stage: StageSeconds, factor: float, sent: float) -> StageSeconds:
 
 
 def stage_peak(plan: Plan, number: int, step: SimulatedStep) -> Peak:
-    """The most that a device holds of a stage, with all of its micro-batches in flight."""
+    """Return the peak memory of a stage on a device, with all of its micro-batches in flight."""
     assert plan.pipeline is not None, "it is predicted"
     return with_saved(step.peak, round(plan.pipeline.stages[number].peak_bytes) - step.peak_bytes)
 
 
 def with_saved(peak: Peak, more: int) -> Peak:
-    """A peak with so many bytes more that are saved for backward."""
+    """Return a peak with ``more`` additional bytes that are saved for backward."""
     return replace(peak, num_bytes=peak.num_bytes + more, parts={**peak.parts, "saved": peak.parts["saved"] + more})
 
 
 def fullest_place(plan: Plan, passes: Sequence[StagePass]) -> Peak:
-    """What a device of the place that holds most has of all of its stages, with their micro-batches in flight, while
-    the one of them that has most besides works."""
+    """Return the peak of a device on the fullest pipeline rank: all of its stages with their micro-batches in flight,
+    while the stage with the largest working memory runs."""
     place_of, order = places_of(plan), order_in(plan)
     kept = [float(stage_pass.step.kept_bytes) for stage_pass in passes]
     seconds = tuple(StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0) for _ in passes)

@@ -1,4 +1,4 @@
-"""A simulated step of a pipeline as the tracks of a trace: of every place what its device does and holds."""
+"""Write a simulated step of a pipeline as tracks of a trace: the actions and memory of every pipeline rank."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ FIRST = 0  # the micro-batch whose operators are shown
 
 
 def tracks_of(plan: Plan, passes: Sequence[StagePass]) -> list[Track]:
-    """One track per place: its actions, what its stages send to the next, the operators and messages of its first
-    micro-batch (of a backward in two parts none), and the memory of a device. ``passes``: of all stages. Raises
-    PlanError for a plan that was not simulated."""
+    """Return one track per pipeline rank: its actions, its sends, the operators and messages of its first micro-batch
+    (none of a backward in two parts), and the memory of a device. ``passes``: those of all stages. Raises PlanError for
+    a plan that was not simulated."""
     simulated = simulated_order(plan)
     if simulated is None or plan.pipeline is None:
         raise PlanError(
@@ -54,38 +54,38 @@ def _track(
             rows[title].append(Event(name, action.kind, (), start + taken, send))
         if action.micro_batch == FIRST and action.kind in ("forward", "backward"):
             inside += _inside(passes[number], action, start)
-    own = [number for number, home in enumerate(place_of) if home == place]
-    spmds = [passes[number].program.spmd for number in own]
+    numbers = [number for number, home in enumerate(place_of) if home == place]
+    spmds = [passes[number].program.spmd for number in numbers]
     first = {f"micro-batch {FIRST}: {title}": events for title, events in by_stream(inside, spmds[0].mesh).items()}
     lines = {op.name: op.source for spmd in spmds for op in spmd.graph.ops}
-    for number in own:
+    for number in numbers:
         actions.append(Event(f"stage {number}, update", "update", (), last, seconds[number].update))
         last += seconds[number].update
-    held = tuple(_held(timed, seconds, own, passes))
-    return Track(f"place {place}, simulated", {t: e for t, e in (rows | first).items() if e}, lines, held)
+    memory = tuple(_memory(timed, seconds, numbers, passes))
+    return Track(f"pipeline rank {place}, simulated", {t: e for t, e in (rows | first).items() if e}, lines, memory)
 
 
 def _inside(stage: StagePass, action: Action, start: float) -> Iterator[Event]:
-    """The operators and messages of an action, which begins at ``start``."""
-    own = [event for event in stage.step.events if event.part == action.kind]
+    """Return the operators and messages of an action that begins at ``start``."""
+    events = [event for event in stage.step.events if event.part == action.kind]
     begins = 0.0 if action.kind == "forward" else stage.step.forward
-    return (replace(event, start=start + event.start - begins) for event in own)
+    return (replace(event, start=start + event.start - begins) for event in events)
 
 
-def _held(
+def _memory(
     timed: Sequence[tuple[Action, float]],
     seconds: Sequence[StageSeconds],
-    own: Sequence[int],
+    stages: Sequence[int],
     passes: Sequence[StagePass],
 ) -> Iterator[Held]:
-    """What a device of a place holds while each action runs, and behind it. ``own``: the stages of the place."""
+    """Yield the memory of a device during and after each action. ``stages``: those of its pipeline rank."""
     staying = Counter[str]()
-    for number in own:
+    for number in stages:
         staying.update({**passes[number].step.rests, "saved": 0})
     in_flight = Counter[int]()
 
     def resting() -> Counter[str]:
-        saved = sum(in_flight[number] * passes[number].step.kept_bytes for number in own)
+        saved = sum(in_flight[number] * passes[number].step.kept_bytes for number in stages)
         return Counter({**staying, "saved": staying["saved"] + saved})
 
     yield 0.0, resting()

@@ -127,7 +127,8 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             problem(
                 f"{type(optimizer).__name__} holds {listed(names)} of the module that was split, and no gradients: "
                 "those are on this rank's shards",
-                fix="make the optimizer behind sw.parallelize, of par.parameters()",
+                fix="make the optimizer after sw.parallelize, of par.parameters()",
+                section="original-parameters",
             )
         )
 

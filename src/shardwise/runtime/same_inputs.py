@@ -97,7 +97,8 @@ class SameInputs:
                     f"in call {passed.call} {first} passed another {name} than {' and '.join(others)}; each passes "
                     "the whole batch, and that call trained on a mixture of them"
                 )
-                raise ShardwiseError(problem(what, fix=f"{SAME_INPUTS_FIX}; go on from before that call"))
+                fix = f"{SAME_INPUTS_FIX}; go on from before that call"
+                raise ShardwiseError(problem(what, fix=fix, section="different-calls"))
 
 
 def _named(ranks: list[int]) -> str:

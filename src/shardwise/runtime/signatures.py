@@ -171,7 +171,7 @@ def check_equal(
             what = (
                 f"ranks 0 and {other} pass different {name}, {signature.described(name)}; each passes the whole batch"
             )
-            raise ShardwiseError(problem(what, fix=SAME_INPUTS_FIX))
+            raise ShardwiseError(problem(what, fix=SAME_INPUTS_FIX, section="different-calls"))
 
 
 def _prints(signature: Signature, tensors: Sequence[torch.Tensor], device: torch.device) -> dict[str, int]:
@@ -198,6 +198,7 @@ def _check_same(everywhere: Sequence[Signature], holds: Holds, *, with_shapes: b
                 problem(
                     f"ranks make different calls: rank 0 in {first.mode}, rank {rank} in {other.mode}",
                     fix="call train(), eval(), step() and predict() alike on every rank, with gradients on or off",
+                    section="different-calls",
                 )
             )
         names = dict.fromkeys(name for name, _ in (*first.leaves, *other.leaves))
@@ -208,7 +209,8 @@ def _check_same(everywhere: Sequence[Signature], holds: Holds, *, with_shapes: b
                 continue
             fix = 'pass the same arguments on every rank, or each its part of the batch: inputs="local"'
             what = f"{name} is {first.described(name)} on rank 0 and {other.described(name)} on rank {rank}"
-            raise ShardwiseError(problem(f"ranks make different calls: {what}", fix=fix))
+            what = f"ranks make different calls: {what}"
+            raise ShardwiseError(problem(what, fix=fix, section="different-calls"))
 
 
 # -------------------------------------------------------------------------------------------------- parts of a batch

@@ -166,6 +166,7 @@ def check_initial_values(
                     f"{'s' * (len(differing) == 1)} from rank 0 ({len(differing)} of {len(first)} tensors)",
                     fix="build the module from the same seed on every rank (torch.manual_seed, or "
                     "sw.deferred(seed=...)), or load the same checkpoint on all before sw.parallelize",
+                    section="initial-values",
                 )
             )
 

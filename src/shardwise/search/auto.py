@@ -1,4 +1,4 @@
-"""The searches that choose by price, on one mesh: what they say of a plan, and the choice that comes out.
+"""The searches by price on one mesh: what they know of a plan, and the choice that they make.
 
 ``dynamic_programming``     exact variable elimination (``elimination``)
 ``ilp``                     the same cost graph as an integer program, solved by HiGHS
@@ -45,7 +45,7 @@ PRICED_SEARCHES: tuple[PricedSearch, ...] = get_args(PricedSearch)
 
 @dataclass
 class MeshSearch:
-    """One finished search on one mesh. ``called``: the same mesh as a plan calls its axes, where that is otherwise."""
+    """A finished search on one mesh. ``called``: the same mesh under the axis names of the plan, if these differ."""
 
     cost: CostGraph
     outcome: SearchOutcome
@@ -57,7 +57,7 @@ class MeshSearch:
 
     @property
     def names(self) -> Renaming:
-        """To those of the plan."""
+        """Return the renaming to the axes of the plan."""
         return Renaming(self.mesh, self.called or self.mesh)
 
     @property
@@ -66,7 +66,7 @@ class MeshSearch:
 
     @property
     def bounding_weights(self) -> CostWeights:
-        """Those under which the least sum is a bound of the step: what hides behind the other counts nothing."""
+        """Return the weights under which the least sum bounds the step: hidden seconds count nothing."""
         hidden = self.outcome.components[TRAFFIC] <= self.outcome.components[COMPUTE]
         return CostWeights(1.0, 1.0, 0.0) if hidden else CostWeights(1.0, 0.0, 1.0)
 
@@ -102,7 +102,7 @@ def cost_graph(
     prices: Prices,
     again: RecomputeSpec | None = None,
 ) -> CostGraph:
-    """Return the cost graph of a model on one mesh. ``again``: what backward makes again."""
+    """Return the cost graph of a model on one mesh. ``again``: what backward recomputes."""
     return build(domains_of(SearchSpace(graph, factored), axes, prices), fixed, again=again)
 
 
@@ -119,8 +119,8 @@ def separate_axes(fixed: Choices, mesh: Mesh) -> frozenset[str]:
 
 
 def run_search(cost: CostGraph, search: str, memory_bytes: float | None, cutoff: float = inf) -> MeshSearch:
-    """Return the best assignment of a cost graph; ``cutoff``: seconds of a step, so that a search which proves that it
-    comes to more than that may stop there. Raises DoesNotFit."""
+    """Return the best assignment of a cost graph. ``cutoff``: seconds of a step; a search may stop once it proves that
+    it exceeds these. Raises DoesNotFit."""
     if search == "recursive_programming":
         from shardwise.search.recursive_programming import recursive_search
 
@@ -157,14 +157,14 @@ def choice_of(cost: CostGraph, assignment: list[int]) -> Choice:
 
 
 def assignment_of(cost: CostGraph, choice: Choice) -> list[int] | None:
-    """Return the assignment that a choice (of another search) is in the cost graph, with the best shared layouts; None
-    if it is not in its space."""
+    """Return the assignment of another search's choice in the cost graph, with the best shared layouts, or None if it
+    is not in its space."""
     fixed: dict[int, int] = {}
     for number, variable in enumerate(cost.variables):
         if isinstance(variable, OperatorVariable):
-            wanted = choice.strategies[variable.name].choice_of
+            target = choice.strategies[variable.name].choice_of
             options = (variable.choice(value).choice_of for value in range(variable.size))
-            at = [value for value, choices in enumerate(options) if choices == wanted]
+            at = [value for value, choices in enumerate(options) if choices == target]
         elif isinstance(variable, (StorageVariable, ReceivedVariable)):
             node = variable.routes.node_of(choice.sources[variable.name])
             at = np.flatnonzero(variable.nodes == node).tolist()
@@ -177,6 +177,6 @@ def assignment_of(cost: CostGraph, choice: Choice) -> list[int] | None:
 
 
 def best_completion(cost: CostGraph, fixed: Mapping[int, int]) -> list[int]:
-    """Return the assignment of least step in which some variables have given values."""
+    """Return the assignment of least step in which some variables have fixed values."""
     solutions = [minimise(fix_variables(cost.weighted(CostWeights(1.0, 1.0 - m, m)), fixed)) for m in (0.0, 1.0)]
     return min((item.assignment for item in solutions), key=lambda values: step_seconds(cost.components(values)))

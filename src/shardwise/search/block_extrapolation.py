@@ -1,12 +1,12 @@
-"""A step of a program of many equal blocks, from programs of few of them.
+"""The step of a program of many equal blocks, extrapolated from programs of few of them.
 
-Where consecutive blocks are equal, and a plan treats them equally, every further one adds the same seconds and
-the same bytes. So a program with two of each such run is simulated, and for every run one with a third, unless it is
-known of another program what such a block adds; that counts as often as there are blocks beyond two. Of the peak it is
-the bytes while each operator runs that are carried on, as the peak of a short model may be somewhere else; by what most
-operators before the run, in it and behind it show, since messages that several blocks share may be on their way a
-little earlier or later. What is between the outermost blocks holds no more than these do, as what they hold changes
-evenly from one to the next.
+Where consecutive blocks are equal, and a plan treats them equally, every further one adds the same seconds and bytes.
+So a program with two blocks of each such run is simulated. For every run, a program with a third block shows what one
+adds, unless another program has shown it. That is multiplied by the number of blocks beyond two. For the peak, the
+bytes while each operator runs are extrapolated, as a short model may have its peak elsewhere. The growth is that of
+most operators before the run, in it and behind it, as messages that several blocks share may be in flight a little
+earlier or later. Blocks between the outermost ones hold no more than these, as the bytes change evenly from one to the
+next.
 
 The estimate orders candidates; the one that is taken is built and simulated as a whole.
 """
@@ -32,8 +32,8 @@ Simulate = Callable[[Graph, MemoryPolicy], SimulatedStep]
 
 @dataclass(frozen=True)
 class PerBlockCost:
-    """What one more block of a run adds to a step. ``added_bytes``: bytes by phase and *region*: the blocks before the
-    run, its first, its last, those behind it, and every operator outside of blocks."""
+    """The cost that one more block of a run adds to a step. ``added_bytes``: bytes by phase and *region*: the blocks
+    before the run, its first, its last, those behind it, and every operator outside of blocks."""
 
     seconds: float
     compute: float
@@ -45,7 +45,7 @@ class PerBlockCost:
 
     @staticmethod
     def of(two: SimulatedStep, three: SimulatedStep, region_of: Callable[[str], str]) -> PerBlockCost:
-        """From steps with two and with three of its blocks. ``region_of``: of an operator."""
+        """Return the difference of steps with two and with three blocks of a run. ``region_of``: of an operator."""
         added: dict[tuple[str, str], list[int]] = {}
         for (phase, op), size in two.held.items():
             added.setdefault((phase, region_of(op)), []).append(three.held.get((phase, op), size) - size)
@@ -62,8 +62,8 @@ class PerBlockCost:
 
 @dataclass(frozen=True, eq=False)
 class FoldedSteps:
-    """The steps of one model's plans. ``known``: what decides a short program with two blocks of every run -> its step;
-    ``further``: what decides a block -> what another one like it adds."""
+    """The steps of one model's plans. ``known``: key of a short program with two blocks of every run -> its step;
+    ``further``: key of a block -> the cost that another one like it adds."""
 
     graph: Graph
     known: dict[Hashable, SimulatedStep | None] = field(default_factory=dict)
@@ -75,8 +75,8 @@ class FoldedSteps:
         return Folding.of(self.graph)
 
     def step(self, choice: Choice, levers: MemoryPolicy, mesh: Mesh, simulate: Simulate) -> SimulatedStep | None:
-        """Return the step of a choice, from short programs that ``simulate`` builds; None: that is not worth it, or the
-        model cannot be shortened."""
+        """Return the step of a choice, from short programs that ``simulate`` builds, or None if that is not worth it,
+        or if the model cannot be shortened."""
         if len(self.graph.ops) < MIN_OPERATORS_TO_FOLD:
             return None
         keys = self._keys(choice, levers)
@@ -107,7 +107,7 @@ class FoldedSteps:
         return _extended(two, more)
 
     def _simulated(self, removed: Collection[int], levers: MemoryPolicy, simulate: Simulate) -> SimulatedStep | None:
-        """Return the step of the model without some blocks; None: it cannot be shortened so."""
+        """Return the step of the model without some blocks, or None if it cannot be shortened so."""
         graph = self.folding.without(removed)
         return None if graph is None else simulate(graph, _among(levers, graph))
 
@@ -127,7 +127,7 @@ class FoldedSteps:
         return "first" if number == run[0] else "last"
 
     def _keys(self, choice: Choice, levers: MemoryPolicy) -> list[int]:
-        """For every block a number for what a choice makes of it."""
+        """Return, for every block, a number for what a choice makes of it."""
         lever_of = _lever_of(levers)
         keys = []
         for block in self.folding.blocks:
@@ -142,7 +142,7 @@ class FoldedSteps:
         return keys
 
     def _outside(self, choice: Choice, levers: MemoryPolicy) -> int:
-        """Return a number for what a choice makes of all else."""
+        """Return a number for what a choice makes of everything outside of blocks."""
         lever_of, home = _lever_of(levers), self.folding.home
         names = [op.name for op in self.folding.outside]
         content = (
@@ -158,7 +158,7 @@ def _lever_of(levers: MemoryPolicy) -> Mapping[str, Hashable]:
 
 
 def _among(levers: MemoryPolicy, graph: Graph) -> MemoryPolicy:
-    """Return the levers for the operators of a graph."""
+    """Return the memory policy for the operators of a graph."""
     names = graph.op_by_name.keys()
     segments = (replace(segment, operators=segment.operators & names) for segment in levers.segments)
     return replace(levers, segments=tuple(segment for segment in segments if segment.operators))
@@ -168,19 +168,19 @@ def _extended(two: SimulatedStep, more: Sequence[tuple[int, PerBlockCost, Callab
     """Return a step with so many further blocks of each run."""
     num_bytes_at = {
         (phase, op): num_bytes
-        + sum(count * further.added_bytes.get((phase, region_of(op)), 0) for count, further, region_of in more)
+        + sum(count * block.added_bytes.get((phase, region_of(op)), 0) for count, block, region_of in more)
         for (phase, op), num_bytes in two.held.items()
     }
     phase, op = max(num_bytes_at, key=num_bytes_at.__getitem__)
     return SimulatedStep(
-        two.seconds + sum(count * further.seconds for count, further, _ in more),
-        two.compute + sum(count * further.compute for count, further, _ in more),
-        two.communication + sum(count * further.communication for count, further, _ in more),
-        two.exposed + sum(count * further.exposed for count, further, _ in more),
+        two.seconds + sum(count * block.seconds for count, block, _ in more),
+        two.compute + sum(count * block.compute for count, block, _ in more),
+        two.communication + sum(count * block.communication for count, block, _ in more),
+        two.exposed + sum(count * block.exposed for count, block, _ in more),
         Peak(num_bytes_at[phase, op], phase, op, {}),
-        two.forward + sum(count * further.forward for count, further, _ in more),
+        two.forward + sum(count * block.forward for count, block, _ in more),
         held=num_bytes_at,
-        kept_bytes=two.kept_bytes + sum(count * further.kept_bytes for count, further, _ in more),
+        kept_bytes=two.kept_bytes + sum(count * block.kept_bytes for count, block, _ in more),
     )
 
 

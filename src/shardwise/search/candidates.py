@@ -1,10 +1,8 @@
-"""Which assignments of a search are worth a simulation: those whose additive price is within a stated share of the
-least.
+"""Assignments of a search that are worth a simulation: their additive price is within a stated share of the least.
 
-An additive price knows no order. Plans of equal price can differ much on a timeline, where traffic is hidden only
-by the operators that happen to run beside it. So not only the cheapest assignment is looked at, but also what other
-searches find: the least sum where nothing hides, the greedy search, and the next best; and data parallelism, whatever
-its price.
+An additive price knows no order. Plans of equal price can differ much on a timeline, where traffic is hidden only by
+the operators that run beside it. So the results of other searches are also considered: the least sum if nothing hides,
+the greedy search, the next best, and data parallelism, whatever its price.
 """
 
 from __future__ import annotations
@@ -81,8 +79,8 @@ def candidates(
 
 
 def _of_mesh(search: MeshSearch, name: str, limit: float, most: float) -> Iterator[Candidate]:
-    """Yield the search's own first, then those of other searches, then the next best by what they take unhidden. Of
-    those that have the same components only one: they are the same plan but for its mirror images."""
+    """Yield the search's own first, then those of other searches, then the next best by their unhidden seconds. Of
+    those with the same components only one is yielded: they are the same plan up to symmetry."""
     outcome = search.outcome
     first = Candidate(search, outcome.assignment, outcome.components)
     yield first
@@ -105,7 +103,7 @@ def _candidate(search: MeshSearch, assignment: list[int]) -> Candidate:
 
 
 def _of_other_searches(search: MeshSearch, limit: float) -> Iterator[list[int]]:
-    """Yield the least sum where nothing hides, and what the greedy search finds."""
+    """Yield the least sum if nothing hides, and the result of the greedy search."""
     yield from _least(search, NOTHING_HIDES, 1)
     if len(search.cost.domains.graph.ops) <= MAX_OPERATORS_FOR_GREEDY:
         with suppress(DoesNotFit):
@@ -113,7 +111,7 @@ def _of_other_searches(search: MeshSearch, limit: float) -> Iterator[list[int]]:
 
 
 def _data_parallel(search: MeshSearch) -> Iterator[list[int]]:
-    """Data parallelism, where it is in the space (what the user fixed may leave it out)."""
+    """Yield data parallelism, if it is in the space (the user's choices may leave it out)."""
     cost, domains = search.cost, search.cost.domains
     if len(domains.graph.ops) > MAX_OPERATORS_FOR_GREEDY:
         return
@@ -124,13 +122,13 @@ def _data_parallel(search: MeshSearch) -> Iterator[list[int]]:
 
 
 def _listed(search: MeshSearch) -> list[list[int]]:
-    """Return the next best assignments, by their bound and where nothing hides."""
+    """Return the next best assignments, by their bound and if nothing hides."""
     count = min(NUM_LISTED_ASSIGNMENTS, MAX_LISTED_VARIABLES // max(len(search.cost.variables), 1))
     return _least(search, search.bounding_weights, count) + _least(search, NOTHING_HIDES, count)
 
 
 def _least(search: MeshSearch, weights: CostWeights, count: int) -> list[list[int]]:
-    """Return the assignments of least weighted sum; none where an elimination is too wide."""
+    """Return the assignments of least weighted sum, or none if an elimination is too wide."""
     try:
         return [assignment for _, assignment in k_best(search.cost.weighted(weights), count)]
     except TooWide:

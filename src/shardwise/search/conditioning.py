@@ -28,12 +28,12 @@ from shardwise.search.elimination import (
 
 
 def solve_conditioned(sums: Problem) -> Solution:
-    """Return an assignment that no change outside of a cutset improves, and a bound. Raises ShardwiseError where it
-    finds none that is allowed, though there may be one."""
+    """Return an assignment that no change outside of a cutset improves, and a bound. Raises ShardwiseError if it finds
+    no allowed one, though there may be one."""
     # Every table by itself, so that the order of elimination depends on scopes only: it is that of the relaxed problem.
-    apart = [(scope, i) for i, (scope, _) in enumerate(sums.factors)]
+    factors = [(scope, i) for i, (scope, _) in enumerate(sums.factors)]
     tables = Interner([sums.interner.tables[number] for _, number in sums.factors])
-    sums = Problem(sums.sizes, apart, tables, sums.known)
+    sums = Problem(sums.sizes, factors, tables, sums.known)
     assignment, avoided, bound = greedy(sums), frozenset[int](), -np.inf
     for _ in range(CONDITIONING_ROUNDS):
         cutset = _cutset(sums, avoided)
@@ -54,8 +54,8 @@ def _eliminated(sums: Problem) -> list[int]:
 
 
 def _cutset(sums: Problem, avoided: frozenset[int]) -> frozenset[int]:
-    """Variables without which elimination is narrow: always one of the widest joint table, of those in the most tables;
-    ``avoided`` ones only where that has no other."""
+    """Return variables without which elimination is narrow: always one of the widest joint table, of those in the most
+    tables; ``avoided`` ones only if that has no other."""
     degrees = np.bincount([variable for scope, _ in sums.factors for variable in scope])
     cutset: frozenset[int] = frozenset()
     while True:
@@ -70,9 +70,9 @@ def _cutset(sums: Problem, avoided: frozenset[int]) -> frozenset[int]:
 
 
 def _relaxed(sums: Problem, cutset: frozenset[int]) -> Problem:
-    """The problem without the cutset: tables choose the values of its variables for themselves. Before that, what a
-    value costs at least is moved between the tables of a variable until it is the same in all of them, which raises the
-    bound."""
+    """Return the problem without the cutset: tables choose the values of its variables for themselves. Before that, the
+    least cost of a value is moved between the tables of a variable until it is the same in all of them, which raises
+    the bound."""
     scopes = [scope for scope, _ in sums.factors]
     tables = [sums.interner.tables[number] for _, number in sums.factors]
     for variable in sorted(cutset):
@@ -91,7 +91,7 @@ def _relaxed(sums: Problem, cutset: frozenset[int]) -> Problem:
 
 
 def greedy(sums: Problem) -> list[int]:
-    """Variables in order take the value that costs least beside those before them, then each the best beside all."""
+    """Return a greedy assignment: each variable takes its best value beside those before, then beside all."""
     at: list[list[tuple[Scope, Table]]] = [[] for _ in sums.sizes]
     for scope, number in sums.factors:
         for variable in scope:
@@ -106,7 +106,7 @@ def greedy(sums: Problem) -> list[int]:
 
 
 def _seen_by(variable: int, scope: Scope, table: Table, assignment: Sequence[int]) -> Table:
-    """[values] the table at the values that others have; the least over those that have none."""
+    """Return [values] the table at the values of the other variables; the least over those without one."""
     index = tuple(slice(None) if v == variable or assignment[v] < 0 else assignment[v] for v in scope)
     left = [v for v in scope if v == variable or assignment[v] < 0]
     open_axes = tuple(i for i, v in enumerate(left) if v != variable)

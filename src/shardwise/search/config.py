@@ -1,4 +1,4 @@
-"""How a plan is searched for."""
+"""The settings of a search."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from shardwise.search.zero import Zero
 
 @dataclass(frozen=True)
 class SearchConfig:
-    """How a plan is searched for. ``search``: one of ``search.auto``; ``passes``: batches whose gradients a step adds
-    up; ``memory_bytes``: what the tensors of a device may take (None: what the cluster's devices have beside their
+    """The settings of a search. ``search``: one of ``search.auto``; ``passes``: micro-batches of a step;
+    ``memory_bytes``: the limit for the tensors of a device (None: what the cluster's devices have beside their
     reserve); ``bucket_bytes``: the largest message that several parameters share; ``layouts``: those in which the user
-    keeps tensors; ``levers``: what backward recomputes; ``zero``: whether parameters are stored in parts wherever
-    they would be copied; ``in_flight``: passes whose values a device keeps for backward at once; ``turns``: the stages
-    of a place, which take turns, so that what one holds for a moment is there once; ``taken``: the layouts in which the
-    next stage takes values, device by device; ``known``: seconds of a step of a plan that is there already (a search
-    for a better one ends where prices are clearly above it); ``together``: the equal stages of a place, all of whose
-    passes a step has one after the other."""
+    keeps tensors; ``levers``: the memory policy; ``zero``: whether parameters are stored in parts wherever they would
+    be copied; ``in_flight``: micro-batches whose values a device keeps for backward at once; ``turns``: the stages of a
+    pipeline rank, which take turns, so that transient bytes are there once; ``taken``: the layouts in which the next
+    stage takes values, device by device; ``known``: seconds of the step of an existing plan (a search for a better one
+    ends where prices are clearly above it); ``together``: the equal stages of a pipeline rank, whose micro-batches all
+    run one after the other in a step."""
 
     search: str = "dynamic_programming"
     optimizer: str = "adamw"

@@ -1,10 +1,10 @@
 """The cost graph: choices as variables, prices as tables over one or two of them.
 
-Variables are the strategy of every operator, the layout in which every parameter is stored, and for every value with
-several consumers the layout that they share: the value is converted to it once, and from there to each consumer. Every
-table has four components, because they do not simply add up: seconds of *exposed* collectives, seconds of *compute*,
-seconds of *traffic* that overlaps with compute (gathers of parameters, reductions of gradients), and *bytes* held.
-What is held for a moment only, operands and messages of one choice, does not add up at all: ``transients``.
+Variables are the strategy of every operator and the layout in which every parameter is stored. A value with several
+consumers has one more: the layout that they share, to which it is converted once, and from there for each consumer.
+Every table has four components, because they do not simply add up: seconds of *exposed* collectives, seconds of
+*compute*, seconds of *traffic* that overlaps with compute (gathers of parameters, reductions of gradients), and *bytes*
+held. Transient bytes, operands and messages of one choice, do not add up at all: ``transients``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Components = tuple[Floats | None, ...]
 
 @dataclass(frozen=True)
 class CostWeights:
-    """What a second of each component and a byte cost in one solve."""
+    """The cost of a second of each component, and of a byte, in one solve."""
 
     exposed: float = 1.0
     compute: float = 1.0
@@ -44,8 +44,8 @@ class CostWeights:
 
 @dataclass(frozen=True, slots=True)
 class FoldedView:
-    """A view that has no variable: it runs in the layout that its operand has. ``home``: the variable that decides
-    that; ``nodes``: per value of it the node of the operand."""
+    """A view without a variable: it runs in the layout of its operand. ``home``: the variable that decides that layout;
+    ``nodes``: per value of it the node of the operand."""
 
     op: str
     home: int
@@ -54,9 +54,9 @@ class FoldedView:
 
 @dataclass
 class CostGraph:
-    """``variables`` in execution order; ``factors``: scope and number of a table in ``kinds``, each of which holds its
-    components (None: zero everywhere). ``transients``: number of a table -> how to make one of the same shape, of the
-    bytes that a choice holds for a moment; those that are not there hold none."""
+    """A cost graph. ``variables`` in execution order; ``factors``: scope and number of a table in ``kinds``, each of
+    which holds its components (None: zero everywhere). ``transients``: number of a table -> function for one of the
+    same shape, of the transient bytes of a choice; tables that are missing hold none."""
 
     domains: Domains
     variables: list[Variable] = field(default_factory=list)
@@ -86,7 +86,7 @@ class CostGraph:
 
     @cached_property
     def _distinct(self) -> dict[int, int]:
-        """Kind -> its number among those of different content."""
+        """Return the number of each kind among those of different content."""
         numbers: dict[object, int] = {}
         number_of = {}
         for kind, components in enumerate(self.kinds):
@@ -109,7 +109,7 @@ class CostGraph:
 
     @cached_property
     def by_kind(self) -> list[tuple[Components, Ints]]:
-        """The tables of different content, and the scopes of each."""
+        """Return the tables of different content, and the scopes of each."""
         scopes: list[list[Scope]] = [[] for _ in self._tables]
         for scope, number in self._scopes:
             scopes[number].append(scope)
@@ -127,7 +127,7 @@ class CostGraph:
 
 
 def bytes_of_variables(cost: CostGraph, assignment: list[int]) -> dict[tuple[str, str], float]:
-    """(kind, name) of a variable -> the bytes that it and the conversions to it hold."""
+    """Return the bytes that each variable (kind, name) and the conversions to it hold."""
     num_bytes: dict[tuple[str, str], float] = {}
     for scope, kind in cost.factors:
         table = cost.kinds[kind][BYTES]

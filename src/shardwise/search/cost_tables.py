@@ -1,7 +1,7 @@
-"""Builds the cost graphs of a model on one mesh: which choices are variables, and the tables of their prices.
+"""Builds the cost graphs of a model on one mesh: the choices that are variables, and the tables of their prices.
 
-Variables and what tables are over depend on no lever. Recomputation decides what some of the tables hold, so that
-a cost graph of a further lever is a few looks into what is known (``Tables.priced``).
+Variables and the scopes of tables do not depend on the memory policy. Recomputation decides what some of the tables
+hold, so the cost graph of another policy takes only a few look-ups (``Tables.priced``).
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from shardwise.search.variables import OperatorVariable, ReceivedVariable, Share
 
 
 def build(domains: Domains, fixed: Choices, again: RecomputeSpec | None = None) -> CostGraph:
-    """Return the cost graph. ``fixed``: what the user decided."""
+    """Return the cost graph. ``fixed``: the choices of the user."""
     return Tables(domains, fixed).priced(again or RecomputeSpec())
 
 
 class _TableConditions:
-    """What tables depend on besides choices. ``in_flight``: passes whose values are kept for backward at once;
-    ``dropped``: values that are recomputed, or wait on the host; ``local``: those of them that are kept where a message
+    """The conditions of tables besides choices. ``in_flight``: micro-batches whose values are kept for backward at
+    once; ``dropped``: values that are recomputed or offloaded; ``local``: those of them that are kept where a message
     brought them."""
 
     def __init__(self, graph: Graph, again: RecomputeSpec, in_flight: int) -> None:
@@ -53,7 +53,7 @@ class _TableConditions:
         self.local = {name for op in graph.ops if op.name in again.local for name in op.results}
 
 
-# What of the levers decides a table; equal ones mean equal tables.
+# The part of the memory policy that decides a table; equal parts mean equal tables.
 How = tuple[bool, ...]
 
 
@@ -63,9 +63,9 @@ def _always(levers: _TableConditions) -> How:
 
 
 class _CostTable(NamedTuple):
-    """A table of the cost graphs. ``number``: of what it is, the same for equal ones; ``how``: what of the levers
-    decides it; ``table``: makes it, given that and the levers, of which it may read what is the same for all tables;
-    ``transient``: as in ``CostGraph``."""
+    """A table of the cost graphs. ``number``: of its content, the same for equal ones; ``how``: the part of the memory
+    policy that decides it; ``table``: computes it from that and the policy, of which it may read what is the same for
+    all tables; ``transient``: as in ``CostGraph``."""
 
     scope: Scope
     number: int
@@ -75,9 +75,9 @@ class _CostTable(NamedTuple):
 
 
 class _ConversionCount(NamedTuple):
-    """How often there is a conversion of a pass, by layouts. ``in_flight``: passes that hold what it makes; ``share``:
-    a pass's share of what a step does once, which nothing hides; ``times``: ``Tables._times``, of which what is more
-    than once is in backward; ``sums``: ``Tables._whole_sums``."""
+    """How often a micro-batch makes a conversion, by layouts. ``in_flight``: micro-batches that hold its result;
+    ``share``: a micro-batch's share of what a step does once, which nothing hides; ``times``: ``Tables._times``, of
+    which all beyond one are in backward; ``sums``: ``Tables._whole_sums``."""
 
     in_flight: int
     share: Floats | float
@@ -86,8 +86,7 @@ class _ConversionCount(NamedTuple):
 
 
 class Tables:
-    """The cost graphs over some domains. ``taken``: the layouts in which the next stage takes values, those that are
-    known."""
+    """The cost graphs over some domains. ``taken``: the known layouts in which the next stage takes values."""
 
     def __init__(self, domains: Domains, fixed: Choices, taken: Mapping[str, Layout] | None = None) -> None:
         self.domains, self.graph = domains, domains.graph
@@ -106,13 +105,13 @@ class Tables:
                 if name in self.parameter and name not in self.cost.home:
                     self._store(name)
             self._operator(op)
-        for name in self.parameter:  # those that nothing uses are kept all the same
+        for name in self.parameter:  # unused ones are stored, too
             if name not in self.cost.home:
                 self._store(name)
         self._deliver()
 
     def priced(self, again: RecomputeSpec, in_flight: int = 1) -> CostGraph:
-        """Return the cost graph under some levers. ``in_flight``: passes whose values are kept for backward at once."""
+        """Return the cost graph under a policy. ``in_flight``: micro-batches kept for backward at once."""
         cost, levers = (
             replace(self.cost, factors=[], kinds=[], transients={}),
             _TableConditions(self.graph, again, in_flight),
@@ -141,7 +140,7 @@ class Tables:
         return number
 
     def _store(self, name: str) -> None:
-        """The storage of a parameter: every layout that is sharded or whole."""
+        """Add the storage of a parameter: every layout that is sharded or whole."""
         domains, routes = self.domains, self.domains.routes(name)
         value, updated = self.graph.by_name[name], name in self.graph.updated
         nodes = sendable(routes)
@@ -159,8 +158,8 @@ class Tables:
         self._arrive(name, variable, nodes, traffic=True)
 
     def _receive(self, name: str) -> None:
-        """A value of another stage: it arrives in any layout that is sharded or whole. Every device is sent what it
-        has, and sends as much back; that there is less to send is what splits the value."""
+        """Add a value of another stage, which arrives in any layout that is sharded or whole. Every device is sent what
+        it has, and sends as much back; splitting the value pays as less is sent."""
         routes = self.domains.routes(name)
         nodes = sendable(routes)
         variable = self._add(ReceivedVariable(name, routes, nodes))
@@ -174,7 +173,7 @@ class Tables:
         self._arrive(name, variable, nodes, traffic=False)
 
     def _arrive(self, name: str, variable: int, nodes: Ints, *, traffic: bool) -> None:
-        """A value is made, in a layout that ``variable`` decides."""
+        """Add a value in a layout that ``variable`` decides."""
         self.cost.maker[name] = self.cost.home[name] = variable, nodes
         if len(self.consumers.get(name, ())) > 1:
             self._share(name, variable, nodes, traffic=traffic)
@@ -219,7 +218,7 @@ class Tables:
             self._arrive(name, variable, nodes, traffic=False)
 
     def _share(self, name: str, maker: int, starts: Ints, *, traffic: bool) -> None:
-        """The layout that the consumers of a value convert from: any that its maker or a consumer uses."""
+        """Add the layout that the consumers of a value convert from: any that its producer or a consumer uses."""
         used = [starts]
         for op in self.consumers[name]:
             domain = self.domains.domain(op, self.fixed.get(op.name))
@@ -247,8 +246,8 @@ class Tables:
         def table(levers: _TableConditions, how: How) -> Components:
             kept, dropped, only_copies, resent, beside = how
             seconds = routes.prices(nodes)[starts]
-            # A parameter is counted where it is stored, any other value, and a parameter's cast, here; of what is made
-            # again only copies.
+            # A parameter is counted where it is stored; any other value, and a parameter's cast, here. Of recomputed
+            # values only copies count.
             numel, again = kept_elements(routes, starts, nodes, is_held=only_copies or dropped, resent=resent)
             kept_bytes = numel * (routes.tensor.itemsize if kept else 0)
             often = _ConversionCount(
@@ -263,7 +262,7 @@ class Tables:
         self.cost.home[name] = variable, nodes
 
     def _is_dropped(self, name: str, levers: _TableConditions) -> bool:
-        """Return whether what is converted of a value is not held for backward."""
+        """Return whether the converted value is not held for backward."""
         return name in levers.dropped or (levers.gathered == "again" and name in self.parameter)
 
     def _kept_by(self, name: str) -> set[str]:
@@ -345,7 +344,7 @@ class Tables:
         self._factor((home, variable), (*static, window), how_of, table, transient)
 
     def _worked_on(self, op: Op, domain: Domain) -> Floats:
-        """[strategies] bytes of an operator's backward: the cotangents of its results and of its operands."""
+        """Return [strategies] bytes of an operator's backward: the cotangents of its results and of its operands."""
         total = np.zeros(len(domain))
         for name, nodes in (
             *zip(op.operands, domain.operands, strict=True),
@@ -359,9 +358,9 @@ class Tables:
     def _share_of_pass(
         self, routes: Routes, starts: Ints, nodes: Ints, is_once: bool, levers: _TableConditions
     ) -> Floats | float:
-        """[starts, nodes] A pass's share of a conversion from where a parameter is stored: a step makes it once where
-        that is no smaller than what operators use, or wherever that is asked for, but not what is gathered again
-        (``programs.grad_accum_program``)."""
+        """Return [starts, nodes] a micro-batch's share of a conversion from where a parameter is stored. A step
+        converts it once where the stored part is no smaller than what operators use, or if the user asks for that,
+        unless it is gathered again (``programs.grad_accum_program``)."""
         passes = self.domains.prices.passes
         if not is_once or passes == 1:
             return 1.0
@@ -375,8 +374,8 @@ class Tables:
     def _times(
         self, routes: Routes, starts: Ints, nodes: Ints, traffic: bool, levers: _TableConditions
     ) -> Floats | float:
-        """[starts, nodes] How often a parameter's conversions send what they send once: those that bring what a device
-        does not have do so again in backward, where that is asked for."""
+        """Return [starts, nodes] how often a parameter's conversions send: those that bring what a device does not have
+        are repeated in backward, if the policy asks for that."""
         if not traffic or levers.gathered != "again":
             return 1.0
         return np.where(is_brought(routes, starts, nodes), REGATHER_TRAFFIC, 1.0)
@@ -384,18 +383,18 @@ class Tables:
     def _whole_sums(
         self, name: str, starts: Ints, nodes: Ints, is_once: bool, levers: _TableConditions
     ) -> tuple[Floats, Floats] | None:
-        """Return ``larger_gradients`` of a parameter, in its stored dtype: its gradient adds up over the passes in a
-        larger layout than the stored one, which takes a step more seconds."""
+        """Return ``larger_gradients`` of a parameter, in its stored dtype: its gradient adds up over the micro-batches
+        in a larger layout than the stored one, which takes a step more seconds."""
         routes, is_one_pass = self.domains.routes(name), self.domains.prices.passes == 1
         if not is_once or is_one_pass or not routes.tensor.differentiable or levers.gathered != "once":
             return None
         return larger_gradients(routes, starts, nodes, self.graph.by_name[name].kept_dtype.itemsize)
 
     def _deliver(self) -> None:
-        """The loss is needed whole, and buffers that are written back."""
-        wanted = [self.graph.loss] if self.graph.loss is not None else []
-        wanted += [value for _, value in self.graph.mutations]
-        for name in dict.fromkeys(wanted):
+        """Price the delivery of the whole loss, and of buffers that are written back."""
+        delivered = [self.graph.loss] if self.graph.loss is not None else []
+        delivered += [value for _, value in self.graph.mutations]
+        for name in dict.fromkeys(delivered):
             if name not in self.cost.home:
                 continue
             (home, starts), routes = self.cost.home[name], self.domains.routes(name)
@@ -433,8 +432,8 @@ class Tables:
     def _placed(
         self, seconds: Floats, kept_bytes: Floats, traffic: bool, window: float, often: _ConversionCount
     ) -> Components:
-        """Components of a conversion: traffic of parameters overlaps with compute as far as the device can do both at
-        once and as there is any in its window, that of values does not."""
+        """Return the components of a conversion. Traffic of parameters overlaps with compute as far as the device can
+        do both at once and its window has any; that of values does not."""
         whole, more = often.sums or (0.0, 0.0)
         some = kept_bytes + whole if kept_bytes.any() or np.any(whole) else None
         overlap = self.domains.prices.device.overlap if traffic else 0.0
@@ -465,7 +464,7 @@ class Tables:
         table: Callable[[_TableConditions, How], Components],
         transient: Callable[[], Floats] | None = None,
     ) -> None:
-        """A table over ``scope``; ``static``: what it is, whatever the levers."""
+        """Add a table over ``scope``; ``static``: its content, whatever the memory policy."""
         assert list(scope) == sorted(scope), "scopes ascend: makers come before consumers"
         number = self._numbers.setdefault(static, len(self._numbers))
         self._factors.append(_CostTable(scope, number, how, table, transient))

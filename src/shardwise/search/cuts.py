@@ -1,7 +1,7 @@
-"""Splits by hand: ``"v@tp{10,20,30,4}"`` gives the first device along tp ten rows, the second twenty.
+"""Uneven splits by hand: ``"v@tp{10,20,30,4}"`` gives the first device along tp ten rows, the second twenty.
 
-Which axes split which factor is decided as if all splits were even; how many indices each device has is added to that
-decision, and parameters are then stored as the operators that split them by hand need them.
+The axes that split a factor are decided as if all splits were even. The number of indices of each device is added to
+that decision, and parameters are then stored as the operators that split them by hand need them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Cuts = Mapping[str, Mapping[str, tuple[int, ...]]]
 
 
 def with_cuts(choice: Choice, cuts: Cuts, graph: Graph, rules: Mapping[str, OpRule], mesh: Mesh) -> Choice:
-    """The choice with factors split by hand. Raises LayoutError naming the operator where that is not possible."""
+    """Return the choice with factors split by hand. Raises LayoutError naming the operator if that is not possible."""
     strategies = dict(choice.strategies)
     for name, counts in cuts.items():
         strategies[name] = replace(strategies[name], cuts=tuple(sorted(counts.items())))

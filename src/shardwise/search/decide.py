@@ -1,4 +1,4 @@
-"""From a graph to the choice of a plan by propagation of what the user fixed; ``search.planner`` chooses by price."""
+"""The choice of a plan by propagation of what the user fixed; ``search.planner`` chooses by price."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The legal strategies of an operator with their prices, as arrays.
 
-Every mesh axis (as a whole) splits a factor, repeats the work (``I`` or ``R``) or lets a partial sum pass (``P0`` ...);
-all combinations that leave every device a share are strategies. Operators of the same kind (target, arguments, shapes,
+Every mesh axis (as a whole) splits a factor, repeats the work (``I`` or ``R``) or lets a partial sum pass (``P0`` ...).
+All combinations that leave every device a share are strategies. Operators of the same kind (target, arguments, shapes,
 atoms) share their domain.
 """
 
@@ -41,7 +41,7 @@ class Domain:
     ``operands``, ``results``: per tensor and strategy its node in the value's ``Routes`` (operands that carry no
     gradient and depend on no parameter: None). ``compute``: seconds of the operator; ``exposed``: of collectives that
     are part of it; ``kept``: bytes kept for backward besides operands; ``keeps``: operands that are kept; ``forward``:
-    the part of ``compute`` that is done again where nothing is kept."""
+    the part of ``compute`` that is recomputed if nothing is kept."""
 
     axes: Axes
     choices: tuple[tuple[AxisChoice, ...], ...]
@@ -57,7 +57,7 @@ class Domain:
         return len(self.choices)
 
     def strategy(self, index: int) -> Strategy:
-        """One of its strategies."""
+        """Return one of its strategies."""
         return strategy_of(self.choices[index], self.axes)
 
     def only(self, kept: Ints) -> Domain:
@@ -76,8 +76,8 @@ class Domain:
 
 
 class SearchSpace:
-    """What of a graph is to be chosen, on every mesh. ``active``: values that depend on a parameter or on much work;
-    only these have layouts to choose, all others are made where they are needed."""
+    """The choices of a graph, on every mesh. ``active``: values that depend on a parameter or on much work; only these
+    have layouts to choose, all others are made where they are needed."""
 
     def __init__(self, graph: Graph, factored: Factored) -> None:
         self.graph, self.rules, self.atoms = graph, factored.rules, factored.atoms
@@ -88,7 +88,7 @@ class SearchSpace:
 
     @cached_property
     def received(self) -> tuple[str, ...]:
-        """Values of another stage that have a gradient."""
+        """Return the values of another stage that have a gradient."""
         graph = self.graph
         return tuple(s.value for s in graph.sources if s.kind == "activation" and graph.by_name[s.value].requires_grad)
 
@@ -102,8 +102,8 @@ class SearchSpace:
 
     @cached_property
     def heavy(self) -> frozenset[str]:
-        """Operators that have a choice though they depend on no parameter: those that reduce what takes much work, as
-        consumers of a whole result say nothing about how that is split, and those that do much work for them."""
+        """Return the operators that have a choice though they depend on no parameter. They reduce the result of much
+        work, as consumers of a whole result do not decide how that is split, or do much work for such a reduction."""
         dependent = {*self.parameters, *self.received}
         free: list[Op] = []
         for op in self.graph.ops:
@@ -124,14 +124,14 @@ class SearchSpace:
 
     @cached_property
     def operators(self) -> tuple[Op, ...]:
-        """The operators that have a choice, in execution order."""
+        """Return the operators that have a choice, in execution order."""
         return tuple(
             op for op in self.graph.ops if op.name in self.heavy or any(name in self.active for name in op.operands)
         )
 
     @cached_property
     def consumers(self) -> dict[str, list[Op]]:
-        """Active value -> the operators with a choice that use it, each once."""
+        """Return, for every active value, the operators with a choice that use it, each once."""
         consumers: dict[str, list[Op]] = {}
         for op in self.operators:
             for name in dict.fromkeys(op.operands):
@@ -140,7 +140,7 @@ class SearchSpace:
         return consumers
 
     def windows(self, prices: Prices) -> Mapping[str, float]:
-        """Parameter -> seconds that its messages can hide behind."""
+        """Return the seconds that the messages of each parameter can hide behind."""
         if prices.device not in self._windows:
             self._windows[prices.device] = overlap_windows(self.graph, prices)
         return self._windows[prices.device]
@@ -189,7 +189,7 @@ class SearchSpace:
 
 class Domains:
     """The domains of all operators of a graph on one mesh. ``eliminations``: of the problems of cost graphs over them,
-    which differ in prices mostly."""
+    which mostly differ only in prices."""
 
     def __init__(self, choosing: SearchSpace, router: Router) -> None:
         self.choosing, self.graph, self.rules, self.atoms = choosing, choosing.graph, choosing.rules, choosing.atoms
@@ -204,7 +204,7 @@ class Domains:
 
     @cached_property
     def windows(self) -> Mapping[str, float]:
-        """Parameter -> seconds that its messages can hide behind."""
+        """Return the seconds that the messages of each parameter can hide behind."""
         return self.choosing.windows(self.prices)
 
     def routes(self, name: str) -> Routes:
@@ -225,18 +225,18 @@ class Domains:
             return domain
         narrow = (key, tuple(sorted(fixed.items(), key=lambda item: item[0])))
         if narrow not in self._domains:
-            wanted = [{fixed[part] for part in group if part in fixed} for group in self.axes.groups]
+            fixed_choices = [{fixed[part] for part in group if part in fixed} for group in self.axes.groups]
             kept = [
                 i
                 for i, choices in enumerate(domain.choices)
-                if all(not want or want == {choice} for want, choice in zip(wanted, choices, strict=True))
+                if all(not want or want == {choice} for want, choice in zip(fixed_choices, choices, strict=True))
             ]
             self._domains[narrow] = domain.only(np.array(kept, dtype=np.int64))
         return self._domains[narrow]
 
     def renamed_codes(self, op: Op) -> Ints | None:
-        """State on the operand -> state on the result of an operator with one of each, where every atom of one is an
-        atom of the other and every state passes; else None."""
+        """Return the result's state for each state of the operand, for an operator with one of each where every atom of
+        one is an atom of the other and every state passes; else None."""
         kind = self.choosing.kind(op)
         if kind not in self._renamed:
             self._renamed[kind] = self._renamed_by(op)
@@ -297,10 +297,10 @@ class Domains:
         )
 
     def _choices(self, op: Op, rule: OpRule) -> list[list[AxisChoice]]:
-        """Per axis its choices: the factors that it may split, then the states.
+        """Return, per axis, its choices: the factors that it may split, then the states.
 
-        Of a factor that the graph divides into parts, those parts are left out that some operator must keep whole or
-        lower: head dims that attention contracts, the halves that rotary embeddings swap.
+        If the graph divides a factor into parts, those that some operator must keep whole or lower are left out: head
+        dims that attention contracts, the halves that rotary embeddings swap.
 
         ``R`` and partial sums defer communication. They pass through operators that are linear in all their activations
         together (views, casts, sums, scaling), and not through contractions, which would repeat heavy work for it.
@@ -317,8 +317,8 @@ class Domains:
 
     @staticmethod
     def _mixes_lowered(rule: OpRule, per_axis: Sequence[Sequence[AxisChoice]], grid: Ints) -> NDArray[np.bool_]:
-        """Strategies that lower the operator on one axis, and on another defer a sum or repeat work that could be
-        split. Nothing needs both, and every lowered strategy is priced by building its program."""
+        """Return a mask of the strategies that lower the operator on one axis, and on another defer a sum or repeat
+        work that could be split. Nothing needs both, and every lowered strategy is priced by building its program."""
         splits = {kind: {Split(f.name) for f in rule.factors if f.kind == kind} for kind in ("parallel", "lowered")}
         some, idle = np.zeros(len(grid), dtype=np.bool_), np.zeros(len(grid), dtype=np.bool_)
         for axis, choices in enumerate(per_axis):
@@ -335,8 +335,8 @@ class Domains:
         per_axis: Sequence[Sequence[AxisChoice]],
         grid: Ints,
     ) -> Ints | None:
-        """Per strategy the node of an operand or result; -1 where it is no layout of the value. ``where``: it is on an
-        axis, for a choice."""
+        """Return, per strategy, the node of an operand or result; -1 if it is no layout of the value. ``where``: its
+        position on an axis, for a choice."""
         if name not in self.active:
             return None
         routes = self.routes(name)
@@ -412,8 +412,8 @@ class Domains:
         outputs: Sequence[Value],
         shapes: tuple[tuple[tuple[int, ...], ...], ...],
     ) -> float:
-        """Bytes kept of a local call besides its operands. What belongs to neither operands nor results (statistics of
-        a norm, probabilities of a cross entropy) has its part of the largest tensor."""
+        """Return the bytes that a local call keeps besides its operands. What belongs to neither operands nor results
+        (statistics of a norm, probabilities of a cross entropy) has its part of the largest tensor."""
         num_bytes = float(sum(prod(shapes[1][i]) * outputs[i].dtype.itemsize for i in results))
         if other_bytes:
             whole = max(value.numel for value in (*values, *outputs))
@@ -428,5 +428,5 @@ def _reduces(rule: OpRule) -> bool:
 
 
 def strategy_of(choices: Sequence[AxisChoice], axes: Axes) -> Strategy:
-    """Return the strategy of a choice per axis; sub-axes that split a factor together in device order."""
+    """Return the strategy of a choice per axis, with sub-axes that split a factor together in device order."""
     return Strategy.of({part: choice for group, choice in zip(axes.groups, choices, strict=True) for part in group})

@@ -1,11 +1,11 @@
 """The exact search: the best strategies, layouts of parameters and shared layouts, by variable elimination.
 
-A step takes ``exposed + max(compute, traffic)`` seconds: collectives of values wait for operators and operators for
-them; gathers of parameters and reductions of gradients travel while operators run, as far as there are any. A maximum
-does not add up over choices, so it is replaced by ``(1 - m) compute + m traffic``: for every m between 0 and 1 the
-least sum is a lower bound of the least step (Lagrange), and where the two choices that a bound lies between differ,
-mixtures of both (one up to some operator, the other from there) come close to it. A limit on memory is a second
-multiplier, in seconds per byte. What is left between the best choice found and the best bound is the gap.
+A step takes ``exposed + max(compute, traffic)`` seconds. Collectives of values and operators wait for each other;
+gathers of parameters and reductions of gradients overlap with operators, as far as there are any. A maximum does not
+add up over choices, so it is replaced by ``(1 - m) compute + m traffic``. For every m between 0 and 1 the least sum is
+a lower bound of the least step (Lagrange). If the two choices around a bound differ, mixtures of both (one up to some
+operator, the other from there) come close to it. A limit on memory is a second multiplier, in seconds per byte. The gap
+is the difference between the best choice found and the best bound.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwise.search.solving import Solver, minimise
 
 
 def step_seconds(components: Floats) -> float:
-    """Seconds of a step from its components."""
+    """Return the seconds of a step from its components."""
     return float(components[EXPOSED] + max(components[COMPUTE], components[TRAFFIC]))
 
 
@@ -64,7 +64,7 @@ class SearchOutcome:
 
 
 class DoesNotFit(Exception):
-    """No assignment needs so little memory; ``assignment`` needs the least."""
+    """Raised if every assignment needs more memory than allowed; ``assignment`` needs the least."""
 
     def __init__(self, assignment: list[int], num_bytes: float) -> None:
         super().__init__(f"no plan needs less than {num_bytes:.0f} bytes")
@@ -74,9 +74,9 @@ class DoesNotFit(Exception):
 def search(
     cost: CostGraph, memory_bytes: float | None = None, solver: Solver = minimise, cutoff: float = inf
 ) -> SearchOutcome:
-    """The fastest assignment whose bytes are within ``memory_bytes``. ``cutoff``: seconds of a step that is known
-    elsewhere (on another mesh); as soon as the bound is above it, the best assignment so far will do (``stopped``).
-    Raises DoesNotFit."""
+    """Return the fastest assignment whose bytes are within ``memory_bytes``. ``cutoff``: seconds of a step that is
+    known elsewhere (on another mesh); as soon as the bound is above it, the best assignment so far is returned
+    (``stopped``). Raises DoesNotFit."""
     run = _ExactSearch(cost, memory_bytes, solver, cutoff)
     bound = run.overlapped(BYTE_TIE_BREAK)
     if memory_bytes is not None and not run.fits(run.best_of_last):
@@ -151,8 +151,8 @@ class _ExactSearch:
         def weights(multiplier: float) -> CostWeights:
             return CostWeights(1.0, 1.0 - multiplier, multiplier, per_byte)
 
-        # Where all traffic hides behind compute, or all compute behind traffic, one solve settles it.
-        # What is hidden is weighed a little all the same, so that there is no more of it than need be.
+        # If all traffic hides behind compute, or all compute behind traffic, one solve settles it.
+        # Hidden seconds get a small weight, so that there are no more of them than necessary.
         low = self.solved(weights(HIDDEN_WEIGHT))
         self.best_of_last, self.bracket = low, (low, low)
         bound = self._without_ties(low.at(weights(HIDDEN_WEIGHT)) - self.slack, low, per_byte)
@@ -187,13 +187,13 @@ class _ExactSearch:
         )
 
     def _is_beaten(self, bound: float, per_byte: float) -> bool:
-        """Return whether a better step is known elsewhere, by more than what the bytes are weighed with to settle ties
-        (bytes that have a price are in the bound, too)."""
+        """Return whether a better step is known elsewhere, by more than the weight of the bytes that breaks ties (bytes
+        that have a price are in the bound, too)."""
         return per_byte == BYTE_TIE_BREAK and bound > self.cutoff * (1 + EXACT_GAP)
 
     @staticmethod
     def _without_ties(value: float, item: _VisitedAssignments, per_byte: float) -> float:
-        """Return a bound without what the bytes were weighed with to settle ties."""
+        """Return a bound without the weight of the bytes that breaks ties."""
         return value if per_byte > BYTE_TIE_BREAK else value - float(item.components[BYTES]) * BYTE_TIE_BREAK
 
     def within_memory(self) -> float:
@@ -203,7 +203,7 @@ class _ExactSearch:
         small = self.solved(CostWeights(0.0, 0.0, 0.0, 1.0))
         if not self.fits(small):
             raise DoesNotFit(list(small.assignment), float(small.components[BYTES]))
-        # Of all that need the least memory, the fastest: seconds at a weight below the least difference of bytes.
+        # The fastest of those with the least memory: seconds weigh less than the least difference of bytes.
         small = self.solved(CostWeights(1e-3, 1e-3, 1e-3, 1.0))
         bound = 0.0
         for _ in range(MAX_SOLVES):
@@ -229,8 +229,8 @@ class _ExactSearch:
         return bound
 
     def improve(self, bound: float) -> None:
-        """Close the gap: mixtures of the two assignments around the bound, the variables that decide most traffic held
-        as either has them, then single variables."""
+        """Close the gap by mixtures of the two assignments around the bound, then with the variables that decide most
+        traffic held as either has them, then by changing single variables."""
         if self.best is None or self.best.seconds <= bound * (1 + EXACT_GAP):
             return
         low, high = self.bracket
@@ -259,8 +259,8 @@ class _ExactSearch:
         return sorted(moved, key=lambda variable: -moved[variable])[:MAX_BRANCHES]
 
     def mix(self, first: _VisitedAssignments, second: _VisitedAssignments) -> None:
-        """Try all assignments that follow one up to some variable and the other from there; the best that fits.
-        The last column counts what is forbidden."""
+        """Try all assignments that follow one up to some variable and the other from there, and keep the best that
+        fits. The last column counts what is forbidden."""
         if first is second:
             return
         count = len(self.cost.variables)
@@ -298,8 +298,8 @@ class _ExactSearch:
                 for variable in scope:
                     at.setdefault(variable, []).append((scope, number))
         assignment, total = list(self.best.assignment), self.best.components.copy()
-        known: dict[object, Floats] = {}  # tables and values of the neighbours -> components per value
-        settled: set[object] = set()  # those of them, with the value beside them, that nothing better is known for
+        components_of: dict[object, Floats] = {}  # tables and values of the neighbours -> components per value
+        settled: set[object] = set()  # of these, with the variable's value: no better value is known
         improved = True
         while improved:
             improved = False
@@ -309,9 +309,9 @@ class _ExactSearch:
                 )
                 if (beside, assignment[variable]) in settled:
                     continue
-                if beside not in known:
-                    known[beside] = self._components_beside(beside, self.cost.variables[variable].size)
-                there = total - known[beside][assignment[variable]] + known[beside]
+                if beside not in components_of:
+                    components_of[beside] = self._components_beside(beside, self.cost.variables[variable].size)
+                there = total - components_of[beside][assignment[variable]] + components_of[beside]
                 seconds = there[:, EXPOSED] + np.maximum(there[:, COMPUTE], there[:, TRAFFIC])
                 if self.memory_bytes is not None:
                     seconds = np.where(there[:, BYTES] <= self.memory_bytes, seconds, np.inf)
@@ -324,8 +324,8 @@ class _ExactSearch:
         self.add(assignment)
 
     def _components_beside(self, beside: Iterable[tuple[int, ...]], size: int) -> Floats:
-        """[values, components] of a variable: the sum over its tables (number, values of their variables; -1: its
-        own)."""
+        """Return [values, components] of a variable: the sum over its tables (number, values of their variables; -1:
+        its own)."""
         components = np.zeros((size, 4))
         for number, *values in beside:
             index = tuple(slice(None) if value < 0 else value for value in values)

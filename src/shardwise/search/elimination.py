@@ -2,13 +2,14 @@
 
 A variable is a choice (the strategy of an operator, the layout of a parameter or of a shared value); a table prices
 combinations of a few variables. Eliminating a variable adds up the tables that mention it, minimises over its values
-and leaves one table over its neighbours: min-plus elimination, as in junction trees (Dechter, Bucket elimination,
-Artificial Intelligence 113, 1999). The specification's op, edge, merge, triangle and star eliminations are the cases of
-zero to three neighbours. Work is exponential in the treewidth of the graph only, which is 2 or 3 for models.
+and leaves one table over its neighbours. This is min-plus elimination, as in junction trees (Dechter, Bucket
+elimination, Artificial Intelligence 113, 1999). The specification's op, edge, merge, triangle and star eliminations are
+the cases of zero to three neighbours. Work is exponential in the treewidth of the graph only, which is 2 or 3 for
+models.
 
-What is joined with what depends on which tables are the same, and on no price (``Elimination``): the variables of
-identical layers have equal *signatures*, and what eliminating one of them gives is computed once. Work then hardly
-grows with depth, and problems that differ in prices only are eliminated in the same steps.
+The joins depend only on which tables are the same, not on prices (``Elimination``). The variables of identical layers
+have equal *signatures*, and the result of eliminating one of them is computed once. Work then hardly grows with depth,
+and problems that differ only in prices are eliminated in the same steps.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Shape = tuple[tuple[int, ...], tuple[tuple[Scope, int], ...]]
 
 
 class TooWide(Exception):
-    """An elimination would take too long or too much memory; its largest joint table is over ``scope``."""
+    """Raised if an elimination would take too long or too much memory; its largest joint table is over ``scope``."""
 
     def __init__(self, scope: Scope, cause: str) -> None:
         super().__init__(cause)
@@ -38,7 +39,7 @@ class TooWide(Exception):
 
 
 class Interner:
-    """Tables by number; equal tables have equal numbers, but for ``tables``, which it begins with."""
+    """Tables by number. Equal tables have equal numbers, except for ``tables``, which it begins with."""
 
     def __init__(self, tables: Sequence[Table] = ()) -> None:
         self.tables = list(tables)
@@ -90,14 +91,14 @@ class Solution:
 
     @property
     def lower(self) -> float:
-        """No assignment has a lower value."""
+        """Return a lower bound of the value of all assignments."""
         return self.value if self.bound is None else self.bound
 
 
 @dataclass(frozen=True, slots=True)
 class _Least:
-    """Minimising over the values of a variable. ``size``: how many these are; ``shape``: the numbers of values of its
-    neighbours; ``parts``: the tables that mention it, per axis the neighbour's place or OWN."""
+    """A minimisation over the values of a variable. ``size``: how many there are; ``shape``: the numbers of values of
+    its neighbours; ``parts``: the tables that mention it, per axis the neighbour's place or OWN."""
 
     size: int
     shape: tuple[int, ...]
@@ -109,7 +110,7 @@ OWN = -1  # the place of the variable itself
 
 @dataclass
 class _Class:
-    """Variables whose tables are the same, in the same places: eliminating one tells what the others give.
+    """Variables whose tables are the same, in the same places: the elimination of one gives that of the others.
     ``joint``: combinations of the joint table."""
 
     step: _Least
@@ -121,8 +122,8 @@ class _Class:
 
 
 class Elimination:
-    """In which order the variables of a problem are eliminated, and what is computed for that: always those next that
-    have the smallest joint table per variable of the same signature.
+    """The order in which the variables of a problem are eliminated, and the tables that are computed for that. The next
+    variables are always those with the smallest joint table per variable of the same signature.
 
     ``widest``, ``largest``: the variables of the largest joint table, and its combinations; ``num_bytes``: of all
     tables that are computed.
@@ -227,7 +228,7 @@ class Elimination:
         return tables
 
     def marginal(self, tables: Sequence[Table]) -> Table:
-        """Per value of the last variable the least value of an assignment that gives it this value."""
+        """Return, per value of the last variable, the least value of an assignment that has it."""
         assert self.last is not None, "no variable was left"
         least = np.full(self.sizes[self.last], float(sum(float(tables[number]) for number in self.constants)))
         for number in self._at[self.last].values():
@@ -240,19 +241,19 @@ class Elimination:
         assignment = [0] * len(self.sizes)
         if self.last is not None:
             assignment[self.last] = int(self.marginal(tables).argmin()) if last_value is None else last_value
-        known: dict[tuple[int, tuple[int, ...]], int] = {}
+        cached: dict[tuple[int, tuple[int, ...]], int] = {}
         for variable, number, step, neighbours in reversed(self.order):
             key = number, tuple([assignment[v] for v in neighbours])
-            value = known.get(key)
+            value = cached.get(key)
             if value is None:
-                value = known[key] = int(eliminated_minimum(step, tables, key[1]).argmin())
+                value = cached[key] = int(eliminated_minimum(step, tables, key[1]).argmin())
             assignment[variable] = value
         return assignment
 
 
 def eliminated_minimum(step: _Least, tables: Sequence[Table], neighbours: Sequence[int]) -> Table:
-    """Per value of an eliminated variable the least sum of its tables, and of all eliminated before it, where its
-    neighbours have given values."""
+    """Return, per value of an eliminated variable, the least sum of its tables and of all eliminated before it, with
+    its neighbours at fixed values."""
     total = np.zeros(step.size)
     for part, places in step.parts:
         total = total + tables[part][tuple(slice(None) if p == OWN else neighbours[p] for p in places)]

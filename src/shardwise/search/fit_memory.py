@@ -1,11 +1,10 @@
-"""How little a plan makes again in order to fit: the levers in the order of what they cost.
+"""Choice of the least recomputation with which a plan fits: memory policies in the order of their cost.
 
-Where a model fits as it is, and the limit costs it next to nothing, nothing is recomputed. Otherwise every rung of the
-ladder is searched as a problem of its own, operators, mesh and storage together. Programs are made for these in the
-order of their price, until the next has a higher price than a step that was found; what makes more again than a plan
-that fits, at no lower price, is passed over. The fastest in the simulation is taken, after as many of its segments were
-eased as the limit allows. The bound that such a plan is compared with holds for all rungs: that of plans which make
-nothing again and have no limit.
+If a model fits as it is, and the limit costs it next to nothing, nothing is recomputed. Otherwise every policy is
+searched as a problem of its own, operators, mesh and storage together. Programs are built in the order of price, until
+the next price exceeds a step that was found. A policy that recomputes more than a plan that fits, at no lower price, is
+skipped. The fastest in the simulation is taken, after as many of its segments were eased as the limit allows. The bound
+of such a plan holds for all policies: it is that of plans without recomputation and without a limit.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from shardwise.search.planner import Planner, PlannerResult, SearchResult
 from shardwise.search.ranking import CandidateRanking
 from shardwise.search.recompute_spec import Gathered
 
-# What is done with the blocks of the model (None: what it asks for itself), and with gathered parameters; and whether
-# what is still kept of the blocks waits on the host.
+# How the blocks of the model are recomputed (None: as it asks itself), the mode of gathered parameters, and whether
+# saved values of the blocks are offloaded.
 MEMORY_POLICIES: tuple[tuple[How | None, Gathered, Offload], ...] = (
     (None, "held", "auto"),
     (None, "once", "auto"),
@@ -49,7 +48,7 @@ MEMORY_POLICIES: tuple[tuple[How | None, Gathered, Offload], ...] = (
     ("full", "again", "auto"),
     ("full", "again", "all"),
 )
-# What each of those that can be compared makes again.
+# The recomputed work of each policy that can be compared.
 STRENGTH: dict[How | None, frozenset[str]] = {
     None: frozenset(),
     "gathers": frozenset(("messages",)),
@@ -57,7 +56,7 @@ STRENGTH: dict[How | None, frozenset[str]] = {
     "cheap+gathers": frozenset(("messages", "kernels")),
     "full": frozenset(("messages", "kernels", "products")),
 }
-# What the last blocks may do instead, as far as the limit allows.
+# The policies that the last blocks may have instead, as far as the limit allows.
 EASIER: dict[How, tuple[How, ...]] = {
     "full": ("cheap", "cheap+gathers"), "cheap+gathers": ("cheap", "gathers")
 }  # fmt: skip
@@ -67,9 +66,9 @@ GATHERS: dict[Gathered, int] = {"once": 0, "held": 1, "again": 2}
 def fit_memory(
     planner: Planner, segments: Sequence[Segment], gathered: Gathered | None = None, offload: Offload = "auto"
 ) -> PlannerResult:
-    """The plan of the first rungs that fit. ``segments``: those that the model asks for; ``gathered``, ``offload``:
-    where the user has decided. If no rung fits (``ranking.excess``): the plan that needs least. Nothing is moved to a
-    host that is the device. Raises PlanError where no price comes near a step that is known already."""
+    """Return the plan of the first policies that fit. ``segments``: those that the model asks for; ``gathered``,
+    ``offload``: the user's choices. If no policy fits (``ranking.excess``), return the plan that needs least. Nothing
+    is offloaded if the device is the host. Raises PlanError if no price comes near a known step."""
     ladder = _memory_policies(planner, segments, gathered, offload)
     weakest = next(ladder)
     rungs = [weakest]
@@ -80,15 +79,15 @@ def fit_memory(
         bound = min([bound, *(planner.bound_without_limit(rung.costs) for rung in once)])
     fitting: list[_PolicyResult] = []
     refused: list[_PolicyResult] = []
-    # Rungs are looked at in the order of their price; one is searched under the limit when its bound is the least of
-    # all that is left.
-    known = planner.settings.known / _times(planner.settings)
+    # Policies are considered in the order of their price. One is searched under the limit when its bound is the least
+    # of all that are left.
+    cutoff = planner.settings.known / _times(planner.settings)
     left = [(rung.least if len(rungs) > 1 else 0.0, number, len(rungs) == 1) for number, rung in enumerate(rungs)]
     heapify(left)
     while left:
         price, number, is_settled = heappop(left)
         rung = rungs[number]
-        if known <= (least := _at_least(price, [*fitting, *refused])) < inf:
+        if cutoff <= (least := _at_least(price, [*fitting, *refused])) < inf:
             if not fitting:
                 raise _slower(least, planner.settings)
             break
@@ -105,14 +104,14 @@ def fit_memory(
         return smallest.planner.planned(smallest.answer)
     eased: list[tuple[_PolicyResult, Planner, CandidateRanking]] = []
     for rung in sorted(fitting, key=lambda rung: _seconds(rung.answer.ranking)):
-        least = _seconds(rung.answer.ranking) - (rung.price - bound)  # making nothing again saves no more
-        fastest = min((_seconds(result) for _, _, result in eased), default=FOLDED_STEP_ERROR * known)
+        least = _seconds(rung.answer.ranking) - (rung.price - bound)  # recomputing nothing saves no more
+        fastest = min((_seconds(result) for _, _, result in eased), default=FOLDED_STEP_ERROR * cutoff)
         if least < fastest:
             eased += [(rung, *pair) for pair in _eased(rung, segments, fastest)]
     if not eased:
         raise _slower(min(_seconds(rung.answer.ranking) for rung in fitting), planner.settings)
     rung, easier, ranking = min(eased, key=lambda candidate: _seconds(candidate[2]))
-    if _seconds(ranking) > FOLDED_STEP_ERROR * known:
+    if _seconds(ranking) > FOLDED_STEP_ERROR * cutoff:
         raise _slower(_seconds(ranking), planner.settings)
     best = easier.planned(SearchResult(ranking, rung.answer.searches))
     if best.ranking.excess and planner.folded is not None:  # the estimate was too low
@@ -123,7 +122,7 @@ def fit_memory(
 
 
 def _at_least(price: float, answered: Sequence[_PolicyResult]) -> float:
-    """About how long a step of a price is, at least, given rungs whose steps were simulated: as far above its price as
+    """Return the estimated least step of a price, given policies whose steps were simulated: as far above its price as
     the nearest of these, within what is clear."""
     simulated = [rung.answer.ranking.best for rung in answered]
     ratios = [best.step.seconds / best.candidate.additive_price for best in simulated if best.step is not None]
@@ -131,19 +130,19 @@ def _at_least(price: float, answered: Sequence[_PolicyResult]) -> float:
 
 
 def _times(settings: SearchConfig) -> int:
-    """Return the least number of such passes that a step runs one after the other."""
+    """Return the least number of such micro-batches that a step runs one after the other."""
     return settings.passes * settings.together
 
 
 def _slower(seconds: float, settings: SearchConfig) -> PlanError:
-    """``seconds``: of a pass, at least."""
+    """Return the error for steps of at least ``seconds`` per micro-batch."""
     step = seconds * _times(settings)
-    return PlanError(problem(f"steps come to about {step:.3g} s, and one of {settings.known:.3g} s is known"))
+    return PlanError(problem(f"steps take about {step:.3g} s, and a plan with {settings.known:.3g} s is known"))
 
 
 @dataclass(frozen=True, eq=False)
 class _PolicyResult:
-    """A setting of the ladder. ``how``: what it does with the blocks; ``costs``: of all meshes."""
+    """A policy with its searches. ``how``: what it does with the blocks; ``costs``: of all meshes."""
 
     planner: Planner
     how: How | None
@@ -151,31 +150,30 @@ class _PolicyResult:
 
     @cached_property
     def searches(self) -> tuple[Sequence[MeshSearch], Sequence[tuple[float, CostGraph]]]:
-        """The searches of the meshes on which what adds up fits, and of the others the least bytes."""
+        """Return the searches of the meshes on which what adds up fits, and for the others the least bytes."""
         return self.planner.searches(self.costs)
 
     @cached_property
     def least(self) -> float:
-        """Its price is not below this."""
+        """Return a lower bound of its price."""
         return self.planner.least_seconds(self.costs)
 
     @cached_property
     def price(self) -> float:
-        """The least additive price, and no less than copies to the host and back take; infinite where what adds up is
-        too much."""
+        """Return the least additive price, or the seconds of copies to the host and back if these are longer; infinite
+        if what adds up is too much."""
         done = [search for search in self.searches[0] if not search.outcome.stopped]
         return min((max(search.outcome.seconds, self._copies(search)) for search in done), default=inf)
 
     @property
     def least_that_fits(self) -> float:
-        """The price of its cheapest plan, or of the one that is taken if that is too large."""
+        """Return the price of its cheapest plan, or of the one that is taken if that is too large."""
         ranking = self.answer.ranking
         is_cheapest = ranking.cheapest.num_bytes <= ranking.limit
         return (ranking.cheapest if is_cheapest else ranking.best).candidate.additive_price
 
     def _copies(self, search: MeshSearch) -> float:
-        """Seconds of the copies to the host and back of what waits there: the bytes by which a device would hold more
-        if nothing did."""
+        """Return the seconds of offloading and fetching: of the bytes by which a device would hold more without it."""
         settings, rate = self.planner.settings, self.planner.cluster.device.host_bandwidth
         if not settings.levers.moves_to_host or not rate:
             return 0.0
@@ -184,12 +182,12 @@ class _PolicyResult:
         return 2 * float(more[BYTES]) / settings.in_flight / rate
 
     def is_ruled_out(self, price: float, fitting: Sequence[_PolicyResult]) -> bool:
-        """Return whether it makes more again than another does, at no lower price than the least of that one's plans
-        that are known to fit."""
-        return any(self._makes_more_again(other) and price >= other.least_that_fits for other in fitting)
+        """Return whether it recomputes more than another, at no lower price than the least of the other's plans that
+        are known to fit."""
+        return any(self._recomputes_more(other) and price >= other.least_that_fits for other in fitting)
 
-    def _makes_more_again(self, other: _PolicyResult) -> bool:
-        """Return whether it does all that another does, and more."""
+    def _recomputes_more(self, other: _PolicyResult) -> bool:
+        """Return whether it recomputes at least what another does."""
         levers, weaker = self.planner.settings.levers, other.planner.settings.levers
         if self.how not in STRENGTH or other.how not in STRENGTH or levers.offloads != weaker.offloads:
             return False
@@ -211,7 +209,7 @@ def _memory_policies(
     for how, gathers, moved in MEMORY_POLICIES:
         if (gathered is not None and gathers != gathered) or (how is not None and not has_blocks):
             continue
-        if gathers == "once" and gathered is None and planner.settings.passes == 1:  # as if they were held
+        if gathers == "once" and gathered is None and planner.settings.passes == 1:  # the same as held
             continue
         if decided and (how == "offload" or moved != "auto"):
             continue
@@ -223,22 +221,22 @@ def _memory_policies(
 def _eased(
     rung: _PolicyResult, segments: Sequence[Segment], fastest: float
 ) -> Iterator[tuple[Planner, CandidateRanking]]:
-    """Yield a rung with as many of its last blocks eased as the limit allows, in every way that may be faster than
+    """Yield a policy with as many of its last blocks eased as the limit allows, in every way that may be faster than
     ``fastest``."""
     ranking, planner = rung.answer.ranking, rung.planner
     if rung.how is None or ranking.best.step is None:
         yield planner, ranking
         return
     strong = planner.settings.levers
-    asked = {*segments}
-    for weaker in EASIER.get(rung.how, ("none",)):  # what is kept is named, too
+    requested = {*segments}
+    for weaker in EASIER.get(rung.how, ("none",)):  # by default the segment is kept
         eased = tuple(
-            segment if segment in asked or segment.how == "none" else replace(segment, how=weaker)
+            segment if segment in requested or segment.how == "none" else replace(segment, how=weaker)
             for segment in strong.segments
         )
         yield planner.eased(ranking, replace(strong, segments=eased), fastest)
 
 
 def _seconds(ranking: CandidateRanking) -> float:
-    """Return the seconds of a pass, simulated where it was; otherwise as predicted."""
+    """Return the seconds of a micro-batch, simulated if possible, otherwise as predicted."""
     return ranking.prediction.pass_seconds if ranking.best.step is None else ranking.best.step.seconds

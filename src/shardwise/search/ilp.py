@@ -1,11 +1,12 @@
 """The same sums of tables as a 0/1 program, solved by HiGHS.
 
 A column ``x[v, i]`` says that variable ``v`` has value ``i``; a table gets one column per combination, which must agree
-with the ``x`` of its variables (their marginals). This local polytope is what elimination avoids: it is larger and
-slower, but knows no width, so densely connected graphs can be solved, and it is an independent check of the optimum.
+with the ``x`` of its variables (their marginals). Elimination avoids this local polytope, which is larger and slower.
+But it is independent of width, so densely connected graphs can be solved, and it is an independent check of the
+optimum.
 
-Tables are kept small: values that are equal in all tables over several variables are one value (the cheapest of them),
-and rows of one table that are equal share their columns.
+Tables are kept small. Values that are equal in all tables over several variables are one value (the cheapest of them),
+and equal rows of one table share their columns.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
 
 Ints = NDArray[np.int64]
 
-# What scipy.optimize.milp calls the states of a result.
+# Status codes of scipy.optimize.milp.
 FINISHED, STOPPED, INFEASIBLE = 0, 1, 2
 
 
 class TooLarge(Exception):
-    """HiGHS would need ``num_bytes`` for an integer program."""
+    """Raised if HiGHS would need ``num_bytes`` for an integer program."""
 
     def __init__(self, num_bytes: int) -> None:
         super().__init__(f"the integer program takes {num_bytes / 2**30:.1f} GiB, more than {MAX_ILP_BYTES / 2**30:g}")
@@ -39,8 +40,8 @@ class TooLarge(Exception):
 
 
 def solve_ilp(sums: Problem, *, time_limit: float = ILP_SECONDS) -> Solution:
-    """An assignment of least value, to the tolerances of HiGHS; after ``time_limit`` seconds the best found, with the
-    bound that was proven. Raises TooLarge for a program of more than ``MAX_ILP_BYTES``, and ShardwiseError when by then
+    """Return an assignment of least value, to the tolerances of HiGHS; after ``time_limit`` seconds the best found,
+    with the proven bound. Raises TooLarge for a program of more than ``MAX_ILP_BYTES``, and ShardwiseError if by then
     neither HiGHS nor a greedy pass has found a finite one."""
     program = _IntegerProgram(sums)
     if program.num_bytes > MAX_ILP_BYTES:
@@ -91,11 +92,11 @@ class _IntegerProgram:
                 self.unary[scope[0]] = self.unary[scope[0]] + table
             else:
                 merged[scope] = merged[scope] + table if scope in merged else table
-        known: dict[int, tuple[Table, tuple[Ints, ...]]] = {}
+        collapsed: dict[int, tuple[Table, tuple[Ints, ...]]] = {}
         for scope, table in merged.items():
-            if id(table) not in known:
-                known[id(table)] = _collapsed(table)
-            self.joints.append(_JointTable(scope, *known[id(table)]))
+            if id(table) not in collapsed:
+                collapsed[id(table)] = _collapsed(table)
+            self.joints.append(_JointTable(scope, *collapsed[id(table)]))
         self.values = self._distinct()
 
     def _distinct(self) -> list[Ints]:
@@ -115,15 +116,15 @@ class _IntegerProgram:
 
     @property
     def num_bytes(self) -> int:
-        """An estimate of the bytes that HiGHS takes."""
+        """Return an estimate of the bytes that HiGHS takes."""
         entries = sum(map(len, self.values))
         for joint in self.joints:
             entries += len(joint.scope) * int(np.isfinite(joint.table).sum())
         return ILP_ENTRY_BYTES * entries
 
     def solve(self, time_limit: float) -> tuple[list[int] | None, float | None]:
-        """Return the assignment that HiGHS found, if any, and the bound that it proved; None: it finished, so that the
-        assignment is optimal, or without one there is none."""
+        """Return the assignment that HiGHS found, if any, and the bound that it proved. The bound is None if HiGHS
+        finished: the assignment is then optimal, and without one there is none."""
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         if not all(map(len, self.values)):
@@ -155,7 +156,7 @@ class _IntegerProgram:
         return [price[values] for price, values in zip(self.unary, self.values, strict=True)]
 
     def _matrix(self) -> tuple[Table, list[int], csr_array, Table]:
-        """Prices of the columns; where those of each variable start; the rows and their right sides."""
+        """Return the prices of the columns, where those of each variable start, and the rows and their right sides."""
         from scipy.sparse import csr_array
 
         starts = np.cumsum([0, *(len(values) for values in self.values)]).tolist()
@@ -185,7 +186,7 @@ class _IntegerProgram:
 
 
 def _collapsed(table: Table) -> tuple[Table, tuple[Ints, ...]]:
-    """Return the table with equal slices along every axis once, and which of them each value has."""
+    """Return the table with equal slices along every axis once, and the slice of each value."""
     classes = []
     for axis in range(table.ndim):
         slices = np.moveaxis(table, axis, 0)

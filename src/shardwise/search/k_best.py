@@ -1,11 +1,11 @@
 """The k assignments of least value, exactly.
 
-An elimination is decoded from its last variable to its first: beside neighbours that have a value already, every value
-of a variable has a known least sum of all that is left. What an assignment costs more than the best is therefore the
-sum of what each of its values costs more than the least one there. The assignments are taken in order of that sum:
-those that leave the way of the one before them at one later variable are its children (Lawler, A procedure for
-computing the K best solutions to discrete optimization problems, Management Science 18(7), 1972). Each costs one
-decoding, and all of them one elimination.
+An elimination is decoded from its last variable to its first. With the values of its neighbours fixed, every value of a
+variable has a known least sum of all that is left. So the extra cost of an assignment over the best is the sum of the
+extra costs of its values over the least ones. The assignments are taken in order of that sum. The children of an
+assignment are those that leave its path at one later variable (Lawler, A procedure for computing the K best solutions
+to discrete optimization problems, Management Science 18(7), 1972). Each costs one decoding, and all of them one
+elimination.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def k_best(problem: Problem, k: int) -> list[tuple[float, list[int]]]:
 
 @dataclass
 class _AssignmentDecoder:
-    """Variables from the last eliminated to the first; what is known of a variable beside its neighbours is kept."""
+    """Decoder of variables from the last eliminated to the first, with a cache of sums beside neighbours."""
 
     elimination: Elimination
     tables: list[Table]
@@ -55,7 +55,7 @@ class _AssignmentDecoder:
         self, parent: list[int], position: int, value: int, count: int
     ) -> tuple[list[int], list[tuple[float, int, int]]]:
         """Return the least assignment that agrees with ``parent`` before a position of the order and has ``value``
-        there; and the ``count`` cheapest ways to leave it later: (what it costs more, position, value)."""
+        there, and the ``count`` cheapest ways to leave it later: (extra cost, position, value)."""
         assignment = list(parent)
         if position >= 0:
             assignment[self.order[position][0]] = value

@@ -1,10 +1,10 @@
-"""What a user asks for about memory, as lifetimes of the values of a program: recomputation of segments, values that
-wait on the host, parameters that are gathered again in backward.
+"""The user's memory settings as lifetimes of the values of a program: recomputation of segments, offloading to the
+host, parameters that are gathered again in backward.
 
-``full``: of a segment what comes in and goes out is kept, everything between is recomputed (``all``: what goes out,
-too). ``cheap``: of its values as few bytes are kept as there are ways to make the others again without a product (a
-minimum cut, as in torch.compile's partitioner). ``gathers``: in the same cut what messages brought may be
-brought again, and nothing be computed again; ``cheap+gathers``: both."""
+``full``: inputs and outputs of a segment are kept, all between is recomputed (``all``: outputs, too). ``cheap``: the
+fewest bytes are kept from which the others can be recomputed without a product (a minimum cut, as in torch.compile's
+partitioner). ``gathers``: in the same cut only messages are repeated; ``cheap+gathers``: both.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shardwise.search.recompute_spec import Gathered, RecomputeSpec
 
 Offload = Literal["auto", "all", "none"]
 OFFLOADS: tuple[Offload, ...] = ("auto", "all", "none")
-# What a minimum cut may make again: kernels that are no products, and what messages bring.
+# What a minimum cut may repeat: kernels that are no products, and messages.
 CUTS: Mapping[How, tuple[bool, bool]] = {
     "cheap": (True, False), "gathers": (False, True), "cheap+gathers": (True, True)
 }  # fmt: skip
@@ -38,9 +38,9 @@ CUTS: Mapping[How, tuple[bool, bool]] = {
 
 @dataclass(frozen=True)
 class MemoryPolicy:
-    """``segments``: parts of the model that are recomputed, or wait on the host; ``gathered``: whether gathered
-    parameters are held from forward to backward, gathered again, or gathered once a step (``search.recompute_spec``);
-    ``offloads``: whether what is kept of the repeated blocks waits on the host."""
+    """Memory policy of a program. ``segments``: parts of the model that are recomputed or offloaded; ``gathered``:
+    whether gathered parameters are held from forward to backward, gathered again, or gathered once a step
+    (``search.recompute_spec``); ``offloads``: whether saved values of the repeated blocks are offloaded."""
 
     segments: tuple[Segment, ...] = ()
     gathered: Gathered = "held"
@@ -56,7 +56,7 @@ class MemoryPolicy:
 
     @property
     def on_device(self) -> MemoryPolicy:
-        """The same, with nothing that waits on the host."""
+        """Return the policy without offloading."""
         segments = (replace(segment, how="none") if segment.how == "offload" else segment for segment in self.segments)
         return replace(self, segments=tuple(segments), offloads=False)
 
@@ -68,10 +68,9 @@ class MemoryPolicy:
         gathered: Gathered = "held",
         offload: Offload = "auto",
     ) -> MemoryPolicy:
-        """Return the levers that a user asks for. ``segments``: those that the model asks for; ``recompute``: what is
-        done with its repeated blocks besides (None: what the model asks for, and no more); ``offload``: whether
-        what is kept of the blocks waits on the host (``"all"``), or nothing does. Raises ShardwiseError where it has
-        none."""
+        """Return the policy that a user asks for. ``segments``: those that the model asks for; ``recompute``: how its
+        repeated blocks are also recomputed (None: only as the model asks); ``offload``: whether saved values of the
+        blocks are offloaded (``"all"``) or nothing is. Raises ShardwiseError if the model has no blocks for that."""
         offloads = offload == "all"
         if offload == "none":
             segments = [replace(segment, how="none") if segment.how == "offload" else segment for segment in segments]
@@ -98,8 +97,8 @@ class MemoryPolicy:
         return MemoryPolicy((*segments, *(block for block in blocks if block.operators)), gathered, offloads)
 
     def priced(self, graph: Graph) -> RecomputeSpec:
-        """Return the recomputation that the search prices: of full segments all inner values, of cheap ones all but
-        products. The program decides what is actually recomputed."""
+        """Return the recomputation that the search prices: all inner values of full segments, all but products of cheap
+        ones. The program decides what is actually recomputed."""
         operators: set[str] = set()
         local: set[str] = set()
         resent: set[str] = set()
@@ -138,8 +137,8 @@ def blocks_of(graph: Graph) -> tuple[Segment, ...]:
 
 
 def ends_of(graph: Graph) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
-    """Return the operators ahead of all repeated blocks, and those behind them, where they read parameters: each can be
-    a stage of its own."""
+    """Return the operators ahead of all repeated blocks, and those behind them, if they read parameters: each can be a
+    stage of its own."""
     inside = [number for number, op in enumerate(graph.ops) if block_of(op.name)]
     if not inside:
         return (), ()
@@ -152,8 +151,8 @@ def ends_of(graph: Graph) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
 
 
 def with_memory_policy(kept: RankProgram, graph: Graph, levers: MemoryPolicy) -> SpmdProgram:
-    """Return the program of all ranks with the lifetimes that the levers ask for. ``kept``: that of the busiest one,
-    which keeps all; ``graph``: the model's (not lowered). Only what backward really makes again is listed."""
+    """Return the program of all ranks with the lifetimes of a policy. ``kept``: the program of the busiest rank, which
+    keeps all; ``graph``: the model's (not lowered). Only what backward really recomputes is listed."""
     spmd = kept.spmd
     operators: set[str] = set()
     conversions: set[str] = set()
@@ -176,19 +175,19 @@ def with_memory_policy(kept: RankProgram, graph: Graph, levers: MemoryPolicy) ->
         cuts = _MinimumCuts(kept)
         for segment in partly:
             inside = {lowered_name for name in segment.operators for lowered_name in lowered.get(name, ())}
-            computed, converted = cuts.made_again(inside, *CUTS[segment.how])
+            computed, converted = cuts.recomputed(inside, *CUTS[segment.how])
             operators |= computed
             conversions |= converted
     offloading = [*(blocks_of(graph) if levers.offloads else ()), *(s for s in levers.segments if s.how == "offload")]
     waiting = {lowered_name for part in offloading for name in part.operators for lowered_name in lowered.get(name, ())}
     lifetimes = Lifetimes(frozenset(operators), frozenset(conversions), frozenset(waiting))
     program = with_lifetimes(replace(kept, spmd=replace(spmd, lifetimes=lifetimes)))
-    recomputed, again = repeated(program)
+    recomputed, repeats = repeated(program)
 
     def listed(operators: frozenset[str]) -> frozenset[str]:  # as a plan lists them: by operator of the model
         return lowered_operators(model_operators(operators, graph), graph, spmd.graph)
 
-    lifetimes = Lifetimes(listed(recomputed) & operators, again, listed(offloaded_operators(program)) & waiting)
+    lifetimes = Lifetimes(listed(recomputed) & operators, repeats, listed(offloaded_operators(program)) & waiting)
     return replace(spmd, lifetimes=lifetimes)
 
 
@@ -222,15 +221,15 @@ class _MinimumCuts:
             if isinstance(instruction, Compute) and not is_view(instruction):
                 self.work.add(instruction.origin.op)
 
-    def made_again(self, inside: Collection[str], kernels: bool, messages: bool) -> tuple[set[str], set[str]]:
-        """Return the operators and conversion results of a segment to recompute so that it holds the fewest bytes
-        for backward, and no product is done twice. ``kernels``: whether others are; ``messages``: whether messages are
-        sent twice."""
+    def recomputed(self, inside: Collection[str], kernels: bool, messages: bool) -> tuple[set[str], set[str]]:
+        """Return the operators and conversion results of a segment to recompute so that it holds the fewest bytes for
+        backward, and no product is computed twice. ``kernels``: recompute other operators; ``messages``: send messages
+        twice."""
         import networkx as nx  # takes .3 s, and few plans ask for it
 
         flow = nx.DiGraph()
         makers: dict[str, list[Instruction]] = {}  # of a memory
-        prices: dict[str, float] = {}  # of making a memory again, in bytes
+        prices: dict[str, float] = {}  # of recomputing a memory, in bytes
         ordered = [
             instruction
             for _, instruction in sorted((p for op in inside for p in self.positions.get(op, ())), key=itemgetter(0))
@@ -281,7 +280,7 @@ class _MinimumCuts:
         return computed - once - self.products, converted
 
     def _price(self, instruction: Instruction, kernels: bool, messages: bool, of_message: float) -> float:
-        """Return the price of recomputing an instruction; infinite where that is not wanted."""
+        """Return the price of recomputing an instruction; infinite if that is not wanted."""
         op = instruction.origin.op
         if isinstance(instruction, Compute):
             may = op not in self.products and (kernels or op not in self.work)

@@ -1,4 +1,4 @@
-"""The meshes that respect the levels of a cluster: what a search over mesh shapes tries."""
+"""The meshes that a search over mesh shapes tries: those that respect the levels of a cluster."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from shardwise.layouts.mesh import Mesh, prime_factors
 
 
 def candidate_meshes(cluster: Cluster, max_axes: int) -> tuple[Mesh, ...]:
-    """The meshes that a search tries where the user names none: axes are called after the level that they lie in. The
-    last is that of one axis: what shapes of several price equally may take two messages there (a gather over one axis,
-    then over the other), of which the second waits for the first, and neither leaves early."""
+    """Return the meshes that a search tries if the user names none, with axes named after their levels. The last has
+    one axis: shapes of several axes with the same price may take two messages there (a gather over one axis, then over
+    the other), of which the second waits for the first, and neither leaves early."""
     meshes = []
     shapes = mesh_shapes(cluster, max_axes)
     for shape in dict.fromkeys((*shapes, *mesh_shapes(cluster, 1))):
@@ -40,7 +40,7 @@ def candidate_meshes(cluster: Cluster, max_axes: int) -> tuple[Mesh, ...]:
 
 
 def mesh_shapes(cluster: Cluster, max_axes: int) -> tuple[tuple[int, ...], ...]:
-    """Sizes of mesh axes, outermost first, for at most ``max_axes`` (from 1) axes.
+    """Return sizes of mesh axes, outermost first, for at most ``max_axes`` (from 1) axes.
 
     Each axis lies inside one level. Only shapes that cannot be refined within ``max_axes`` are listed (a refined axis
     can always be used whole), and one order of the axes inside a level, where all orders are the same links: the longer
@@ -80,7 +80,7 @@ def _merged(levels: tuple[int, ...], max_axes: int) -> Iterator[tuple[int, ...]]
 
 @cache
 def _products(number: int, count: int, most: int | None = None) -> tuple[tuple[int, ...], ...]:
-    """``number`` as a product of ``count`` numbers from 2, in descending order."""
+    """Return ``number`` as products of ``count`` numbers from 2, in descending order."""
     most = number if most is None else most
     if count == 1:
         return ((number,),) if 1 < number <= most else ()

@@ -1,4 +1,4 @@
-"""How the samples of an optimizer step become passes: what the user said, checked, and what may be tried."""
+"""The division of a step's samples into micro-batches: the user's sizes, checked, and the candidates."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MOST_SAMPLES = 2**40  # of a step: all its divisors are looked for
 
 @dataclass(frozen=True)
 class MicroBatchOptions:
-    """``step``: the samples of an optimizer step; ``candidates``: of a micro-batch, those that may be chosen, largest
-    first. ``is_asked``: whether the user gave a size; otherwise there are others than the step only where that does not
-    fit, and the least of them comes second: where it does not fit, none does."""
+    """Candidates for the micro-batch. ``step``: the samples of an optimizer step; ``candidates``: sizes that may be
+    chosen, largest first. ``is_asked``: whether the user gave a size. Otherwise sizes other than the step are tried
+    only if that does not fit, and the least of them comes second: if it does not fit, none does."""
 
     step: int
     candidates: tuple[int, ...]
@@ -24,7 +24,7 @@ class MicroBatchOptions:
 
 @dataclass(frozen=True)
 class MicroBatchOutcome:
-    """A micro-batch that was planned for: the seconds of its step, its peak, and why it is out of the question."""
+    """A micro-batch that was planned: the seconds of its step, its peak, and why it is impossible, if it is."""
 
     micro_batch: int
     passes: int
@@ -36,9 +36,9 @@ class MicroBatchOutcome:
 def batches_of(
     samples: int | None, global_batch: int | None, micro_batch: int | None, num_devices: int, *, chooses: bool
 ) -> MicroBatchOptions | None:
-    """Return the options for the sizes that the user gave, for example inputs of some ``samples``; None: one pass.
+    """Return the options for the user's sizes and example inputs of some ``samples``; None: one micro-batch.
 
-    ``chooses``: whether plans are compared by price. Raises ShardwiseError where they contradict each other.
+    ``chooses``: whether plans are compared by price. Raises ShardwiseError if the sizes contradict each other.
     """
     if global_batch is None and micro_batch is None:
         if not chooses or not samples or samples > MOST_SAMPLES:
@@ -61,6 +61,7 @@ def batches_of(
                     f"global_batch is {step}, the example inputs have {samples} samples: {step} / {samples} is not "
                     "whole",
                     fix="give example inputs whose number of samples divides it, or that have global_batch samples",
+                    section="micro-batch-size",
                 )
             )
     if size is None:
@@ -71,6 +72,7 @@ def batches_of(
                 f"the example inputs have {samples} samples, neither those of a micro-batch ({size}) nor those of the "
                 f"global batch ({step})",
                 fix="give the inputs of one micro-batch, or of the whole global batch",
+                section="micro-batch-size",
             )
         )
     if size > step or step % size:
@@ -80,6 +82,7 @@ def batches_of(
                 f"micro_batch is {size}, global_batch is {step}: {why}",
                 fix="choose a micro_batch that divides it (a step over fewer samples, the last of an epoch, may be of "
                 "any size)",
+                section="micro-batch-size",
             )
         )
     return MicroBatchOptions(step, (size,))

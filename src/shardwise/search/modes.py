@@ -1,4 +1,4 @@
-"""The modes: how much of a plan the user gives, and what completes it.
+"""The modes: how much of a plan the user gives, and how it is completed.
 
 ``stand_alone``    every device does everything
 ``data_parallel``  the batch is split over the whole mesh, parameters are whole everywhere
@@ -37,8 +37,8 @@ def choose(
 ) -> Choice:
     """Complete ``fixed`` (op -> sub-axis -> choice) in the given mode.
 
-    ``storage``: where some sources are kept, if that is fixed too. Raises ShardwiseError for a mode that there is not,
-    or that takes no strategies.
+    ``storage``: where some sources are kept, if that is fixed too. Raises ShardwiseError for an unknown mode, or one
+    that takes no strategies.
     """
     if mode not in MODES:
         raise ShardwiseError(problem(f"unknown mode {mode!r}", fix=f"one of {', '.join(MODES)}"))
@@ -86,7 +86,7 @@ def data_axes(mesh: Mesh, fixed: Choices) -> tuple[str, ...]:
 
 
 def follows_operand(op: Op, factored: Factored) -> bool:
-    """Operators that only rearrange or cast their single operand: they take whatever layout it has."""
+    """Return whether an operator only rearranges or casts its single operand, and so takes whatever layout that has."""
     rule = factored.rules[op.name]
     return len(op.operands) == 1 and (0,) in rule.linear and all(f.kind in ("parallel", "whole") for f in rule.factors)
 
@@ -146,8 +146,8 @@ def _batch_where(
 
 
 def spread_axes(atoms: tuple[tuple[int, ...], ...], dim: int, axes: Iterable[str], mesh: Mesh) -> dict[str, Where]:
-    """Axes over the atoms of a dim, major first; what does not divide is split unevenly while every device gets a
-    share."""
+    """Return the axes spread over the atoms of a dim, major first. What does not divide is split unevenly while every
+    device gets a share."""
     sizes = atoms[dim]
     parts = [1] * len(sizes)
     places: dict[str, Where] = {}

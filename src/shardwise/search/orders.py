@@ -1,19 +1,19 @@
-"""An order of a pipeline's actions made for the stages at hand: each place works as much of the time as can be found.
+"""Search for an order of a pipeline's actions for given stages, with the shortest step that can be found.
 
 The orders of ``torch.distributed.pipelining`` are made for stages that take equally long. Here the order is searched,
 from the seconds of every stage's forward, input and weight part, of its messages, and from the bytes that a micro-batch
 keeps until its weight part is done.
 
-*Construction.* Places are simulated side by side (list scheduling). A free place takes, of the forwards and input parts
-that have what they need, the one of the highest priority. Where none is there it fills the time with weight parts, for
-which no action waits. A forward waits until its place has room for it and for the later stages of the place: so the
+*Construction.* Pipeline ranks are simulated together (list scheduling). A free rank takes, of the forwards and input
+parts that have their inputs, the one of the highest priority. If there is none, it fills the time with weight parts,
+for which no action waits. A forward waits until its rank has room for it and for the later stages of the rank. So the
 micro-batch that is the furthest can always end, which makes room.
 
 *Improvement.* Priorities come from a few numbers (``_Policy``), of which many are tried, and from the positions in
-orders that are known. Then single priorities and the numbers are changed at random, and what is not worse is kept. The
-number of tries is fixed, not the time: the same stages get the same order on every machine.
+known orders. Then single priorities and the numbers are changed at random, and what is not worse is kept. The number of
+tries is fixed, not the time: the same stages get the same order on every machine.
 
-*Bound.* Of each place: Jackson's preemptive schedule (J. R. Jackson 1955; J. Carlier, "The one-machine sequencing
+*Bound.* Of each rank: Jackson's preemptive schedule (J. R. Jackson 1955; J. Carlier, "The one-machine sequencing
 problem", 1982) of its actions, each with the least time before it can begin and the least time that follows it. No
 order takes less, however much memory there is.
 """
@@ -36,8 +36,8 @@ _FORWARD, _INPUT, _WEIGHT = range(3)
 
 @dataclass(frozen=True)
 class OrderProblem:
-    """What is to be ordered. ``place_of``: stage -> place; ``kept``: of every stage, the bytes of a micro-batch from
-    its forward until its weight part is done; ``room``: of every place, the bytes for these."""
+    """The stages to be ordered. ``place_of``: stage -> pipeline rank; ``kept``: of every stage, the bytes of a
+    micro-batch from its forward until its weight part is done; ``room``: of every rank, the bytes for these."""
 
     stages: tuple[StageSeconds, ...]
     place_of: tuple[int, ...]
@@ -50,7 +50,7 @@ class OrderProblem:
         return len(self.room)
 
     def send(self, stage: int) -> float:
-        """Seconds of a message from a stage to the next, or back."""
+        """Return the seconds of a message from a stage to the next, or back."""
         is_last = stage == len(self.stages) - 1
         return 0.0 if is_last or self.place_of[stage] == self.place_of[stage + 1] else self.stages[stage].send
 
@@ -58,11 +58,11 @@ class OrderProblem:
         return tuple(stage for stage, at in enumerate(self.place_of) if at == place)
 
     def update(self, place: int) -> float:
-        """Seconds of the optimizers of a place."""
+        """Return the seconds of the optimizers of a pipeline rank."""
         return sum(self.stages[stage].update for stage in self.stages_of(place))
 
     def peaks(self, order: Order) -> tuple[float, ...]:
-        """Return the most bytes that every place keeps at once."""
+        """Return the most bytes that every pipeline rank keeps at once."""
         peaks = []
         for actions in order:
             kept = most = 0.0
@@ -75,7 +75,7 @@ class OrderProblem:
 
 @dataclass(frozen=True)
 class SolvedOrder:
-    """``seconds``: of the simulated step; ``bound``: what no order of these stages can take less than."""
+    """An order. ``seconds``: of the simulated step; ``bound``: no order of these stages takes less."""
 
     order: Order
     seconds: float
@@ -83,9 +83,8 @@ class SolvedOrder:
 
 
 def solve_order(work: OrderProblem, known: Sequence[Order] = ()) -> SolvedOrder:
-    """The fastest order that is found within the room. ``known``: orders to begin from, of the same stages and places:
-    what is returned is not slower than those of them that there is room for. Raises ValueError where there is room for
-    none."""
+    """Return the fastest order that is found within the room. ``known``: orders to begin from, of the same stages and
+    pipeline ranks. The result is not slower than those of them that fit the room. Raises ValueError if none fits."""
     bound = least_seconds(work)
     places = range(work.num_places)
     fitting = [order for order in known if all(p <= room for p, room in zip(work.peaks(order), work.room, strict=True))]
@@ -102,16 +101,16 @@ def solve_order(work: OrderProblem, known: Sequence[Order] = ()) -> SolvedOrder:
         if roomy is not None and (best is None or roomy[0] < ORDER_WORTH_MEMORY * best[0]):
             best = roomy
     if best is None:
-        raise ValueError("there is room for no order of these stages")
-    return SolvedOrder(best[1], best[0], min(bound, best[0]))  # sums in another order
+        raise ValueError("no order of these stages fits the memory")
+    return SolvedOrder(best[1], best[0], min(bound, best[0]))  # their sums round differently
 
 
 @dataclass(frozen=True)
 class _Policy:
-    """What a free place prefers. ``depth``: weight of the seconds that follow at least; ``age``: of the number of
-    micro-batches that come later; ``forward``, ``late``: advantage of forwards, and of those of later stages on a
-    place, in seconds; ``patience``: a wait of less than this share of a weight part is not filled with it; ``filled``:
-    the share of the room that is used."""
+    """Preferences of a free pipeline rank. ``depth``: weight of the seconds that follow at least; ``age``: of the
+    number of micro-batches that come later; ``forward``, ``late``: advantage of forwards, and of those of later stages
+    on a rank, in seconds; ``patience``: a wait of less than this share of a weight part is not filled with it;
+    ``filled``: the share of the room that is used."""
 
     depth: float
     age: float
@@ -121,7 +120,7 @@ class _Policy:
     filled: float = 1.0
 
     def near(self, random: Random, unit: float) -> _Policy:
-        """Another, in which some numbers differ. ``unit``: the seconds of an action."""
+        """Return another policy, in which some numbers differ. ``unit``: the seconds of an action."""
 
         def moved(value: float, by: float) -> float:
             return value + random.gauss(0.0, by) if random.random() < 0.6 else value
@@ -136,14 +135,14 @@ class _Policy:
         )
 
 
-# Of every stage and micro-batch what is added to the priority of its forward and of its input part.
+# Per stage and micro-batch: what is added to the priorities of its forward and of its input part.
 _Bumps = list[list[tuple[float, float]]]
 
 
 def _searched(
     work: OrderProblem, known: Sequence[Order], best: tuple[float, Order] | None, bound: float
 ) -> tuple[float, Order] | None:
-    """Return the fastest order of many within the room; ``best`` where none is faster."""
+    """Return the fastest order of many within the room, or ``best`` if none is faster."""
     random = Random(0)
     table = _Table(work)
     unit = max(stage.of(kind) for stage in work.stages for kind in _KINDS) or 1.0
@@ -185,7 +184,7 @@ def _searched(
 
 
 def _positions(work: OrderProblem, order: Order, unit: float) -> _Bumps:
-    """Priorities under which an order is taken up again: what comes earlier is preferred."""
+    """Return priorities that reproduce an order: what comes earlier is preferred."""
     bumps = [[[0.0, 0.0] for _ in range(work.num_micro_batches)] for _ in work.stages]
     for actions in order:
         for position, action in enumerate(actions):
@@ -196,7 +195,7 @@ def _positions(work: OrderProblem, order: Order, unit: float) -> _Bumps:
 
 
 def _bumped(bumps: _Bumps, random: Random, by: float) -> _Bumps:
-    """Other priorities of a few actions."""
+    """Return other priorities for a few actions."""
     changed = [list(of_stage) for of_stage in bumps]
     for _ in range(random.choice((1, 4, 20))):
         of_stage = changed[random.randrange(len(changed))]
@@ -215,7 +214,7 @@ class _Table:
         self.stages_at = [work.stages_of(place) for place in range(work.num_places)]
         self.sends = [work.send(stage) for stage in range(len(work.stages))]
         self.updates = [work.update(place) for place in range(work.num_places)]
-        # A forward needs room for itself and for all later stages of its place.
+        # A forward needs room for itself and for all later stages of its pipeline rank.
         self.needs = [
             sum(work.kept[later] for later in self.stages_at[place] if later >= stage)
             for stage, place in enumerate(work.place_of)
@@ -225,8 +224,8 @@ class _Table:
 
 
 class _Construction:
-    """One order in the making. Micro-batches are taken in order by every stage and kind; ``done``: per stage and kind
-    how many; ``arrivals``: per stage and kind (forward, input) when what each needs is there, as far as is known."""
+    """An order under construction. Every stage and kind takes micro-batches in order; ``done``: how many per stage and
+    kind; ``arrivals``: per stage and kind (forward, input) the known times at which the inputs of each are there."""
 
     def __init__(self, table: _Table, policy: _Policy, bumps: _Bumps) -> None:
         work = table.work
@@ -240,7 +239,7 @@ class _Construction:
         self.events = [(0.0, place) for place in range(work.num_places)]
 
     def run(self) -> float:
-        """Its seconds; inf where it does not end within the room."""
+        """Return its seconds; inf if it does not end within the room."""
         work, events = self.work, self.events
         while events:
             now, place = heappop(events)
@@ -262,7 +261,7 @@ class _Construction:
         )
 
     def _choose(self, place: int, now: float) -> tuple[tuple[int, int] | None, float]:
-        """Return the stage and kind that a free place takes, or when there may be one."""
+        """Return the stage and kind that a free pipeline rank takes, or when there may be one."""
         policy, tails = self.policy, self.table.tails
         best, highest, wakes = None, -inf, inf
         first = self.table.stages_at[place][0]
@@ -286,7 +285,7 @@ class _Construction:
         return best, wakes
 
     def _filler(self, place: int, wait: float) -> tuple[int, int] | None:
-        """Return the oldest weight part of a place, if the wait is long enough for it."""
+        """Return the oldest weight part of a pipeline rank, if the wait is long enough for it."""
         ready = [stage for stage in self.table.stages_at[place] if self.done[stage][_WEIGHT] < self.done[stage][_INPUT]]
         if not ready:
             return None
@@ -294,7 +293,7 @@ class _Construction:
         return (stage, _WEIGHT) if wait >= self.policy.patience * self.table.seconds[stage][_WEIGHT] else None
 
     def _take(self, place: int, now: float, stage: int, kind: int) -> None:
-        """Do it, and let those know who wait for it."""
+        """Run an action, and notify the actions that wait for it."""
         self.actions[place].append((stage, kind, self.done[stage][kind]))
         self.done[stage][kind] += 1
         end = now + self.table.seconds[stage][kind]
@@ -321,7 +320,7 @@ def _change(kind: Kind) -> int:
 
 
 def _tails(work: OrderProblem) -> tuple[list[float], list[float]]:
-    """Per stage the seconds from the beginning of a forward, and of an input part, until its micro-batch is done."""
+    """Return, per stage, the seconds from the start of a forward, and of an input part, to the micro-batch's end."""
     count = len(work.stages)
     back = [0.0] * count
     passed = work.stages[0].weight
@@ -381,8 +380,8 @@ def _heads(lasts: Sequence[float], gaps: Sequence[float], begin: float, count: i
 
 
 def _preemptive(jobs: Sequence[tuple[float, float, float]]) -> float:
-    """Return the seconds of Jackson's preemptive schedule on one machine: at any time, of the jobs (time before,
-    seconds, time after) that may run, the one with the longest time after it."""
+    """Return the seconds of Jackson's preemptive schedule on one machine: of the jobs (time before, seconds, time
+    after) that may run at a time, the one with the longest time after it runs."""
     waiting: list[list[float]] = []
     upcoming = sorted(jobs)
     now = longest = 0.0

@@ -1,10 +1,10 @@
-"""The planner: one model on one cluster, from the meshes that are tried to the program that is taken.
+"""The planner of one model on one cluster, from the meshes that are tried to the program that is taken.
 
 Every mesh has a cost graph and a search. The candidates of all meshes that are nearly as cheap as the cheapest
 (``search.candidates``) become programs; a step of each is simulated, and the fastest that fits is taken
-(``search.ranking``). Bytes of the search leave out temporaries and messages. Where these break the limit, a search goes
-on under a limit that is lower by as much, then without the choices that hold most for a moment
-(``search.transients``). What fits, and what is printed, is the peak of the program.
+(``search.ranking``). Bytes of the search leave out temporaries and messages. If these break the limit, the search
+continues under a limit that is lower by as much, then without the choices that hold the most transient bytes
+(``search.transients``). The peak of the program decides what fits, and is printed.
 """
 
 from __future__ import annotations
@@ -62,9 +62,8 @@ from shardwise.search.user_layouts import apply_layouts
 
 @dataclass(frozen=True)
 class PlannerResult:
-    """What a planner decided: the choice, its program, what is predicted for it, and the search that it comes from.
-    ``ranking``: among which it was chosen; if that has an ``excess``, nothing fits and this needs least. ``levers``:
-    what it makes again."""
+    """The result of a planner: the choice, its program, its prediction, and its search. ``ranking``: among which it was
+    chosen; if that has an ``excess``, nothing fits and this needs least. ``levers``: its memory policy."""
 
     factored: Factored
     choice: Choice
@@ -77,8 +76,8 @@ class PlannerResult:
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """What a planner found: the candidate to take among those it was ranked with, whose program need not have been
-    built yet, and the searches that they come from (none: nothing of them fits)."""
+    """The candidate of a planner among those it was ranked with, whose program need not have been built yet, and the
+    searches that they come from (none: nothing of them fits)."""
 
     ranking: CandidateRanking
     searches: Sequence[MeshSearch] = ()
@@ -86,12 +85,12 @@ class SearchResult:
 
 @dataclass(frozen=True, eq=False)
 class Planner:
-    """Plans of one model on the meshes of one cluster. ``rules``: as the user's annotations name their variants;
-    ``factored``: the same, divided; ``choosing``: what of the model is to be chosen; ``folded``: estimates for models
-    of many equal blocks (None: every candidate is built as a whole). What is known so far: ``tables`` of the meshes,
-    which planners share that differ in levers and limits alone; ``choices`` that assignments stand for, by mesh;
-    ``build_stored_program``: programs of fewer blocks before lifetimes, which many levers share; ``programs`` of the
-    candidates, by levers, mesh and assignment."""
+    """Plans of one model on the meshes of one cluster. ``rules``: in the variants that the user's annotations name;
+    ``factored``: the same, divided; ``choosing``: the search space; ``folded``: estimates for models of many equal
+    blocks (None: every candidate is built as a whole). Caches: ``tables`` of the meshes, which planners share that
+    differ only in memory policies and limits; ``choices`` of assignments, by mesh; ``build_stored_program``: programs
+    of fewer blocks before lifetimes, which many policies share; ``programs`` of the candidates, by policy, mesh and
+    assignment."""
 
     graph: Graph
     annotations: tuple[Annotation, ...]
@@ -127,7 +126,7 @@ class Planner:
 
     @property
     def limit(self) -> float:
-        """The bytes that the tensors of a device may take."""
+        """Return the bytes that the tensors of a device may take."""
         memory_bytes = self.settings.memory_bytes
         return self.cluster.device.usable_bytes if memory_bytes is None else memory_bytes
 
@@ -155,8 +154,8 @@ class Planner:
     def searches(
         self, costs: Sequence[CostGraph] | None = None
     ) -> tuple[list[MeshSearch], list[tuple[float, CostGraph]]]:
-        """Return the searches of the meshes on which something fits, and of the others the least bytes. ``costs``: of
-        all meshes, where they are known."""
+        """Return the searches of the meshes on which something fits, and for the others the least bytes. ``costs``: of
+        all meshes, if they are known."""
         searches: list[MeshSearch] = []
         refused: list[tuple[float, CostGraph]] = []
         for number, mesh in enumerate(each(self.meshes, lambda mesh: f"prices and search on {mesh}")):
@@ -192,9 +191,9 @@ class Planner:
     # -- ranking -------------------------------------------------------------------------------------------------------
 
     def fastest(self, searches: Sequence[MeshSearch]) -> CandidateRanking:
-        """Return the fastest candidate of the meshes that are nearly as cheap as the cheapest. Where none of them fits,
-        the meshes in the order of their price, each under lower limits. A search that stopped goes on where its turn
-        comes."""
+        """Return the fastest candidate of the meshes that are nearly as cheap as the cheapest. If none of them fits,
+        the meshes are tried in the order of their price, each under lower limits. A search that stopped continues when
+        its turn comes."""
         left = sorted(searches, key=_least_seconds)
         most = CANDIDATE_PRICE_RATIO * left[0].outcome.seconds
         near = [search for search in left if not search.outcome.stopped and search.outcome.seconds <= most]
@@ -210,9 +209,9 @@ class Planner:
         return replace(lowest, cheapest=cheapest)
 
     def fitted(self, search: MeshSearch, start: CandidateRanking) -> CandidateRanking:
-        """The ranking of a search; while its peak does not fit, what the search finds under lower limits, then what
-        keeps least, and in the end what it finds under caps on moments. If all of them are too large, the one of the
-        lowest peak."""
+        """Return the ranking of a search. While its peak does not fit, try the search under lower limits, then the
+        policy that keeps least, and in the end the search under caps on transient bytes. If all are too large, return
+        the one of the lowest peak."""
         lowest, allowed, too_much = start, self.limit, self.limit
         for attempt in range(MAX_LIMIT_RETRIES + 1):
             if not lowest.excess:
@@ -221,7 +220,7 @@ class Planner:
             too_much = min(allowed, num_bytes)
             allowed = too_much - lowest.excess if attempt < MAX_LIMIT_RETRIES else 0.0
             below, is_least = self._searched_below(search, allowed)
-            # Beside what keeps least there is nothing to choose.
+            # There is only one candidate that keeps least.
             below_limit = self._rank_alone(below) if is_least else self.rank([below])
             lowest = min(lowest, below_limit, key=lambda ranking: ranking.excess)
             if is_least:
@@ -233,8 +232,8 @@ class Planner:
     def _between(
         self, search: MeshSearch, fitting: CandidateRanking, allowed: float, too_much: float
     ) -> CandidateRanking:
-        """Return the fastest of a ranking that fits under a lower limit and of what the search finds under limits
-        between that and one that was too high."""
+        """Return the fastest of a ranking that fits under a lower limit and of the searches between that limit and one
+        that was too high."""
         for _ in range(MAX_LIMIT_HALVINGS):
             middle = (allowed + too_much) / 2
             below, _ = self._searched_below(search, middle)
@@ -247,8 +246,8 @@ class Planner:
         return fitting
 
     def within_moments(self, search: MeshSearch, known: CandidateRanking) -> CandidateRanking:
-        """Return a ranking; where that does not fit, the first that does of what the search finds under caps on
-        moments, else the one of the lowest peak."""
+        """Return a ranking. If it does not fit, return the first search that fits under caps on transient bytes, else
+        the one of the lowest peak."""
         lowest = known
         if lowest.excess:
             for capped in searches_within(search, self.settings.search, self.limit)[:MAX_CAP_PROGRAMS]:
@@ -258,7 +257,7 @@ class Planner:
         return lowest
 
     def _rank_alone(self, search: MeshSearch) -> CandidateRanking:
-        """Return the ranking of what a search found, without other candidates."""
+        """Return the ranking of a search's result, without other candidates."""
         alone = Candidate(search, search.outcome.assignment, search.outcome.components)
         return rank_candidates(
             [self._built(alone, simulated=len(self.graph.ops) <= MAX_SIMULATED_OPERATORS)], self.limit
@@ -281,8 +280,8 @@ class Planner:
         return rank_candidates([self._built(candidate) for candidate in counted], self.limit)
 
     def _built(self, candidate: Candidate, *, simulated: bool = True, whole: bool = False) -> SimulatedCandidate:
-        """Return a candidate with its program, its peak and a simulated step; where the model has many equal blocks,
-        and not the ``whole`` program is asked for, with an estimate of these."""
+        """Return a candidate with its program, its peak and a simulated step. If the model has many equal blocks, these
+        are estimated, unless the ``whole`` program is asked for."""
         levers, mesh, is_folded = self.settings.levers, candidate.search.mesh, self.folded is not None and not whole
         key = levers, mesh, tuple(candidate.assignment), simulated, is_folded
         if key not in self.programs:
@@ -339,9 +338,9 @@ class Planner:
     def eased(
         self, ranking: CandidateRanking, weaker: MemoryPolicy, fastest: float = inf
     ) -> tuple[Planner, CandidateRanking]:
-        """A ranking that fits with some of its segments as ``weaker`` has them (the same segments in the same order):
-        as many from the last as the limit allows; and the planner that has them so. Memory decides, as all that is made
-        again costs time. Where not even all of them so make a pass ``fastest``, none is changed."""
+        """Return a ranking that fits with some of its segments as ``weaker`` has them (the same segments in the same
+        order), as many from the last as the limit allows, and the planner with these. Memory decides, as all
+        recomputation costs time. If not even all of them make a micro-batch ``fastest``, none is changed."""
         strong = self.settings.levers.segments
         tried: dict[int, tuple[Planner, SimulatedCandidate]] = {len(strong): (self, ranking.best)}
 
@@ -358,31 +357,32 @@ class Planner:
             return self, ranking
         planner, best = tried[least_that_fits(bytes_of, len(strong), self.limit)]
         if planner is not self:
-            best = replace(best, candidate=planner._priced_anew(best.candidate))
+            best = replace(best, candidate=planner._repriced(best.candidate))
         return planner, replace(ranking, best=best)
 
-    def _priced_anew(self, candidate: Candidate) -> Candidate:
-        """Return a candidate found under other levers at its price under these: its choices are the same."""
+    def _repriced(self, candidate: Candidate) -> Candidate:
+        """Return a candidate found under another memory policy at its price under this one: its choices are the
+        same."""
         cost = self.cost_graph(candidate.search.mesh)
         search = replace(candidate.search, cost=cost)
         return Candidate(search, candidate.assignment, cost.components(candidate.assignment))
 
     def bound_without_limit(self, costs: Iterable[CostGraph]) -> float:
-        """No plan on the meshes of these cost graphs, which make nothing again, has a lower additive price, whatever
-        its memory and whatever it makes again."""
+        """Return a bound of the additive price of all plans on the meshes of these cost graphs, which recompute
+        nothing: whatever the memory of a plan, and whatever it recomputes."""
         searches = (run_search(cost, self.settings.search, None) for cost in costs)
         return min(float(search.outcome.bound) for search in searches)
 
     def least_seconds(self, costs: Iterable[CostGraph]) -> float:
-        """No plan on the meshes of these cost graphs has a lower additive price, whatever its memory: by one solve of
-        each."""
+        """Return a bound of the additive price of all plans on the meshes of these cost graphs, whatever their memory,
+        by one solve of each."""
         if self.settings.search not in BOUNDED:
             return 0.0
         searches = (run_search(cost, self.settings.search, None, 0.0) for cost in costs)
         return min(float(search.outcome.bound) for search in searches) * (1 - EXACT_GAP)
 
     def planned(self, answer: SearchResult) -> PlannerResult:
-        """Return the plan of an answer, whose program is built where that was only estimated."""
+        """Return the plan of an answer; its program is built if it was only estimated."""
         ranking, best = answer.ranking, answer.ranking.best
         if best.spmd is None:
             best = self._built(best.candidate, simulated=len(self.graph.ops) <= MAX_SIMULATED_OPERATORS, whole=True)
@@ -397,9 +397,9 @@ class Planner:
 
 
 def least_that_fits(bytes_of: Callable[[int], float], most: int, limit: float) -> int:
-    """The least count up to ``most``, which fits, whose bytes are within the limit. Bytes fall with the count, about
-    evenly: so where a straight line meets the limit is looked at after 0, then further and further on from there, and
-    halves of what is left once both sides are known."""
+    """Return the least count up to ``most``, which fits, whose bytes are within the limit. Bytes fall about evenly with
+    the count. So the point where a straight line meets the limit is tried after 0, then points further and further on
+    from there, and halves of what is left once both sides are known."""
     if (of_none := bytes_of(0)) <= limit:
         return 0
     below, guess, step = 0, ceil(most * (of_none - limit) / (of_none - bytes_of(most))), 1
@@ -427,7 +427,7 @@ def with_bound_over_meshes(prediction: Prediction, mesh: Mesh, searches: Sequenc
 
 
 def _as_emitted(prediction: Prediction, spmd: SpmdProgram, search: MeshSearch) -> Prediction:
-    """Return the prediction with the seconds of the program that the plan is."""
+    """Return the prediction with the seconds of the emitted program."""
     domains = search.cost.domains
     free = {op.name for op in domains.graph.ops} - {op.name for op in domains.operators}
     price = price_program(spmd, domains.prices, free, domains.windows)
@@ -435,9 +435,9 @@ def _as_emitted(prediction: Prediction, spmd: SpmdProgram, search: MeshSearch) -
 
 
 def _as_stored(prediction: Prediction, best: SimulatedCandidate, search: MeshSearch, choice: Choice) -> Prediction:
-    """Return the prediction with what parameters hold where they are stored otherwise than in ``choice``, that of the
-    search: as the user keeps them, or in parts. The searched plans have no conversions from there, so that the bound is
-    compared with the step that has."""
+    """Return the prediction with the bytes of parameters that are stored otherwise than in ``choice``, that of the
+    search: as the user keeps them, or in parts. The searched plans have no conversions from there, so the bound is
+    compared with the step that has them."""
     graph, prices = search.cost.domains.graph, search.cost.domains.prices
     sources, more = choice.sources, 0.0
     for source in graph.sources:
@@ -463,5 +463,5 @@ def _refuse_cuts(annotations: Iterable[Annotation], search: str) -> None:
 
 
 def _least_seconds(search: MeshSearch) -> float:
-    """Return the seconds that a search comes to, or a bound of them where it stopped."""
+    """Return the seconds of a search's result, or a bound of them if it stopped."""
     return search.outcome.bound if search.outcome.stopped else search.outcome.seconds

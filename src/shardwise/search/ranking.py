@@ -1,5 +1,5 @@
-"""The last word on a searched plan: its program is built and a step of it simulated, with overlap, buckets and peak
-memory, which do not add up over choices. Of the candidates that fit the fastest is taken."""
+"""The final choice among searched plans: programs are built and their steps simulated, with overlap, buckets and peak
+memory, which do not add up over choices. The fastest candidate that fits is taken."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shardwise.search.constants import CLEARLY_FASTER
 
 @dataclass(frozen=True, eq=False)
 class SimulatedCandidate:
-    """A candidate with its program. ``peak``: the most that a device holds in a step of it; ``step``: None where the
-    model is too large to be simulated; ``others``: bytes kept of other passes in flight. ``spmd``: None where both come
+    """A candidate with its program. ``peak``: the most that a device holds in a step of it; ``step``: None if the model
+    is too large to be simulated; ``others``: bytes kept of other micro-batches in flight. ``spmd``: None if both come
     from programs of fewer blocks (``search.block_extrapolation``)."""
 
     candidate: Candidate
@@ -30,14 +30,14 @@ class SimulatedCandidate:
 
     @property
     def num_bytes(self) -> float:
-        """The most that a device holds."""
+        """Return the most bytes that a device holds."""
         return float(self.peak.num_bytes + self.others)
 
 
 @dataclass(frozen=True, eq=False)
 class CandidateRanking:
-    """``best``: the candidate to take; ``cheapest``: that of the least additive price; ``limit``: the bytes of a
-    device that they were ranked for."""
+    """Ranked candidates. ``best``: the one to take; ``cheapest``: that of the least additive price; ``limit``: the
+    bytes of a device that they were ranked for."""
 
     best: SimulatedCandidate
     cheapest: SimulatedCandidate
@@ -45,12 +45,12 @@ class CandidateRanking:
 
     @property
     def excess(self) -> float:
-        """Bytes beyond the limit."""
+        """Return the bytes beyond the limit."""
         return max(0.0, self.best.num_bytes - self.limit)
 
     @property
     def search(self) -> MeshSearch:
-        """The search, with the best candidate for its outcome."""
+        """Return the search, with the best candidate as its outcome."""
         search, assignment = self.best.candidate.search, self.best.candidate.assignment
         seen = [search.outcome.assignment, *search.outcome.candidates]
         outcome = replace(

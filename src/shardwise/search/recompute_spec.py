@@ -1,4 +1,4 @@
-"""What the search prices as not kept from forward to backward, or as done once a step."""
+"""The values that the search prices as not kept from forward to backward, or as converted once a step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Gathered = Literal["once", "held", "again"]
 
 @dataclass(frozen=True, slots=True)
 class RecomputeSpec:
-    """``operators``: those whose results are recomputed; ``gathered``: what becomes of parameters; ``offloaded``:
-    operators whose results wait on the host; ``local``: those of ``operators`` whose results are kept where a message
-    brought them, as it is not sent again; ``resent``: operators for which messages of operands that they keep are sent
-    again, where what was sent takes fewer bytes. Other conversions of values that are done again, and copies to the
-    host, are left to the simulation."""
+    """Recomputation as the search prices it. ``operators``: those whose results are recomputed; ``gathered``: the mode
+    of gathered parameters; ``offloaded``: operators whose results are offloaded; ``local``: those of ``operators``
+    whose results are kept where a message brought them, as it is not sent again; ``resent``: operators for which
+    messages of saved operands are sent again, where what was sent takes fewer bytes. Other repeated conversions, and
+    copies to the host, are left to the simulation."""
 
     operators: frozenset[str] = frozenset()
     gathered: Gathered = "held"

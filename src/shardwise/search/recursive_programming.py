@@ -1,11 +1,10 @@
 """Greedy search by levels: one mesh axis after the other, on every axis the heaviest operators first.
 
-The specification's ``recursive_programming`` halves the devices again and again; at every halving the operators, from
-the heaviest to the lightest, take the cut that is cheapest by itself and beside the neighbours that have been cut
-already; those that have not been are taken to split the level in the way that suits best. Here a level is a mesh axis
-of any size (one prime factor, where the mesh has an axis for each), and the prices are those of the exact search: a
-strategy is that of the levels before with one more axis split, repeated or deferred. A level that makes the step
-slower is left alone.
+The specification's ``recursive_programming`` halves the devices again and again. At every halving, from the heaviest
+operator to the lightest, each takes the cheapest cut, given the neighbours that have been cut already. Other neighbours
+are assumed to split the level in the best way. Here a level is a mesh axis of any size (one prime factor, where the
+mesh has an axis for each). The prices are those of the exact search: a strategy is that of the levels before with one
+more axis split, repeated or deferred. A level that makes the step slower is skipped.
 
 Nothing is proven about the result.
 """
@@ -30,8 +29,8 @@ PER_BYTE = tuple(10.0**exponent for exponent in range(-14, -3))
 
 
 def recursive_search(cost: CostGraph, memory_bytes: float | None = None) -> SearchOutcome:
-    """Return the greedy assignment; where it does not fit, the first that does at growing prices of a byte, and in the
-    end the one of least memory. Its bound is not known. Raises DoesNotFit."""
+    """Return the greedy assignment; if it does not fit, the first that does at growing prices of a byte, and in the end
+    the one of least memory. Its bound is not known. Raises DoesNotFit."""
     solves = 0
     for per_byte in (BYTE_TIE_BREAK, *PER_BYTE):
         assignment = _Levels(cost, cost.weighted(CostWeights(bytes=per_byte))).run()
@@ -94,14 +93,14 @@ class _Levels:
         return min(range(len(domain)), key=lambda i: sum(choice != INVARIANT for choice in domain.choices[i]))
 
     def _heaviest_first(self) -> list[int]:
-        """Operators by their seconds on one device."""
+        """Return the operators by their seconds on one device, the heaviest first."""
         weight = {variable: float(domain.compute.max()) for variable, domain in self.domain_of.items()}
         return sorted(weight, key=lambda variable: (-weight[variable], variable))
 
     def _options(self, variable: int, level: int) -> tuple[Ints, Ints]:
-        """Per choice on the axis of a level the strategy that repeats the work on all later axes (or is closest to
-        that, where the user decided them), the axes before being as they are; and those among them that split it (all,
-        if none does)."""
+        """Return, per choice on the axis of a level, the strategy that repeats the work on all later axes (or is
+        closest to that, where the user decided them) with the axes before as they are; and those among them that split
+        it (all, if none does)."""
         domain = self.domain_of[variable]
         before = domain.choices[self.chosen[variable]][:level]
         key = id(domain), level, before
@@ -117,8 +116,8 @@ class _Levels:
         return self._known[key]
 
     def _price_of(self, variable: int, asking: int | None) -> Floats:
-        """[values] the price of a variable beside all but ``asking``: its own, that of tables shared with decided
-        operators, and the least over what undecided ones and layouts (stored or shared) that lie between can be."""
+        """Return [values] the price of a variable beside all but ``asking``: its own, that of tables shared with
+        decided operators, and the least over what undecided ones and layouts (stored or shared) between them can be."""
         total = np.zeros(self.cost.variables[variable].size)
         for scope, table in self.at[variable]:
             if len(scope) == 1:

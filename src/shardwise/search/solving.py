@@ -1,5 +1,5 @@
-"""How a sum of tables is minimised: by variable elimination, where that is too wide as an integer program, and where
-that is too large by conditioning."""
+"""Minimisation of a sum of tables: by variable elimination, if that is too wide as an integer program, and if that is
+too large by conditioning."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ Solver = Callable[[Problem], Solution]
 
 
 class WideWarning(UserWarning):
-    """Variable elimination would take too long on a densely connected graph."""
+    """Warns that variable elimination would take too long on a densely connected graph."""
 
 
 def minimise(problem: Problem) -> Solution:
-    """By elimination; where that is too wide, as an integer program; where that is too large, by conditioning."""
+    """Minimise by elimination; if that is too wide, as an integer program; if that is too large, by conditioning."""
     try:
         return solve(problem, max_joint=MAX_JOINT_COMBINATIONS)
     except TooWide as error:
@@ -26,12 +26,12 @@ def minimise(problem: Problem) -> Solution:
 
 
 def as_integer_program(problem: Problem) -> Solution:
-    """Solve as an integer program; where that is too large, by conditioning."""
+    """Solve as an integer program; if that is too large, by conditioning."""
     return _bounded(problem, "")
 
 
 def _bounded(problem: Problem, cause: str) -> Solution:
-    """By what needs no narrow elimination. ``cause``: why, if it is not the search that was asked for."""
+    """Solve without narrow elimination. ``cause``: why, if it is not the search that was asked for."""
     from shardwise.search.ilp import TooLarge, solve_ilp
 
     how = "as an integer program"
@@ -47,7 +47,7 @@ def _bounded(problem: Problem, cause: str) -> Solution:
 
 
 def narrow_elimination(problem: Problem) -> Elimination:
-    """Return the elimination of a problem. Raises TooWide where it is not worth it."""
+    """Return the elimination of a problem. Raises TooWide if it is not worth it."""
     return elimination_of(problem, max_joint=MAX_JOINT_COMBINATIONS)
 
 

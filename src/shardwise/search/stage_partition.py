@@ -1,9 +1,9 @@
-"""Where a model is cut into stages: so that the slowest of them is as fast as can be, and none holds too much.
+"""Cuts of a model into stages so that the slowest is as fast as possible, and none holds too much.
 
 A cut may be before any operator. The seconds of an operator are those on the devices of a stage, as if it could be
-split over all of them; what crosses travels beside them. Of cuts whose slowest stage is nearly as fast the one of the
-fewest bytes is taken. The best boundaries are found exactly, by dynamic programming over their positions; where there
-are very many, over those that the fewest bytes cross.
+split over all of them; sends overlap with them. Of cuts whose slowest stage is nearly as fast, the one of the fewest
+bytes is taken. The best boundaries are found exactly, by dynamic programming over their positions; if there are very
+many, over those that the fewest bytes cross.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _OperatorCosts:
-    """Of every operator that is not repeated: its seconds, forward and backward, and the bytes that its stage holds for
-    it: of parameters (where they are first used) and of values per micro-batch. ``sent``: bytes that cross in front of
-    it; ``reads``: whether it reads parameters, of which every stage has some."""
+    """Costs of every operator that is not repeated: its seconds, forward and backward, and the bytes that its stage
+    holds for it: of parameters (where they are first used) and of values per micro-batch. ``sent``: bytes that cross in
+    front of it; ``reads``: whether it reads parameters, of which every stage has some."""
 
     names: tuple[str, ...]
     seconds: Floats
@@ -42,8 +42,8 @@ class _OperatorCosts:
 def balanced_parts(
     graph: Graph, num_stages: int, prices: Prices, limit: float, in_flight: Sequence[int], per_place: int = 1
 ) -> tuple[list[list[str]], bool]:
-    """The operators of every stage, and whether memory costs them no time: with all that operators make, each fits
-    where the slowest is as fast as without a limit. Where nothing fits, memory is divided. ``limit``: the bytes of a
+    """Return the operators of every stage, and whether memory costs no time: with everything kept, each stage fits
+    where the slowest is as fast as without a limit. If nothing fits, memory is divided. ``limit``: the bytes of a
     device; ``in_flight``: per stage the micro-batches whose values it keeps at once; ``per_place``: the stages that
     share a device. Raises PlanError for fewer positions than cuts."""
     weights = _weigh(graph, prices)
@@ -150,7 +150,7 @@ def _best(
 
 
 def _least_slowest(spans: Sequence[Floats]) -> float:
-    """Return the seconds of the slowest stage where it is as fast as can be. ``spans``: of every stage [begin, end]."""
+    """Return the least seconds of the slowest stage. ``spans``: of every stage [begin, end]."""
     slowest = np.full(len(spans[0]), inf)
     slowest[0] = 0.0
     for of_stage in spans:

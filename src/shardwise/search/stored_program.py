@@ -37,11 +37,11 @@ class StoredProgram:
 
     @cached_property
     def kept(self) -> RankProgram:
-        """The step of the rank that holds most, before lifetimes are known."""
+        """Return the step of the busiest rank, before lifetimes are known."""
         return keeping_all(localize(self.spmd, busiest_rank(self.spmd)), self.kinds)
 
     def with_lifetimes(self, graph: Graph, settings: SearchConfig) -> ProgramWithPolicy:
-        """Return the program under the levers of some settings. ``graph``: the model's (not lowered)."""
+        """Return the program under the memory policy of some settings. ``graph``: the model's (not lowered)."""
         spmd = with_memory_policy(self.kept, graph, settings.levers) if settings.levers else self.spmd
         return ProgramWithPolicy(self, as_grad_accum(spmd, settings))
 
@@ -55,16 +55,16 @@ class ProgramWithPolicy:
 
     @property
     def choice(self) -> Choice:
-        """Strategies, and parameters as they are stored."""
+        """Return the strategies, and parameters as they are stored."""
         return self.stored.choice
 
     @property
     def busiest(self) -> RankProgram:
-        """The step of the rank that holds most."""
+        """Return the step of the rank that holds most."""
         return finished(replace(self.stored.kept, spmd=self.spmd))
 
     def prediction(self, prices: Prices) -> Prediction:
-        """Predict a pass of a plan that is compared with no others."""
+        """Predict a micro-batch of a plan that is compared with no others."""
         price, program = price_program(self.spmd, prices), self.busiest
         exposed, compute, traffic = price.exposed + price.update, price.compute, price.traffic
         if len(self.spmd.graph.ops) > MAX_SIMULATED_OPERATORS:
@@ -87,15 +87,16 @@ class ProgramWithPolicy:
 def build_stored_program(
     graph: Graph, rules: Mapping[str, OpRule], choice: Choice, mesh: Mesh, settings: SearchConfig, kinds: VjpCache
 ) -> StoredProgram:
-    """The program of a choice before lifetimes. Of the levers it depends on whether parameters are gathered again."""
+    """Return a choice's program before lifetimes. Of the policy it depends only on whether parameters are gathered
+    again."""
     by_block = settings.levers.gathered == "again"
     if settings.zero is not None:
         choice = reduce_at_parameter(choice, graph, rules, mesh)
     spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
     if settings.zero is not None:
-        said = {s.value: choice.sources[s.value] for s in graph.sources if settings.layouts.keys() & set(s.names)}
+        fixed = {s.value: choice.sources[s.value] for s in graph.sources if settings.layouts.keys() & set(s.names)}
         choice = shard_storage(choice, spmd, settings.zero)
-        choice = replace(choice, sources={**choice.sources, **said})
+        choice = replace(choice, sources={**choice.sources, **fixed})
         spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
     return StoredProgram(choice, spmd, kinds)
 
@@ -108,7 +109,7 @@ def build_program(
 
 
 def as_grad_accum(spmd: SpmdProgram, settings: SearchConfig) -> SpmdProgram:
-    """Return the program with what a step of several passes does once."""
+    """Return the program with the conversions that a step of several micro-batches makes once."""
     if settings.passes == 1:
         return spmd
     scattered = settings.levers.gathered == "once" or (settings.zero is not None and settings.zero.stage == 1)

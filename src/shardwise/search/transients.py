@@ -1,10 +1,10 @@
-"""Plans whose moments fit, too: a search that forbids choices which hold too much for a moment.
+"""Plans whose transient bytes fit, too: a search that forbids choices with too many of them.
 
 The bytes that a search adds up stay: parameters, gradients, states, saved values. A step also holds operands of the
 operator that runs, and the buffers of a message, which do not add up: the most of them counts. So a limit on memory is
-split, ``limit = bytes that stay + tau``; choices whose moment takes more than tau are forbidden, the search goes on
-under ``limit - tau``, and a few tau are tried. The moments are estimates; what is found is judged by the true peak of
-its program.
+split, ``limit = bytes that stay + tau``. Choices with more transient bytes than tau are forbidden, the search goes on
+under ``limit - tau``, and a few tau are tried. The transient bytes are estimates; what is found is judged by the true
+peak of its program.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from shardwise.search.solving import solver_of
 
 def searches_within(search: MeshSearch, name: str, limit: float) -> list[MeshSearch]:
     """Return the searches with capped transients, the most promising first: those that should fit, by their seconds,
-    then the others, by how much they hold. ``name``: of the search. Every one is the fastest under its cap, or where
-    nothing fits so the one of least memory."""
+    then the others, by how much they hold. ``name``: of the search. Every one is the fastest under its cap, or, if
+    nothing fits so, the one of least memory."""
     cost, ordered = search.cost, []
     moments = {number: table() for number, table in cost.transients.items()}
     for cap in _caps(cost, moments, search.outcome.assignment):
@@ -44,13 +44,13 @@ def searches_within(search: MeshSearch, name: str, limit: float) -> list[MeshSea
 
 
 def _most(cost: CostGraph, moments: dict[int, Floats], assignment: list[int]) -> float:
-    """Return the most bytes that a choice of an assignment holds for a moment."""
+    """Return the most transient bytes of a choice of an assignment."""
     num_bytes = (moments[kind][tuple(assignment[v] for v in scope)] for scope, kind in cost.factors if kind in moments)
     return float(max(num_bytes, default=0.0))
 
 
 def _caps(cost: CostGraph, moments: dict[int, Floats], assignment: list[int]) -> Iterator[float]:
-    """From what an assignment holds down to what some choice holds in any, in even quotients."""
+    """Return caps in even quotients, from what an assignment holds down to what some choice holds in any."""
     most = _most(cost, moments, assignment)
     least = float(max((table.min() for table in moments.values()), default=0.0))
     least = max(min(least, most), 1.0)
@@ -59,7 +59,7 @@ def _caps(cost: CostGraph, moments: dict[int, Floats], assignment: list[int]) ->
 
 
 def _within(cost: CostGraph, moments: dict[int, Floats], cap: float) -> CostGraph:
-    """Return the cost graph in which choices of larger moments are forbidden: infinitely many seconds and bytes."""
+    """Return the cost graph with infinite seconds and bytes for choices with more transient bytes."""
     kinds: list[Components] = []
     for number, tables in enumerate(cost.kinds):
         if number not in moments or (moments[number] <= cap).all():
@@ -68,7 +68,7 @@ def _within(cost: CostGraph, moments: dict[int, Floats], cap: float) -> CostGrap
         forbidden = np.where(moments[number] <= cap, 0.0, np.inf)
         changed = list(tables)
         for component in (EXPOSED, BYTES):
-            known = tables[component]
-            changed[component] = forbidden if known is None else known + forbidden
+            prices = tables[component]
+            changed[component] = forbidden if prices is None else prices + forbidden
         kinds.append(tuple(changed))
     return replace(cost, kinds=kinds)

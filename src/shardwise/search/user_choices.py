@@ -1,4 +1,4 @@
-"""What the user decided: annotations of submodules, calls and values, as choices of operators."""
+"""The choices of the user: annotations of submodules, calls and values, as choices of operators."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def fixed_choices(
             if text.startswith("(("):  # the split counts of an out_strategy
                 weights = {f.name: 0 for f in factored.rules[op.name].factors}
                 counts = literal_eval(text)
-                asked = _beside_producer(op, counts, rules[op.name], factored, fixed, mesh, graph) or counts
-                fixed[op.name] = choices_for(op, rules[op.name], factored.rules[op.name], asked, mesh, graph, weights)
+                splits = _beside_producer(op, counts, rules[op.name], factored, fixed, mesh, graph) or counts
+                fixed[op.name] = choices_for(op, rules[op.name], factored.rules[op.name], splits, mesh, graph, weights)
                 continue
             layout = parse_layout(text, mesh)
             if layout.shape != shape:
@@ -94,9 +94,9 @@ def no_operator_error(annotation: Annotation) -> LayoutError:
 def _beside_producer(
     alias: Op, counts: SplitCounts, rule: OpRule, factored: Factored, fixed: Choices, mesh: Mesh, graph: Graph
 ) -> str:
-    """The split counts of an ``out_strategy`` over the axes that its operator uses: first those that split the same dim
-    of its result, then those it sums over (a reduce-scatter), then free ones; along the others the result is whole.
-    "" if the counts do not come out."""
+    """Return the split counts of an ``out_strategy`` over the axes that its operator uses: first those that split the
+    same dim of its result, then those it sums over (a reduce-scatter), then free ones; along the others the result is
+    whole. Return "" if the counts do not come out."""
     producer = graph.producer.get(alias.operands[0])
     while producer is not None and producer.name not in fixed:  # a bias, say
         producer = graph.producer.get(producer.operands[0]) if producer.operands else None
@@ -127,7 +127,7 @@ def _beside_producer(
 
 
 def alias_choices(rule: OpRule, layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> dict[str, AxisChoice]:
-    """The choices of an identity operator whose result is in ``layout``. Raises LayoutError where none makes it."""
+    """Return the choices of an identity operator whose result is in ``layout``. Raises LayoutError if none makes it."""
     places = ShardPositions.of(rule)
     choices: dict[str, AxisChoice] = {}
     for axis, where in where_of(layout.canonical().refine(atoms)).items():
@@ -139,8 +139,9 @@ def alias_choices(rule: OpRule, layout: Layout, atoms: tuple[tuple[int, ...], ..
 
 
 def annotated_ops(graph: Graph, factored: Factored, annotation: Annotation) -> list[Op]:
-    """The operator that an annotation speaks of: the one in its scope that does the work; several if they are the same
-    operator on parameters of the same module. Of several that have the factors of a text, those that read parameters.
+    """Return the operator that an annotation applies to: the one in its scope that does the work; several if they are
+    the same operator on parameters of the same module. Of several that have the factors of a text, return those that
+    read parameters.
 
     Views, casts and the sum with a bias that normalisation split off are not counted.
     """

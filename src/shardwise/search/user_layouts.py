@@ -1,5 +1,5 @@
-"""What the user decides after everything else is chosen: layouts in which tensors are kept or delivered, and values
-that are summed at once."""
+"""The choices of the user that apply after everything else is chosen: layouts in which tensors are kept or delivered,
+and values that are summed at once."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Kept = str | tuple[int, ...]  # a layout as text, or how many ways each dim is s
 
 
 def apply_layouts(choice: Choice, layouts: Mapping[str, Kept], graph: Graph, factored: Factored, mesh: Mesh) -> Choice:
-    """The choice with some inputs, parameters or buffers in given layouts, from which operators convert them. Split
-    counts take the mesh's axes in order, the first dim the outermost; where a dim is used in blocks (heads, parts of a
-    fused projection) whose number they do not divide, each block is split. Raises LayoutError for what does not fit,
-    and for two layouts of one parameter that has several names."""
+    """Return the choice with some inputs, parameters or buffers in given layouts, from which operators convert them.
+    Split counts take the mesh's axes in order, the first dim the outermost; where a dim is used in blocks (heads, parts
+    of a fused projection) whose number they do not divide, each block is split. Raises LayoutError for what does not
+    fit, and for two layouts of one parameter that has several names."""
     values = {name: source.value for source in graph.sources for name in source.names if source.kind != "constant"}
     sources = dict(choice.sources)
     kept: dict[str, str] = {}  # value -> the name that it was kept by
@@ -37,22 +37,22 @@ def apply_layouts(choice: Choice, layouts: Mapping[str, Kept], graph: Graph, fac
             fix = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(sorted(values)[:8])}"
             raise LayoutError(problem(f"layouts names {name!r}, which the model does not have", fix=fix))
         shape, atoms = graph.by_name[values[name]].shape, factored.atoms[values[name]]
-        wanted: Layout | None = None
+        requested_layout: Layout | None = None
         inside: Layout | None = None
         try:
-            wanted = _layout(requested, shape, mesh)
-            inside = _inside_blocks(wanted, atoms)
+            requested_layout = _layout(requested, shape, mesh)
+            inside = _inside_blocks(requested_layout, atoms)
             by_counts = not isinstance(requested, str)
-            where = where_of(inside if by_counts and inside is not None else wanted.canonical().refine(atoms))
+            where = where_of(inside if by_counts and inside is not None else requested_layout.canonical().refine(atoms))
         except ShardwiseError as error:
             fix = f"a layout of shape {list(shape)} on {mesh}"
             if inside is not None:
                 fix = f'its blocks are used apart: split each of them, "{inside}"'
-            raise type(error)(problem(f"{name} can not be kept as {requested!r}: {error}", fix=fix)) from error
+            raise type(error)(problem(f"{name} cannot be kept as {requested!r}: {error}", fix=fix)) from error
         layout = layout_of(where, atoms, mesh)
         first = kept.setdefault(values[name], name)
         if first != name and layout != sources[values[name]]:
-            what = f"{first} and {name} are one tensor, and can not be kept as {layouts[first]!r} and as {requested!r}"
+            what = f"{first} and {name} are one tensor, and cannot be kept as {layouts[first]!r} and as {requested!r}"
             raise LayoutError(problem(what, fix=f"name {first} only"))
         sources[values[name]] = layout
     return replace(choice, sources=sources)
@@ -94,7 +94,7 @@ def _layout(requested: Kept, shape: tuple[int, ...], mesh: Mesh) -> Layout:
         if layout.shape != shape:
             raise LayoutError(f"it is of shape {list(layout.shape)}, not {list(shape)}")
         if layout.states or layout.windows:
-            raise LayoutError("what is kept is split evenly, or whole along the axes that are not named")
+            raise LayoutError("kept tensors are split evenly, and whole along the axes that are not named")
         return layout
     if not isinstance(requested, (tuple, list)) or not all(type(count) is int for count in requested):
         raise LayoutError("it is neither a layout's text nor whole numbers, one per dim")

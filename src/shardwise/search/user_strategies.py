@@ -1,11 +1,11 @@
-"""What the user fixed: strategies as texts (``"m@dp n@tp"``) or split counts (``((2, 4), (4, 1))``), mapped to
-sub-axes and atoms.
+"""The strategies of the user, as texts (``"m@dp n@tp"``) or split counts (``((2, 4), (4, 1))``), mapped to sub-axes and
+atoms.
 
 Split counts, one per dim of every tensor operand, are mapped in the order of the operator's factors (first appearance
 in the operands): each factor takes, major first, the earliest free sub-axes of the mesh whose sizes multiply to its
 count. What is left of the mesh repeats the work. ``()`` for an operand leaves it to the others: it gets the counts of
-the factors that it shares with them. On ``Mesh(dp=2, tp=4)`` the counts ``((2, 4), (4, 1))`` of a matrix
-product are ``m@dp k@tp``.
+the factors that it shares with them. On ``Mesh(dp=2, tp=4)`` the counts ``((2, 4), (4, 1))`` of a matrix product are
+``m@dp k@tp``.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ def choices_for(
     graph: Graph,
     blockers: Mapping[str, int],
 ) -> dict[str, AxisChoice]:
-    """Sub-axis -> choice of the divided rule, for one operator. ``blockers``: divided factor -> how many operators keep
-    it whole.
+    """Return the choice of each sub-axis in the divided rule of one operator. ``blockers``: divided factor -> how many
+    operators keep it whole.
 
     A text fixes the axes it names, split counts fix them all. Raises LayoutError naming the operator.
     """
     try:
         if isinstance(strategy, str):
-            wanted = parse_choices(strategy, mesh)
+            choices = parse_choices(strategy, mesh)
         else:
             shapes = [graph.by_name[name].shape for name in op.operands]
             split = axes_of_counts(_factor_counts(rule, strategy, shapes, mesh), mesh)
-            wanted = {axis: Split(split[axis]) if axis in split else INVARIANT for axis in mesh.sub_axes}
-        return _divide_choices(rule, divided, wanted, mesh, blockers)
+            choices = {axis: Split(split[axis]) if axis in split else INVARIANT for axis in mesh.sub_axes}
+        return _divide_choices(rule, divided, choices, mesh, blockers)
     except ShardwiseError as error:
-        raise type(error)(problem(str(error), op=op.name, source=op.source, fix=splittable(rule))) from error
+        text = problem(str(error), op=op.name, source=op.source, fix=splittable(rule), section="strategy-names")
+        raise type(error)(text) from error
 
 
 def splittable(rule: OpRule) -> str:
@@ -61,7 +62,7 @@ def splittable(rule: OpRule) -> str:
 
 
 def _factor_counts(rule: OpRule, counts: SplitCounts, shapes: Sequence[tuple[int, ...]], mesh: Mesh) -> dict[str, int]:
-    """Split counts per operand dim -> count per factor. The checks are those of the specification, in its order."""
+    """Return the count per factor from split counts per operand dim, with the specification's checks in its order."""
     if len(counts) != len(shapes):
         hint = ""
         if len(shapes) == 1 and all(isinstance(c, int) for c in counts):
@@ -83,7 +84,7 @@ def _factor_counts(rule: OpRule, counts: SplitCounts, shapes: Sequence[tuple[int
                     f"split count {count!r} of dim {d} of operand {i} {list(shape)} must be a whole number from 1"
                 )
             if count > shape[d]:
-                raise LayoutError(f"dim {d} of operand {i} has {shape[d]} elements: it can not be split {count} ways")
+                raise LayoutError(f"dim {d} of operand {i} has {shape[d]} elements: it cannot be split {count} ways")
     shares: dict[str, int] = {}
     seen_in: dict[str, tuple[int, int]] = {}
     sizes = {factor.name: factor for factor in rule.factors}
@@ -100,7 +101,7 @@ def _factor_counts(rule: OpRule, counts: SplitCounts, shapes: Sequence[tuple[int
                 left //= share
                 if share > 1 and sizes[name].kind == "whole":
                     raise LayoutError(
-                        f"dim {d} of operand {i} {list(shapes[i])} can not be split ({count} ways asked for)"
+                        f"dim {d} of operand {i} {list(shapes[i])} cannot be split ({count} ways asked for)"
                     )
                 if shares.setdefault(name, share) != share:
                     j, e = seen_in[name]
@@ -111,7 +112,7 @@ def _factor_counts(rule: OpRule, counts: SplitCounts, shapes: Sequence[tuple[int
                 seen_in.setdefault(name, (i, d))
             if not factors and count > 1:
                 raise LayoutError(
-                    f"dim {d} of operand {i} {list(shapes[i])} is broadcast: it can not be split {count} ways"
+                    f"dim {d} of operand {i} {list(shapes[i])} is broadcast: it cannot be split {count} ways"
                 )
     needed = prod(shares.values())
     if needed > mesh.num_devices or mesh.num_devices % needed:
@@ -126,7 +127,7 @@ def _shapes(shapes: Sequence[tuple[int, ...]]) -> str:
 
 
 def axes_of_counts(counts: Mapping[str, int], mesh: Mesh) -> dict[str, str]:
-    """Count per factor -> the factor that each sub-axis splits; those of the others are left out."""
+    """Return the factor that each sub-axis splits, from the count per factor; sub-axes of the others are left out."""
     free = list(mesh.sub_axes)
     factor_of: dict[str, str] = {}
     for name, count in counts.items():
@@ -147,9 +148,9 @@ def axes_of_counts(counts: Mapping[str, int], mesh: Mesh) -> dict[str, str]:
 
 
 def _divide_choices(
-    rule: OpRule, divided: OpRule, wanted: Mapping[str, AxisChoice], mesh: Mesh, blockers: Mapping[str, int]
+    rule: OpRule, divided: OpRule, undivided: Mapping[str, AxisChoice], mesh: Mesh, blockers: Mapping[str, int]
 ) -> dict[str, AxisChoice]:
-    """Choices of the undivided rule -> choices of its divided factors.
+    """Return choices of the divided factors, from choices of the undivided rule.
 
     Each axis goes to a part that no other operator must keep whole (or the fewest), there to the first that it divides;
     a size that does not divide is split unevenly: four heads over three devices, rather than query, key and value
@@ -159,19 +160,19 @@ def _divide_choices(
     for factor in divided.factors:
         parts.setdefault(base_name(factor.name), []).append(factor.name)
     left = {factor.name: factor.size for factor in divided.factors}
-    known = {factor.name for factor in rule.factors} | set(left)
+    factor_names = {factor.name for factor in rule.factors} | set(left)
     through = {name: window.factor for name, window in rule.windows}
     choices: dict[str, AxisChoice] = {}
-    for axis, choice in wanted.items():
+    for axis, choice in undivided.items():
         if not isinstance(choice, Split):
             choices[axis] = choice
             continue
         name = through.get(choice.factor, choice.factor)
-        if name not in known:
-            near = get_close_matches(name, known, 1)
+        if name not in factor_names:
+            near = get_close_matches(name, factor_names, 1)
             raise LayoutError(f"the operator has no factor {name!r}" + (f", but {near[0]!r}" if near else ""))
         if divided.factor(parts.get(name, [name])[0]).kind == "whole":
-            raise LayoutError(f"factor {name} can not be split")
+            raise LayoutError(f"factor {name} cannot be split")
         open_parts = [part for part in parts.get(name, ()) if divided.factor(part).kind != "whole"]
         candidates = [name] if name in left else sorted(open_parts, key=lambda part: blockers.get(part, 0))
         size = mesh.sizes[axis]
@@ -188,8 +189,8 @@ def _divide_choices(
 def num_blockers(
     graph: Graph, rules: Mapping[str, OpRule], kinds: tuple[FactorKind, ...] = ("whole",)
 ) -> dict[tuple[str, str], int]:
-    """(op, divided factor) -> in how many operators the same atom is a factor of one of these kinds: by default, must
-    be kept whole. Atoms are followed through all operators."""
+    """Return, for each (op, divided factor), in how many operators the same atom is a factor of one of these kinds: by
+    default, must be kept whole. Atoms are followed through all operators."""
     atoms: DisjointSets[tuple[str, object]] = DisjointSets()
     whole: list[tuple[str, str]] = []
     for op in graph.ops:

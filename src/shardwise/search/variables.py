@@ -1,4 +1,4 @@
-"""The variables of a cost graph: what each may be, and what a value of it stands for."""
+"""The variables of a cost graph: their values, and what each value stands for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OperatorVariable:
 
     @property
     def size(self) -> int:
-        """The number of its values."""
+        """Return the number of its values."""
         return len(self.domain)
 
     def choice(self, value: int) -> Strategy:
@@ -39,7 +39,7 @@ class _LayoutVariable:
 
     @property
     def size(self) -> int:
-        """The number of its values."""
+        """Return the number of its values."""
         return len(self.nodes)
 
     def choice(self, value: int) -> Layout:

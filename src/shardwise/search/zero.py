@@ -1,9 +1,9 @@
 """Parameters, gradients and optimizer states split over the devices that would hold copies of them (ZeRO, Rajbhandari
 et al. 2020, arXiv:1910.02054; FSDP, Zhao et al. 2023, arXiv:2304.11277).
 
-Stages are storage layouts and lifetimes, nothing else. A parameter is stored in parts along the axes on which the
-operators that use it want it whole: it is gathered for them, and its gradient leaves them reduced and scattered. Up to
-stage 2 what was gathered is held from forward to backward; stage 3 lets it go after use and gathers again.
+Stages are only storage layouts and lifetimes. A parameter is stored in parts along the axes on which its operators need
+it whole. It is all-gathered for them, and its gradient is reduce-scattered. Up to stage 2 the gathered parameter is
+held from forward to backward; stage 3 reshards it after use and gathers it again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,17 @@ from shardwise.search.recompute_spec import Gathered
 
 @dataclass(frozen=True, slots=True)
 class Zero:
-    """``stage``: 1, 2 or 3 (in one pass 1 and 2 are the same; of several, 1 gathers once and scatters whole gradients
-    once, 2 in every pass).
-    ``whole_below``: parameters with fewer elements stay whole. ``over``: mesh axes; by default all on which a parameter
-    would be copied (some of them: hybrid sharding, HSDP). Raises ShardwiseError for anything else."""
+    """ZeRO settings: how parameters, gradients and optimizer states are split over devices.
+
+    Attributes:
+        stage: 1, 2 or 3. With one micro-batch 1 and 2 are the same; with several, 1 gathers parameters once and
+            reduce-scatters whole gradients once, 2 does so in every micro-batch.
+        whole_below: Parameters with fewer elements stay whole.
+        over: Mesh axes; by default all on which a parameter would be copied (some of them: hybrid sharding, HSDP).
+
+    Raises:
+        ShardwiseError: A value is none of these.
+    """
 
     stage: int = 3
     whole_below: int = 0
@@ -36,9 +43,9 @@ class Zero:
 
     def __post_init__(self) -> None:
         if type(self.stage) is not int or self.stage not in (1, 2, 3):
-            raise ShardwiseError(problem(f"zero={self.stage!r} is no stage", fix="1, 2 or 3; leave it out for none"))
+            raise ShardwiseError(f"zero must be 1, 2, 3 or None, got {self.stage!r}")
         if isinstance(self.whole_below, bool) or not isinstance(self.whole_below, int) or self.whole_below < 0:
-            raise ShardwiseError(problem(f"whole_below is {self.whole_below!r}", fix="a number of elements from 0"))
+            raise ShardwiseError(f"whole_below must be a number of elements from 0, got {self.whole_below!r}")
 
     @property
     def gathered(self) -> Gathered:
@@ -53,15 +60,15 @@ class Zero:
 
 
 def shard_storage(choice: Choice, spmd: SpmdProgram, zero: Zero) -> Choice:
-    """Return the choice with parameters stored in parts. ``spmd``: its program, whose conversions say along which axes
-    a parameter is copied. Raises LayoutError for an axis that the mesh does not have."""
+    """Return the choice with parameters stored in parts. ``spmd``: its program, whose conversions show the axes along
+    which a parameter is copied. Raises LayoutError for an axis that the mesh does not have."""
     mesh = spmd.mesh
     over = set(mesh.sub_axes)
     if zero.over is not None:
         unknown = [axis for axis in zero.over if axis not in dict(mesh.axes) and axis not in mesh.sub_axes]
         if unknown:
             raise LayoutError(
-                problem(f"zero is to split over {unknown[0]!r}", fix=f"axes of the mesh: {', '.join(dict(mesh.axes))}")
+                problem(f"zero cannot split over {unknown[0]!r}", fix=f"axes of the mesh: {', '.join(dict(mesh.axes))}")
             )
         over = {part for axis in zero.over for part in (mesh.expand(axis) if axis in dict(mesh.axes) else (axis,))}
     copied = _copied(spmd)
@@ -72,8 +79,8 @@ def shard_storage(choice: Choice, spmd: SpmdProgram, zero: Zero) -> Choice:
             continue
         name, layout = source.value, sources[source.value]
         split = {axis for dim in layout.dims for atom in dim for axis in atom.axes}
-        # What is frozen, or only used without gradients (a teacher), has none that would be summed: it is copied where
-        # the others are.
+        # Frozen parameters, and those only used without gradients (a teacher), have no gradient to sum: they are copied
+        # where the others are.
         along = copied.get(name, set()) if _may_have_gradient(spmd.graph, name) else everywhere - split
         axes = [axis for axis in mesh.sub_axes if axis in along & over]
         if axes and not layout.windows and prod(layout.shape) >= zero.whole_below:
@@ -82,9 +89,9 @@ def shard_storage(choice: Choice, spmd: SpmdProgram, zero: Zero) -> Choice:
 
 
 def reduce_at_parameter(choice: Choice, graph: Graph, rules: Mapping[str, OpRule], mesh: Mesh) -> Choice:
-    """Return the choice in which what is made of parameters alone (a transposed weight, an expert's rows) hands partial
-    gradients on to them: they are summed where the parameter is, and what can be split over devices is the parameter.
-    So it is where all who read such a value do different work along an axis."""
+    """Return the choice in which values made of parameters alone (a transposed weight, an expert's rows) pass partial
+    gradients on to them. They are summed at the parameter, which is what can be split over devices. This applies where
+    all readers of such a value do different work along an axis."""
     derived = {source.value for source in graph.sources if source.kind == "parameter"}
     fixed = derived | {source.value for source in graph.sources if source.kind in ("buffer", "constant")}
     views = []
@@ -119,7 +126,7 @@ def reduce_at_parameter(choice: Choice, graph: Graph, rules: Mapping[str, OpRule
 
 
 def _may_have_gradient(graph: Graph, parameter: str) -> bool:
-    """Return whether a parameter is to be trained, and nothing says that no gradient reaches it."""
+    """Return whether a parameter is trained, and nothing rules out that a gradient reaches it."""
     results = [name for op in graph.consumers[parameter] for name in op.results]
     return graph.by_name[parameter].requires_grad and (
         not results or any(graph.by_name[name].requires_grad for name in results)
@@ -127,7 +134,7 @@ def _may_have_gradient(graph: Graph, parameter: str) -> bool:
 
 
 def _copied(spmd: SpmdProgram) -> dict[str, set[str]]:
-    """Parameter -> the axes along which it is stored whole, and its gradient is summed."""
+    """Return, for each parameter, the axes along which it is stored whole, and its gradient is summed."""
     parameters = {source.value for source in spmd.graph.sources if source.kind == "parameter"}
     whole_axes: dict[str, set[str]] = {}
     for conversion in spmd.conversions:
@@ -141,7 +148,7 @@ def _copied(spmd: SpmdProgram) -> dict[str, set[str]]:
 
 
 def _split(layout: Layout, axes: Iterable[str], mesh: Mesh) -> Layout:
-    """The layout with its tensor split over further axes: all on one atom if one divides, the outermost first."""
+    """Return the layout split over further axes: all on one atom if one divides, the outermost first."""
     where: dict[str, Where] = dict(where_of(layout))
     places = [(d, i) for d, dim in enumerate(layout.dims) for i in range(len(dim))]
     left = {(d, i): layout.dims[d][i].size // mesh.size_of(layout.dims[d][i].axes) for d, i in places}
@@ -156,7 +163,7 @@ def _split(layout: Layout, axes: Iterable[str], mesh: Mesh) -> Layout:
             continue
         exact = left[at] % size == 0
         left[at] = left[at] // size if exact else 1
-        del where[axis]  # axes that share a place are major first, in the order in which they come
+        del where[axis]  # axes on the same atom are major first, in the order of insertion
         where[axis] = _place(layout, at)
     return layout_of(where, layout.atoms, mesh)
 

@@ -1,4 +1,4 @@
-"""Data types (``from shardwise.mindspore.common import dtype as mstype``): torch's."""
+"""Data types of torch (``from shardwise.mindspore.common import dtype as mstype``)."""
 
 from typing import Any
 
@@ -17,19 +17,19 @@ number = torch.dtype
 
 
 def dtype_to_nptype(type_: torch.dtype) -> Any:
-    """Torch's dtype as numpy's."""
+    """Return numpy's type of a torch dtype."""
     return torch.empty(0, dtype=type_).numpy().dtype.type
 
 
 def dtype_to_pytype(type_: torch.dtype) -> type:
-    """Torch's dtype as Python's."""
+    """Return Python's type of a torch dtype."""
     if type_ is bool_:
         return bool
     return complex if type_.is_complex else float if type_.is_floating_point else int
 
 
 def pytype_to_dtype(obj: Any) -> torch.dtype:
-    """Numpy's or Python's dtype as torch's."""
+    """Return the torch dtype of a numpy or Python type."""
     return float32 if obj is float else dtype_of(np.dtype(obj).name)
 
 

@@ -1,7 +1,7 @@
-"""Initial values of parameters, by the name of a distribution or by an object of it.
+"""Initial values of parameters, by the name of a distribution or by an ``Initializer``.
 
-All of them come from one generator (``common.seed``): as long as every rank makes the same parameters in the same
-order, they are equal everywhere.
+All values come from one generator (``common.seed``). They are equal on all ranks as long as every rank makes the same
+parameters in the same order.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Tensor = torch.Tensor
 
 
 class Initializer:
-    """A distribution of initial values. One of your own overrides ``fill``, or ``_initialize(self, array)``, which
-    writes into an array of numpy."""
+    """A distribution of initial values. Subclasses override ``fill``, or ``_initialize(self, array)``, which writes
+    into a numpy array."""
 
     def __init__(self, **settings: Any) -> None:
         self.settings = settings
@@ -39,11 +39,11 @@ class Initializer:
 
 
 class _Known(WithSettings, Initializer):
-    """One of this module: its settings are those of its class statement."""
+    """An initializer of this module; its settings are those of its class statement."""
 
 
 class Constant(_Known, value=...):
-    """The same value everywhere."""
+    """A constant value."""
 
     def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
         return tensor.fill_(self.value)
@@ -129,7 +129,7 @@ class HeNormal(HeUniform):
 
 
 class Orthogonal(_Known, gain=1.0):
-    """Rows, or columns where there are fewer, of length ``gain`` at right angles (Saxe et al., ICLR 2014)."""
+    """Orthogonal rows (columns if there are fewer) of length ``gain`` (Saxe et al., ICLR 2014)."""
 
     def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
         return torch.nn.init.orthogonal_(tensor, self.gain, generator=random)
@@ -143,21 +143,21 @@ class Identity(Initializer):
 
 
 class Dirac(_Known, groups=1):
-    """The kernel of a convolution that hands on its inputs."""
+    """A convolution kernel that copies its inputs."""
 
     def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
         return torch.nn.init.dirac_(tensor, self.groups)
 
 
 class Sparse(_Known, sparsity=..., sigma=0.01):
-    """A matrix of N(0, sigma**2) with the part ``sparsity`` of every column zero."""
+    """A matrix of N(0, sigma**2) with a fraction ``sparsity`` of every column set to zero."""
 
     def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
         return torch.nn.init.sparse_(tensor, self.sparsity, self.sigma, generator=random)
 
 
 class VarianceScaling(_Known, scale=1.0, mode="fan_in", distribution="truncated_normal"):
-    """The variance ``scale / fan``; ``mode``: of which fan, "fan_in", "fan_out" or "fan_avg"; ``distribution``:
+    """A distribution with the variance ``scale / fan``. ``mode``: "fan_in", "fan_out" or "fan_avg"; ``distribution``:
     "truncated_normal" (within two deviations), "untruncated_normal" or "uniform"."""
 
     def _settle(self) -> None:
@@ -172,7 +172,7 @@ class VarianceScaling(_Known, scale=1.0, mode="fan_in", distribution="truncated_
             return tensor.uniform_(-math.sqrt(3) * sigma, math.sqrt(3) * sigma, generator=random)
         if self.distribution == "untruncated_normal":
             return tensor.normal_(0, sigma, generator=random)
-        wide = sigma / 0.87962566103423978  # the deviation of a standard normal that is cut at two deviations
+        wide = sigma / 0.87962566103423978  # standard deviation of a standard normal truncated at two deviations
         return torch.nn.init.trunc_normal_(tensor, 0, wide, -2 * wide, 2 * wide, generator=random)
 
 
@@ -188,11 +188,15 @@ def initializer(
     shape: Sequence[int] | int | None = None,
     dtype: torch.dtype | None = torch.float32,
 ) -> Tensor:
-    """A new tensor of initial values.
+    """Return a new tensor of initial values.
 
-    ``init``: "normal" (N(0, 0.01**2)), "zeros", "ones", "uniform", "xavier_uniform", "he_normal" and so on, in any
-    case; an ``Initializer``; a number; or a tensor, whose shape must be ``shape`` if that is given. Values are drawn
-    in float32, or float64 for that dtype, on the CPU.
+    Values are drawn on the CPU in float32, or in float64 for that dtype.
+
+    Args:
+        init: "normal" (N(0, 0.01**2)), "zeros", "ones", "uniform", "xavier_uniform", "he_normal" and so on, in any
+            case; an ``Initializer``; a number; or a tensor.
+        shape: sizes of the dims; it must equal the shape of a tensor ``init``.
+        dtype: dtype of the result; None: float32.
     """
     dtype = dtype or torch.float32
     if isinstance(init, Tensor):
@@ -204,10 +208,10 @@ def initializer(
         raise ValueError(problem(f"initializer({init!r}) has no shape", fix="give one: initializer(init, [32, 16])"))
     drawn = torch.empty(_shape(shape), dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     with torch.no_grad():
-        return _found(init).fill(drawn, generator()).to(dtype).as_subclass(DialectTensor)
+        return _initializer_of(init).fill(drawn, generator()).to(dtype).as_subclass(DialectTensor)
 
 
-def _found(init: str | Initializer | float) -> Initializer:
+def _initializer_of(init: str | Initializer | float) -> Initializer:
     if isinstance(init, Initializer):
         return init
     if isinstance(init, str):
@@ -231,7 +235,7 @@ def _shape(shape: Any) -> tuple[int, ...]:
 
 
 def _fans(tensor: Tensor) -> tuple[int, int]:
-    """(inputs of an output element, outputs of an input element) of a weight (out, in, *kernel)."""
+    """Return (fan_in, fan_out) of a weight (out, in, *kernel)."""
     if tensor.ndim == 0:
         raise ValueError(problem("a scalar has no fan_in", fix="give a shape of at least one dim, or Normal(sigma)"))
     if tensor.ndim == 1:

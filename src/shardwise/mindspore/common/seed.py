@@ -1,6 +1,6 @@
-"""The seed of the dialect, and the one generator from which initial values come.
+"""The seed of the dialect, and the generator of initial values.
 
-It has a fixed seed until ``set_seed`` gives another one, so that all ranks make the same values without a word.
+Until ``set_seed`` changes it the seed is fixed, so that all ranks make the same values by default.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _random = _Random()
 
 
 def set_seed(seed: int) -> None:
-    """Start initial values anew, and numpy's and torch's random numbers too, as the reference does."""
+    """Seed the generator of initial values, numpy and torch, as the reference does."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         what = f"the seed is {seed!r}, of type {type(seed).__name__}"
         raise TypeError(problem(what, fix="give an integer from 0 on"))
@@ -38,20 +38,20 @@ def set_seed(seed: int) -> None:
 
 
 def get_seed() -> int | None:
-    """The seed that was set; None if none was."""
+    """Return the seed of ``set_seed``, or None."""
     return _random.seed
 
 
 def generator() -> torch.Generator:
-    """Where initial values come from."""
+    """Return the generator of initial values."""
     return _random.generator
 
 
 def drawn(seed: int | None) -> torch.Generator | None:
-    """A generator of its own for a function that is given a seed; None: torch's."""
+    """Return a new generator for a function that is given a seed. None: torch's default generator."""
     return None if seed is None else torch.Generator().manual_seed(int(seed))
 
 
 def data_seed() -> int:
-    """The seed of the order of data: the one that was set, else the fixed one."""
+    """Return the seed of the order of data: that of ``set_seed``, else the fixed one."""
     return DEFAULT_SEED if _random.seed is None else _random.seed

@@ -1,4 +1,4 @@
-"""Joining the ranks, and groups of them (``import shardwise.mindspore.communication as D``)."""
+"""Initialisation of ranks and of groups of ranks (``import shardwise.mindspore.communication as D``)."""
 
 from shardwise.mindspore.communication import management
 from shardwise.mindspore.communication.management import *

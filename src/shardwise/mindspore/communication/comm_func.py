@@ -1,6 +1,6 @@
-"""Collectives as functions, with gradients where the operators of ``ops`` have them.
+"""Collectives as functions, differentiable where the operators of ``ops`` are.
 
-Those that take ``async_op`` return what came, and a handle (None, unless one was asked for).
+Functions that take ``async_op`` return the result and a handle (None unless ``async_op``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 class Done:
-    """The handle of an exchange, which has ended already."""
+    """The handle of an exchange that has already completed."""
 
     def wait(self) -> bool:
         return True
@@ -28,24 +28,24 @@ class Done:
 Pair = Any  # a tensor, and a Done or None
 
 
-def _told(result: Any, async_op: bool) -> Any:
+def _with_handle(result: Any, async_op: bool) -> Any:
     return result, Done() if async_op else None
 
 
 def all_reduce(tensor: Tensor, op: str = ReduceOp.SUM, group: str | None = None, async_op: bool = False) -> Pair:
-    return _told(C.AllReduce(op, group)(tensor), async_op)
+    return _with_handle(C.AllReduce(op, group)(tensor), async_op)
 
 
 def all_gather_into_tensor(tensor: Tensor, group: str | None = None, async_op: bool = False) -> Pair:
-    """The ranks' tensors, one behind the other along dim 0."""
-    return _told(C.AllGather(group)(tensor), async_op)
+    """Concatenate the ranks' tensors along dim 0."""
+    return _with_handle(C.AllGather(group)(tensor), async_op)
 
 
 def reduce_scatter_tensor(
     tensor: Tensor, op: str = ReduceOp.SUM, group: str | None = None, async_op: bool = False
 ) -> Pair:
-    """This rank's part, along dim 0, of the reduction."""
-    return _told(C.ReduceScatter(op, group)(tensor), async_op)
+    """Return this rank's part, along dim 0, of the reduction."""
+    return _with_handle(C.ReduceScatter(op, group)(tensor), async_op)
 
 
 def broadcast(tensor: Tensor, src: int = 0, group: str | None = None) -> Any:
@@ -53,19 +53,19 @@ def broadcast(tensor: Tensor, src: int = 0, group: str | None = None) -> Any:
 
 
 def reduce(tensor: Tensor, dst: int, op: str = ReduceOp.SUM, group: str | None = None) -> Tensor:
-    """The reduction on ``dst``, elsewhere the tensor as it is."""
+    """Return the reduction on ``dst``, and the tensor unchanged on other ranks."""
     reduced = C.AllReduce(op, group)(tensor)
     return reduced if D.get_rank() == dst else tensor
 
 
 def gather_into_tensor(tensor: Tensor, dst: int = 0, group: str | None = None) -> Tensor:
-    """The ranks' tensors on ``dst``, elsewhere zeros."""
+    """Return the ranks' tensors, concatenated along dim 0, on ``dst``, and zeros on other ranks."""
     gathered = C.AllGather(group)(tensor)
     return gathered if D.get_rank() == dst else torch.zeros_like(gathered)
 
 
 def scatter_tensor(tensor: Tensor, src: int = 0, group: str | None = None) -> Tensor:
-    """This rank's part, along dim 0, of what ``src`` has."""
+    """Return this rank's part, along dim 0, of the tensor of ``src``."""
     members = D.find_group(group or D.GlobalComm.WORLD_COMM_GROUP)
     (whole,) = C.Broadcast(src, group)((tensor,))
     return whole.chunk(members.size)[members.position]
@@ -75,16 +75,16 @@ def all_to_all_single_with_output_shape(
     output_shape: Any, tensor: Tensor, output_split_sizes: Any = None, input_split_sizes: Any = None,
     group: str | None = None, async_op: bool = False,
 ) -> Pair:  # fmt: skip
-    """Equal parts along dim 0 to all ranks, or parts of several sizes."""
+    """Exchange equal parts along dim 0 among all ranks, or parts of the given sizes."""
     members = D.find_group(group or D.GlobalComm.WORLD_COMM_GROUP)
     if input_split_sizes is None and output_split_sizes is None:
-        return _told(C.AlltoAll(members.size, 0, 0, group)(tensor), async_op)
+        return _with_handle(C.AlltoAll(members.size, 0, 0, group)(tensor), async_op)
     rest, shape = tuple(tensor.shape[1:]), tuple(output_shape)
     sent = input_split_sizes or [tensor.shape[0] // members.size] * members.size
     received = output_split_sizes or [shape[0] // members.size] * members.size
     ways, shapes = list(members.ranks), [(size, *rest) for size in received]
     parts = C.NeighborExchange(ways, ways, shapes, None, tensor.dtype, group)(tensor.split(list(sent)))
-    return _told(torch.cat(parts).reshape(shape), async_op)
+    return _with_handle(torch.cat(parts).reshape(shape), async_op)
 
 
 def barrier(group: str | None = None) -> None:
@@ -97,7 +97,7 @@ def send(tensor: Tensor, dst: int = 0, group: str | None = None, tag: int = 0) -
 
 
 def recv(tensor: Tensor, src: int = 0, group: str | None = None, tag: int = 0) -> Tensor:
-    """What ``src`` sends, also in ``tensor``, which has its shape."""
+    """Receive a tensor from ``src``. ``tensor`` gives its shape and is overwritten."""
     received = C.Receive(tag, src, tensor.shape, tensor.dtype, group)()
     return tensor.detach().copy_(received)
 

@@ -1,7 +1,7 @@
-"""Who the ranks are, and named groups of them. Where ranks talk to each other is ``shardwise.runtime``'s business.
+"""Ranks and named groups of ranks. ``shardwise.runtime`` implements the communication.
 
-Before ``init`` a process without a launcher is a group of one, so that a program runs as a single process too; under a
-launcher the functions about groups ask for ``init`` first.
+Before ``init`` a process without a launcher is a group of one, so that a program also runs as a single process. Under a
+launcher the functions about groups require ``init`` first.
 """
 
 from __future__ import annotations
@@ -29,23 +29,27 @@ ON_CPU = ("mccl", "gloo")
 
 
 class GlobalComm:
-    """What ``init`` was called with. Each of the world groups' names means all ranks, whatever the backend is."""
+    """State of ``init``. Each of the world groups' names means all ranks, whatever the backend is."""
 
     BACKEND = "hccl"
     WORLD_COMM_GROUP = HCCL_WORLD_COMM_GROUP
     INITED = False
 
 
-_groups: dict[str, RankGroup] = {}  # by the name that the program gave
+_groups: dict[str, RankGroup] = {}  # by the program's names
 
 
 def init(backend_name: str | None = None) -> None:
-    """Join the other ranks, with the backend that this machine has: nccl if there is a GPU for every rank, else gloo.
+    """Join the other ranks, with nccl if there is a GPU for every rank, else with gloo.
 
-    ``backend_name``: "hccl", "nccl", "mccl" or "gloo"; if another one is used, a note on rank 0 says so, unless
-    ``set_context`` has said what the machine lacks. "gloo", "mccl"
-    and the device target CPU keep to the CPU. Called again, it changes nothing. LaunchError (a ValueError) if the ranks
-    do not come.
+    Further calls change nothing. "gloo", "mccl" and the device target CPU use the CPU.
+
+    Args:
+        backend_name: "hccl", "nccl", "mccl" or "gloo". If another one is used, rank 0 prints a note, unless
+            ``set_context`` has already printed what the machine lacks.
+
+    Raises:
+        LaunchError: (a ValueError) if not all ranks connect.
     """
     if backend_name is not None and not isinstance(backend_name, str):
         what = f"backend_name is {backend_name!r}, of type {type(backend_name).__name__}"
@@ -58,7 +62,7 @@ def init(backend_name: str | None = None) -> None:
     if backend_name not in (None, backend()):
         have = "a GPU for every rank" if backend() == "nccl" else "the CPU"
         note(
-            f'the ranks talk through {backend()}, which serves {have} of this machine, not through "{backend_name}"',
+            f'the ranks communicate through {backend()}, which fits {have} here, not through "{backend_name}"',
             context.MACHINE,
         )
     GlobalComm.BACKEND = backend_name or backend()
@@ -67,7 +71,7 @@ def init(backend_name: str | None = None) -> None:
 
 
 def release() -> None:
-    """Leave the group of ranks, and forget all others. RuntimeError before ``init``."""
+    """Leave the group of all ranks and remove all other groups. Raises RuntimeError before ``init``."""
     if not is_connected():
         raise RuntimeError(problem("the ranks are not connected", fix="call init() before release()"))
     _groups.clear()
@@ -76,7 +80,7 @@ def release() -> None:
 
 
 def find_group(group: str = HCCL_WORLD_COMM_GROUP) -> RankGroup:
-    """The ranks of a group, by its name. TypeError, ValueError if there is none, RuntimeError before ``init``."""
+    """Return a group by its name. Raises TypeError or ValueError if there is none, RuntimeError before ``init``."""
     if not isinstance(group, str):
         what = f"the group is {group!r}, of type {type(group).__name__}"
         raise TypeError(problem(what, fix="give the name of a group, made by create_group(name, rank_ids)"))
@@ -92,29 +96,29 @@ def find_group(group: str = HCCL_WORLD_COMM_GROUP) -> RankGroup:
 
 
 def get_rank(group: str = HCCL_WORLD_COMM_GROUP) -> int:
-    """This process's number in a group. RuntimeError if it is not a member."""
+    """Return this process's rank in a group. Raises RuntimeError if it is not a member."""
     return _position(find_group(group), ranks.rank(), group)
 
 
 def get_group_size(group: str = HCCL_WORLD_COMM_GROUP) -> int:
-    """How many ranks a group has."""
+    """Return the number of ranks of a group."""
     return find_group(group).size
 
 
 def get_local_rank(group: str = HCCL_WORLD_COMM_GROUP) -> int:
-    """This process's number on its machine."""
+    """Return this process's rank on its machine."""
     _only_world(group, "get_local_rank")
     return ranks.local_rank()[0]
 
 
 def get_local_rank_size(group: str = HCCL_WORLD_COMM_GROUP) -> int:
-    """How many ranks this machine has."""
+    """Return the number of ranks on this machine."""
     _only_world(group, "get_local_rank_size")
     return ranks.local_rank()[1]
 
 
 def get_world_rank_from_group_rank(group: str, group_rank_id: int) -> int:
-    """The number among all ranks of a group's member."""
+    """Return the global rank of a group's member."""
     members = find_group(group).ranks
     _whole("group_rank_id", group_rank_id)
     if not 0 <= group_rank_id < len(members):
@@ -124,21 +128,24 @@ def get_world_rank_from_group_rank(group: str, group_rank_id: int) -> int:
 
 
 def get_group_rank_from_world_rank(world_rank_id: int, group: str) -> int:
-    """The number in a group of one of all ranks."""
+    """Return the rank in a group of a global rank."""
     _whole("world_rank_id", world_rank_id)
     return _position(find_group(group), world_rank_id, group)
 
 
 def get_process_group_ranks(group: str = HCCL_WORLD_COMM_GROUP) -> list[int]:
-    """The members of a group, ascending."""
+    """Return the members of a group, ascending."""
     return list(find_group(group).ranks)
 
 
 def create_group(group: str, rank_ids: Sequence[int]) -> None:
-    """Name some ranks, so that communication operators can talk among them.
+    """Create a named group of ranks for communication operators.
 
-    Its members must all call this, in the same order as for other groups that they share; the rest may. TypeError or
-    ValueError for a name that is taken, for ranks that there are not, or twice.
+    All its members must call this, and create groups that they share in the same order. Other ranks may call it.
+
+    Raises:
+        TypeError: for arguments of the wrong type.
+        ValueError: for a name that is taken, and for ranks that do not exist or occur twice.
     """
     size = get_group_size()
     if not isinstance(group, str) or not isinstance(rank_ids, list | tuple):
@@ -158,7 +165,7 @@ def create_group(group: str, rank_ids: Sequence[int]) -> None:
 
 
 def destroy_group(group: str) -> None:
-    """Forget a group. ValueError for that of all ranks, which ``release`` ends."""
+    """Remove a group. Raises ValueError for the group of all ranks, which ``release`` ends."""
     if group in WORLD_GROUPS.values():
         raise ValueError(problem(f'"{group}" is the group of all ranks', fix="call release() at the end"))
     leave_group(find_group(group))
@@ -169,7 +176,7 @@ def destroy_group(group: str) -> None:
 
 
 def group_ranks_name(rank_ids: Sequence[int]) -> str:
-    """The ranks of a group as the reference prints them.
+    """Return the ranks of a group as the reference prints them.
 
     >>> group_ranks_name([0, 5, 3, 7, 1])
     '0-1-3-5-7'
@@ -178,7 +185,7 @@ def group_ranks_name(rank_ids: Sequence[int]) -> str:
 
 
 def group_name(rank_ids: Sequence[int]) -> str:
-    """The name that the reference gives a group: how many ranks, and the hash of their list.
+    """Return the reference's name of a group: the number of ranks, and the hash of their list.
 
     The hash is ``std::hash`` of GNU's C++ library, so that the name is the one in the reference's own files (document
     003 prints this one):
@@ -190,7 +197,7 @@ def group_name(rank_ids: Sequence[int]) -> str:
 
 
 def gnu_hash(text: bytes, seed: int = 0xC70F6907) -> int:
-    """``_Hash_bytes`` of libstdc++ (hash_bytes.cc, 64 bits), which is Appleby's MurmurHash64A."""
+    """Return the hash of ``_Hash_bytes`` in libstdc++ (hash_bytes.cc, 64 bits), which is Appleby's MurmurHash64A."""
     multiplier, mask = 0xC6A4A7935BD1E995, 2**64 - 1
 
     def mixed(word: int) -> int:
@@ -221,7 +228,7 @@ def _whole(name: str, value: int) -> None:
 def _only_world(group: str, function: str) -> None:
     if find_group(group) != all_ranks_group():
         fix = f"call {function}() without a group"
-        raise ValueError(problem(f'{function} is asked about the group "{group}", a part of the ranks', fix=fix))
+        raise ValueError(problem(f'{function} got the group "{group}", which is not the group of all ranks', fix=fix))
 
 
 __all__ = [

@@ -29,7 +29,7 @@ from shardwise.mindspore.named import absent
 
 
 def zip(datasets: Sequence[Dataset]) -> Dataset:
-    """The columns of several datasets side by side, as long as the shortest."""
+    """Combine the columns of several datasets, as long as the shortest."""
     return Zipped(tuple(datasets))
 
 

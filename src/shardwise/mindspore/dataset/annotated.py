@@ -1,4 +1,4 @@
-"""Rows from local files that say more about an image than its class, and from records of TensorFlow."""
+"""Rows from local files with image annotations beyond a class, and from TFRecord files."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from shardwise.mindspore.dataset.vision import Decode
 from shardwise.mindspore.named import bound_to
 from shardwise.mindspore.notes import note
 
-# What the constructors take after their own arguments.
+# Arguments of the constructors after their own ones.
 _ROWS = {"num_samples": None, "num_parallel_workers": None, "shuffle": None}
 _PARTS = {"sampler": None, "num_shards": None, "shard_id": None, "cache": None}
 _IMAGES = {**_ROWS, "decode": False, **_PARTS, "extra_metadata": False, "decrypt": None}
 
 
 class Shuffle(enum.StrEnum):
-    """Over all rows, over files, or inside of files."""
+    """Scope of shuffling: over all rows, over files, or inside files."""
 
     GLOBAL, FILES, INFILE = "global", "files", "infile"
 
 
 class Schema:
-    """The columns of records: ``add_column(name, de_type, shape)``, or a JSON file that says the same."""
+    """The columns of records: ``add_column(name, de_type, shape)``, or a JSON file with the same content."""
 
     def __init__(self, schema_file: Any = None) -> None:
         self.columns: dict[str, tuple[np.dtype[Any], tuple[int, ...] | None]] = {}
@@ -51,7 +51,7 @@ class Schema:
         self.parse_columns(json_obj["columns"])
 
     def parse_columns(self, columns: Any) -> None:
-        """``{"image": {"type": "uint8", "rank": 1}}``, or a list of these with their names."""
+        """Add columns from ``{"image": {"type": "uint8", "rank": 1}}``, or from a list of these with their names."""
         named = columns.items() if isinstance(columns, Mapping) else ((entry["name"], entry) for entry in columns)
         for name, entry in named:
             self.add_column(name, entry["type"], entry.get("shape"))
@@ -67,7 +67,7 @@ def _varint(data: bytes, place: int) -> tuple[int, int]:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a message (protocol buffers): their numbers, and a number or bytes."""
+    """Yield the fields of a protocol buffers message: their numbers, and a number or bytes."""
     place = 0
     while place < len(data):
         key, place = _varint(data, place)
@@ -81,7 +81,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _numbers(values: Iterator[Any]) -> Iterator[int]:
-    """Signed numbers, of which bytes hold several."""
+    """Yield signed numbers. Bytes hold several packed ones."""
     for value in values:
         place, data = 0, value
         while isinstance(data, bytes) and place < len(data):
@@ -92,7 +92,7 @@ def _numbers(values: Iterator[Any]) -> Iterator[int]:
 
 
 def _feature(data: bytes) -> list[bytes] | Array:
-    """Texts, float32 or int64."""
+    """Return the values of a feature: bytes, float32 or int64."""
     for kind, content in _fields(data):
         values = (value for _, value in _fields(content))
         if kind == 1:
@@ -102,7 +102,7 @@ def _feature(data: bytes) -> list[bytes] | Array:
 
 
 def _example(record: bytes) -> dict[str, Any]:
-    """The features of an example by name."""
+    """Return the features of an example by name."""
     entries = (dict(_fields(entry)) for _, features in _fields(record) for _, entry in _fields(features))
     return {entry[1].decode(): _feature(entry.get(2, b"")) for entry in entries}
 
@@ -114,44 +114,44 @@ def _records(path: Path, compression: str) -> Iterator[bytes]:
     while place < len(data):
         (size,) = struct.unpack_from("<Q", data, place)
         if place + size + 16 > len(data):
-            raise RuntimeError(problem(f"{path} ends inside of a record", fix="a file of TFRecord, compression_type="))
+            raise RuntimeError(problem(f"{path} ends inside a record", fix="a file of TFRecord, compression_type="))
         yield data[place + 12 : place + 12 + size]
         place += size + 16
 
 
 class TFRecordDataset(Files):
-    """Examples in files of TFRecord. Without a ``schema`` a column is what the file has, in one dim; texts are bytes.
+    """Examples in TFRecord files. Without a ``schema`` columns have the files' types and one dim; texts are bytes.
     Shards are rows, not files."""
 
     def __init__(
         self, dataset_files: Any, schema: Any = None, columns_list: Any = None, *args: Any, **kwargs: Any
     ) -> None:
-        known = {**_ROWS, "num_shards": None, "shard_id": None, "shard_equal_rows": False, "cache": None,
+        defaults = {**_ROWS, "num_shards": None, "shard_id": None, "shard_equal_rows": False, "cache": None,
                  "compression_type": None}  # fmt: skip
-        given = bound_to("TFRecordDataset", known, args, kwargs)
-        compression = one_of("", "GZIP", "ZLIB")("compression_type", given.pop("compression_type") or "")
-        del given["shard_equal_rows"]
+        settings = bound_to("TFRecordDataset", defaults, args, kwargs)
+        compression = one_of("", "GZIP", "ZLIB")("compression_type", settings.pop("compression_type") or "")
+        del settings["shard_equal_rows"]
         files = [dataset_files] if isinstance(dataset_files, (str, Path)) else list(dataset_files)
         rows = [record for file in files for record in _records(Path(file), compression)]
         if not rows:
             raise ValueError(problem(f"{files} have no records", fix="files of TFRecord"))
-        if given["shuffle"] == Shuffle.FILES:
-            note("TFRecordDataset(shuffle=Shuffle.FILES) shuffles the rows of several files, and of one none")
-            given["shuffle"] = len(files) > 1
-        told = schema if isinstance(schema, Schema) or schema is None else Schema(schema)
-        kinds = {} if told is None else told.columns
+        if settings["shuffle"] == Shuffle.FILES:
+            note("TFRecordDataset(shuffle=Shuffle.FILES) shuffles rows only if there are several files")
+            settings["shuffle"] = len(files) > 1
+        parsed_schema = schema if isinstance(schema, Schema) or schema is None else Schema(schema)
+        kinds = {} if parsed_schema is None else parsed_schema.columns
         names = list(columns_list or kinds or _example(rows[0]))
 
         def read(record: bytes) -> tuple[Array, ...]:
-            found = _example(record)
-            if missing := [name for name in names if name not in found]:
-                raise RuntimeError(problem(f"a record has no {missing[0]}", fix=f"one of {', '.join(found)}"))
-            return tuple(_as_told(found[name], *kinds.get(name, (None, None))) for name in names)
+            features = _example(record)
+            if missing := [name for name in names if name not in features]:
+                raise RuntimeError(problem(f"a record has no {missing[0]}", fix=f"one of {', '.join(features)}"))
+            return tuple(_as_schema(features[name], *kinds.get(name, (None, None))) for name in names)
 
-        super().__init__(rows, read, names, **given)
+        super().__init__(rows, read, names, **settings)
 
 
-def _as_told(values: list[bytes] | Array, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None) -> Array:
+def _as_schema(values: list[bytes] | Array, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None) -> Array:
     if isinstance(values, list):
         texts = dtype is not None and dtype.kind == "U"
         array = np.array([text.decode() for text in values]) if texts else np.frombuffer(b"".join(values), np.uint8)
@@ -162,11 +162,11 @@ def _as_told(values: list[bytes] | Array, dtype: np.dtype[Any] | None, shape: tu
 
 
 class _Annotated(Files):
-    """Images, beside what is known of them, and with ``extra_metadata`` their names: "_meta-filename"."""
+    """Images with their annotations, and with ``extra_metadata`` their names: "_meta-filename"."""
 
-    def _fill(self, rows: Sequence[Any], read: Any, columns: Sequence[str], given: dict[str, Any]) -> None:
-        decode, named = given.pop("decode"), given.pop("extra_metadata")
-        if given.pop("decrypt") is not None:
+    def _fill(self, rows: Sequence[Any], read: Any, columns: Sequence[str], settings: dict[str, Any]) -> None:
+        decode, named = settings.pop("decode"), settings.pop("extra_metadata")
+        if settings.pop("decrypt") is not None:
             raise NotImplementedError(problem("decrypt=", fix="files that are not encrypted"))
 
         def row(entry: Any) -> tuple[Any, ...]:
@@ -175,7 +175,7 @@ class _Annotated(Files):
             name = (np.array(path.stem),) if named else ()
             return (Decode()(data) if decode else data, *(self._read(value, decode) for value in rest), *name)
 
-        super().__init__(rows, row, (*columns, "_meta-filename") if named else columns, **given)
+        super().__init__(rows, row, (*columns, "_meta-filename") if named else columns, **settings)
 
     def _read(self, value: Any, decode: bool) -> Any:
         if not isinstance(value, Path):
@@ -185,23 +185,23 @@ class _Annotated(Files):
 
 
 class VOCDataset(_Annotated):
-    """Images of a folder in the form of Pascal VOC: with ``task`` "Segmentation" the image of the classes of pixels,
-    with "Detection" boxes (x, y, width, height), classes in the order of names or as ``class_indexing`` says, and
-    whether they are difficult or cut off."""
+    """Images in the Pascal VOC format. With ``task`` "Segmentation": the class image of the pixels. With "Detection":
+    boxes (x, y, width, height), classes (numbered by name or by ``class_indexing``), and flags for difficult and
+    truncated ones."""
 
     def __init__(
         self, dataset_dir: Any, task: str = "Segmentation", usage: str = "train", class_indexing: Any = None,
         *args: Any, **kwargs: Any,
     ) -> None:  # fmt: skip
-        given = bound_to("VOCDataset", _IMAGES, args, kwargs)
+        settings = bound_to("VOCDataset", _IMAGES, args, kwargs)
         folder, is_detection = folder_of(dataset_dir), one_of("Segmentation", "Detection")("task", task) == "Detection"
         listed = folder / "ImageSets" / ("Main" if is_detection else task) / f"{usage}.txt"
         if not listed.is_file():
-            raise ValueError(problem(f"there is no {listed}", fix="a usage whose list the folder has"))
+            raise ValueError(problem(f"there is no {listed}", fix="a usage for which the folder has a list"))
         names = [line.split()[0] for line in listed.read_text(encoding="utf-8").splitlines() if line.strip()]
         objects = {name: self._objects(folder / "Annotations" / f"{name}.xml") for name in names if is_detection}
-        known = sorted({str(entry[0]) for entries in objects.values() for entry in entries})
-        self._numbers = dict(class_indexing or {name: number for number, name in enumerate(known)})
+        class_names = sorted({str(entry[0]) for entries in objects.values() for entry in entries})
+        self._numbers = dict(class_indexing or {name: number for number, name in enumerate(class_names)})
 
         def read(name: str) -> tuple[Any, ...]:
             image = folder / "JPEGImages" / f"{name}.jpg"
@@ -213,35 +213,35 @@ class VOCDataset(_Annotated):
             return image, np.array([entry[1] for entry in kept], np.float32), classes, *flags
 
         columns = ("image", "bbox", "label", "difficult", "truncate") if is_detection else ("image", "target")
-        self._fill(names, read, columns, given)
+        self._fill(names, read, columns, settings)
 
     def _objects(self, path: Path) -> list[tuple[str, list[float], int, int]]:
-        """Name, box, difficult and cut off."""
-        found = []
+        """Return name, box, difficult and truncated of each object."""
+        objects = []
         for entry in ElementTree.parse(path).getroot().iter("object"):
             x0, y0, x1, y1 = (float(entry.findtext(f"bndbox/{side}", "0")) for side in ("xmin", "ymin", "xmax", "ymax"))
             difficult, cut = (int(entry.findtext(flag, "0")) for flag in ("difficult", "truncated"))
-            found.append((entry.findtext("name", ""), [x0, y0, x1 - x0, y1 - y0], difficult, cut))
-        return found
+            objects.append((entry.findtext("name", ""), [x0, y0, x1 - x0, y1 - y0], difficult, cut))
+        return objects
 
     def get_class_indexing(self) -> dict[str, int]:
-        """Name of a class -> its number."""
+        """Return class name -> class index."""
         return dict(self._numbers)
 
 
 class CocoDataset(_Annotated):
-    """Images in the form of COCO's: with ``task`` "Detection" boxes (x, y, width, height), classes and whether they
-    stand for crowds, with "Keypoint" points (x, y, seen) and how many there are."""
+    """Images in the COCO format. With ``task`` "Detection": boxes (x, y, width, height), classes and crowd flags. With
+    "Keypoint": points (x, y, visibility) and their numbers."""
 
     def __init__(
         self, dataset_dir: Any, annotation_file: Any, task: str = "Detection", *args: Any, **kwargs: Any
     ) -> None:
-        given = bound_to("CocoDataset", _IMAGES, args, kwargs)
+        settings = bound_to("CocoDataset", _IMAGES, args, kwargs)
         folder, kind = folder_of(dataset_dir), one_of("Detection", "Keypoint")("task", task)
-        told = json.loads(Path(annotation_file).read_text(encoding="utf-8"))
-        self._classes = {entry["name"]: [int(entry["id"])] for entry in told.get("categories", [])}
+        annotations = json.loads(Path(annotation_file).read_text(encoding="utf-8"))
+        self._classes = {entry["name"]: [int(entry["id"])] for entry in annotations.get("categories", [])}
         of_image: dict[int, list[Any]] = {}
-        for entry in told["annotations"]:
+        for entry in annotations["annotations"]:
             of_image.setdefault(entry["image_id"], []).append(entry)
 
         def read(image: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -255,10 +255,10 @@ class CocoDataset(_Annotated):
 
         columns = {"Detection": ("image", "bbox", "category_id", "iscrowd"),
                    "Keypoint": ("image", "keypoints", "num_keypoints")}[kind]  # fmt: skip
-        self._fill([image for image in told["images"] if image["id"] in of_image], read, columns, given)
+        self._fill([image for image in annotations["images"] if image["id"] in of_image], read, columns, settings)
 
     def get_class_indexing(self) -> dict[str, list[int]]:
-        """Name of a class -> its number, in a list."""
+        """Return class name -> class index, in a list."""
         return dict(self._classes)
 
 

@@ -1,4 +1,4 @@
-"""Batches of rows: stacked, made something else of before, or padded."""
+"""Batches of rows: stacked, optionally after a mapping or padding."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.mindspore.dataset.values import Array, Row, as_array, count_of
 
 @dataclass(frozen=True)
 class BatchInfo:
-    """Where a batch stands, for ``per_batch_map`` and for a function that says its size."""
+    """Position of a batch, for ``per_batch_map`` and for a function that returns its size."""
 
     batch: int
     epoch: int
@@ -30,7 +30,7 @@ class BatchInfo:
 
 
 class Batch(Over):
-    """Rows of so many items, or of as many as a function of ``BatchInfo`` says, stacked along a new dim 0."""
+    """Batches of a fixed size, or of the size a function of ``BatchInfo`` returns, stacked along a new dim 0."""
 
     def __init__(self, source: Dataset, size: int | Callable[[BatchInfo], int], drop_remainder: bool) -> None:
         super().__init__(source)
@@ -38,16 +38,16 @@ class Batch(Over):
         self._size = 0 if callable(size) else count_of("batch_size", size)
         self._drop = drop_remainder
 
-    def _asked(self, info: BatchInfo) -> int:
-        """How many items a batch has."""
+    def _batch_size(self, info: BatchInfo) -> int:
+        """Return the number of items of a batch."""
         return self._size if self._sizes is None else count_of("what batch_size returns", self._sizes(info))
 
     def batches(self, number: int) -> Iterator[tuple[BatchInfo, list[Row]]]:
-        """The rows of every batch of a pass."""
+        """Yield the rows of every batch of a pass."""
         rows = self._source.rows(number)
         for place in itertools.count():
             info = BatchInfo(place, number)
-            size = self._asked(info)
+            size = self._batch_size(info)
             members = list(itertools.islice(rows, size))
             if not members or (len(members) < size and self._drop):
                 return
@@ -70,17 +70,17 @@ class Batch(Over):
         if self._sizes is None:
             full, rest = divmod(left, self._size)
             return full + (rest > 0 and not self._drop)
-        while left > 0 and (left >= (size := self._asked(BatchInfo(batches, 0))) or not self._drop):
+        while left > 0 and (left >= (size := self._batch_size(BatchInfo(batches, 0))) or not self._drop):
             left, batches = left - size, batches + 1
         return batches
 
     def get_batch_size(self) -> int:
-        """Of batches of several sizes that of the first."""
-        return self._asked(BatchInfo(0, 0)) * super().get_batch_size()
+        """Return the batch size; if sizes differ, that of the first batch."""
+        return self._batch_size(BatchInfo(0, 0)) * super().get_batch_size()
 
 
 class MappedBatch(Batch):
-    """Batches of which a function makes something else before they are stacked."""
+    """Batches that a function transforms before they are stacked."""
 
     def __init__(
         self, source: Dataset, size: Any, drop: bool, function: Any, inputs: Sequence[str], outputs: Sequence[str]
@@ -104,7 +104,7 @@ class MappedBatch(Batch):
 
 
 class PaddedBatch(Batch):
-    """Rows of other lengths, padded to the longest, or as ``pad_info`` says."""
+    """Batches of rows of different lengths, padded to the longest, or as ``pad_info`` says."""
 
     def __init__(self, source: Dataset, size: Any, drop: bool, pad_info: dict[str, tuple[Any, Any]] | None) -> None:
         super().__init__(source, size, drop)
@@ -115,10 +115,10 @@ class PaddedBatch(Batch):
             return super()._stacked(name, parts)
         shape, value = (None, 0) if self._info is None else self._info[name]
         longest = np.max([part.shape for part in parts], 0) if parts[0].ndim else ()
-        asked = [self.filled(size) for size in shape or [None] * 9]
-        sizes = [length if size is None else size for length, size in zip(longest, asked, strict=False)]
+        padded_sizes = [self.filled(size) for size in shape or [None] * 9]
+        sizes = [length if size is None else size for length, size in zip(longest, padded_sizes, strict=False)]
         return np.stack([PadEnd([int(size) for size in sizes], value)(part) for part in parts])
 
     def filled(self, size: int | None) -> int | None:
-        """The size of a dim, if anything but the longest."""
+        """Return the padded size of a dim; None: the longest."""
         return size

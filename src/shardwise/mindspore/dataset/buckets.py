@@ -1,4 +1,4 @@
-"""Batches of rows that are about equally long."""
+"""Batches of rows of similar length."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shardwise.mindspore.dataset.values import Row, once
 
 
 class Buckets(PaddedBatch):
-    """Rows by their length: bucket i has those from ``boundaries[i - 1]`` on, below ``boundaries[i]``, and batches of
-    ``sizes[i]``. A batch comes as soon as it is full; what is left over at the end follows, bucket by bucket, unless
-    ``drop``. ``to_boundary``: a dim without a size in ``pad_info`` is padded to the boundary, less one."""
+    """Batches of rows by length. Bucket i has lengths from ``boundaries[i - 1]`` to below ``boundaries[i]`` and batches
+    of ``sizes[i]``. Full batches come at once, incomplete ones at the end, bucket by bucket, unless ``drop``.
+    ``to_boundary``: a dim without a size in ``pad_info`` is padded to the boundary minus one."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class Buckets(PaddedBatch):
             raise ValueError(problem(f"the length of {list(columns)}", fix="element_length_function, or one column"))
         self._boundaries, self._bucket_sizes, self._to_boundary = list(boundaries), list(sizes), to_boundary
         self._length, self._places = length or len, [self._columns.index(name) for name in columns]
-        self._end: int | None = None  # to which the batch at hand is padded
+        self._end: int | None = None  # length to which the current batch is padded
         self._counted: int | None = None
 
     def rows(self, number: int) -> Iterator[Row]:
@@ -67,7 +67,7 @@ class Buckets(PaddedBatch):
         return self._end if size is None else size
 
     def get_dataset_size(self) -> int:
-        """Counted, once."""
+        """Return the number of batches, counted once."""
         if self._counted is None:
             self._counted = sum(1 for _ in self.rows(0))
         return self._counted

@@ -1,4 +1,4 @@
-"""Settings of datasets. The seed is the dialect's; the others are kept, and change nothing: one process reads."""
+"""Settings of datasets. The seed is the dialect's. The others are stored without effect: one process reads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _kept: dict[str, Any] = {"num_parallel_workers": 1, "prefetch_size": 16, "enable
 
 
 def set_seed(seed: int) -> None:
-    """The seed of shuffled orders."""
+    """Set the seed of shuffled orders."""
     seeds.set_seed(seed)
 
 

@@ -1,5 +1,5 @@
-"""Functions of ``map`` that change the look of images, mostly Pillow's, each a line of a table: the first argument is
-the image, keyword-only ones are settings (``named.settings_of``)."""
+"""Image effects for ``map``, mostly Pillow's, each a line of a table. The first argument is the image, keyword-only
+arguments are settings (``named.settings_of``)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FILTERS = {0: Image.Resampling.NEAREST, 1: Image.Resampling.LANCZOS, 2: Image.Re
 
 
 class ConvertMode(enum.Enum):
-    """From which colours to which: Pillow's words."""
+    """Colour conversions, as (from, to) in Pillow's names."""
 
     COLOR_RGB2GRAY = ("RGB", "L")
     COLOR_GRAY2RGB = ("L", "RGB")
@@ -36,7 +36,7 @@ class ConvertMode(enum.Enum):
 
 
 def _by_image(image: Any, change: Any) -> Any:
-    """What Pillow makes of an image, of the kind that came in."""
+    """Apply a Pillow function to an image and return the same kind of image."""
     if isinstance(image, Image.Image):
         return change(image)
     array = np.asarray(image)
@@ -58,7 +58,7 @@ def _span(degrees: Any) -> tuple[float, float]:
 
 
 def _table(image: Any, change: Any) -> Any:
-    """Every value of a byte replaced."""
+    """Replace every byte value by a lookup table."""
     values = np.clip(change(np.arange(256.0)), 0, 255).astype(np.uint8)
     return _by_image(image, lambda picture: Image.fromarray(values[np.asarray(picture)]))
 
@@ -74,7 +74,7 @@ def _cut(image: Any, length: int, patches: int, chw: bool) -> Array:
 
 
 def _erased(image: Any, prob: float, scale: Any, ratio: Any, value: Any) -> Array:
-    array = np.array(image)  # channels first, as the reference has it
+    array = np.array(image)  # channels first, as in the reference
     if np.random.random() >= prob:
         return array
     _, height, width = array.shape
@@ -95,7 +95,7 @@ def _affine(image: Any, degrees: Any, translate: Any, scale: Any, shear: Any, re
 
 
 def _crops(image: Any, size: Any) -> tuple[Array, ...]:
-    """Four corners and the middle."""
+    """Return crops of the four corners and the centre."""
     array = np.asarray(image)
     h, w = (size, size) if isinstance(size, int) else size
     y, x = array.shape[0] - h, array.shape[1] - w
@@ -104,7 +104,7 @@ def _crops(image: Any, size: Any) -> tuple[Array, ...]:
 
 
 def _mixed(images: Any, labels: Any, alpha: float) -> tuple[Array, Array]:
-    """Each image of a batch with another one (Zhang et al. 2018)."""
+    """Mix each image of a batch with another one (Zhang et al. 2018)."""
     order, share = np.random.permutation(len(images)), np.random.beta(alpha, alpha)
     both = (np.asarray(batch) for batch in (images, labels))
     mixed = [(share * batch + (1 - share) * batch[order]).astype(np.float32) for batch in both]
@@ -114,7 +114,7 @@ def _mixed(images: Any, labels: Any, alpha: float) -> tuple[Array, Array]:
 def _cut_and_pasted(
     images: Any, labels: Any, image_batch_format: str, alpha: float, prob: float
 ) -> tuple[Array, Array]:
-    """In each image of a batch a box of another one (Yun et al. 2019), and the labels by their shares."""
+    """Paste a box of another image into each image of a batch, and mix the labels by area (Yun et al. 2019)."""
     is_last = one_of("NHWC", "NCHW")("image_batch_format", image_batch_format) == "NHWC"
     images, labels = np.array(images), np.asarray(labels).astype(np.float32)
     height, width = images.shape[1:3] if is_last else images.shape[2:]
@@ -133,14 +133,14 @@ def _cut_and_pasted(
 
 
 def turned(image: Image.Image, part: float) -> Image.Image:
-    """An image whose hues are further along the colour circle."""
+    """Shift the hues of an image along the colour circle."""
     hue, *others = image.convert("HSV").split()
-    further = Image.fromarray(np.asarray(hue) + np.uint8(round(part * 255) % 256))
-    return Image.merge("HSV", (further, *others)).convert(image.mode)
+    shifted = Image.fromarray(np.asarray(hue) + np.uint8(round(part * 255) % 256))
+    return Image.merge("HSV", (shifted, *others)).convert(image.mode)
 
 
 def _moved(image: Any, degrees: float, moves: Any, zoom: float, skew: Any, resample: Any, fill_value: Any) -> Any:
-    """Turned around the middle, moved by shares of its sizes, made larger, and skewed by degrees."""
+    """Rotate an image around its centre, translate it by fractions of its size, scale it and shear it by degrees."""
     angle, skewed = np.deg2rad(degrees), np.tan(np.deg2rad(skew[0] if isinstance(skew, (list, tuple)) else skew))
 
     def change(picture: Image.Image) -> Image.Image:
@@ -157,7 +157,7 @@ def _moved(image: Any, degrees: float, moves: Any, zoom: float, skew: Any, resam
 
 
 def _perspective(image: Any, start: Any, end: Any, interpolation: Any) -> Any:
-    """The corners ``start`` (x, y) come to lie at ``end``."""
+    """Map the corners ``start`` (x, y) to ``end``."""
     rows = []
     for (x, y), (u, v) in zip(start, end, strict=True):
         rows += [[u, v, 1, 0, 0, 0, -x * u, -x * v], [0, 0, 0, u, v, 1, -y * u, -y * v]]
@@ -175,7 +175,7 @@ def _distorted(image: Any, scale: float, interpolation: Any) -> Any:
 
 
 def _of_size(image: Any, box: Any, size: Any, interpolation: Any) -> Any:
-    """A part (top, left, height, width), resized to (height, width)."""
+    """Resize a part (top, left, height, width) to (height, width)."""
     top, left, high, wide = box
     height, width = (size, size) if isinstance(size, int) else size
     corners = (left, top, left + wide, top + high)
@@ -190,7 +190,7 @@ def _blanked(image: Any, box: Any, value: Any) -> Array:
 
 
 def _by_channels(image: Any, function: Any, is_hwc: bool) -> Array:
-    """Colours of single pixels, from 0 to 1, by another way to count them."""
+    """Convert the colours of single pixels, from 0 to 1, to another colour space."""
     channels = np.moveaxis(np.asarray(image, np.float32), -1 if is_hwc else -3, 0)
     return np.stack(np.vectorize(function)(*channels), -1 if is_hwc else -3).astype(np.float32)
 
@@ -209,14 +209,14 @@ def _filled(image: Any, size: Any, offset: Any, fill_value: Any) -> Array:
 
 
 def _lit(image: Any, alpha: float) -> Array:
-    """The colours moved along ImageNet's principal ones (Krizhevsky et al. 2012)."""
+    """Shift the colours along ImageNet's principal components (Krizhevsky et al. 2012)."""
     along = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
     moved = np.asarray(image) + along @ (np.array([55.46, 4.794, 1.148]) * np.random.normal(0, alpha, 3))
     return np.clip(moved, 0, 255).astype(np.asarray(image).dtype)
 
 
 def _chosen(image: Any, policy: Any) -> Any:
-    """By one of several lists of (function, probability)."""
+    """Apply one of several lists of (function, probability), chosen at random."""
     for function, probability in policy[np.random.randint(len(policy))]:
         image = _at_times(probability, image, function)
     return image
@@ -228,7 +228,7 @@ def _some(image: Any, transforms: Any, count: int) -> Any:
     return image
 
 
-# By how much the functions of RandAugment (Cubuk et al. 2020) change an image, of a magnitude from 0 to 1.
+# The functions of RandAugment (Cubuk et al. 2020), with a magnitude ``by`` from 0 to 1.
 _SIGNED: dict[str, Function] = {
     "ShearX": lambda image, by: _moved(image, 0, (0, 0), 1, np.rad2deg(np.arctan(0.3 * by)), 0, 0),
     "TranslateX": lambda image, by: _moved(image, 0, (150 / 331 * by, 0), 1, 0, 0, 0),
@@ -338,20 +338,20 @@ def _at_times(probability: float, image: Any, change: Any) -> Any:
 
 
 def _sigma(kernel_size: Any, sigma: Any) -> float:
-    """Of a kernel without a sigma OpenCV's."""
+    """Return the sigma of a kernel, by default OpenCV's."""
     size, deviation = (value[0] if isinstance(value, (tuple, list)) else value for value in (kernel_size, sigma))
     return float(deviation if deviation else 0.3 * ((size - 1) * 0.5 - 1) + 0.8)
 
 
 def _solarized(image: Any, threshold: Any) -> Any:
-    """Values within the threshold (of one number: from it on) inverted."""
+    """Invert values within the threshold, given as (low, high); if both are equal, from there on."""
     low, high = threshold
     end = 255 if low == high else high
     return _table(image, lambda x: np.where((low <= x) & (x <= end), 255 - x, x))
 
 
 class Effect(WithSettings):
-    """``function(image, **settings)``."""
+    """The transform ``function(image, **settings)``."""
 
     function: Function
 

@@ -1,4 +1,4 @@
-"""Rows from local files in the usual formats of small data sets."""
+"""Rows from local files in common formats of small data sets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwise.mindspore.dataset.vision import Decode
 
 
 class Listed:
-    """Rows by their index, each made when it is asked for."""
+    """Rows by index, each read on request."""
 
     def __init__(self, rows: Sequence[Any], read: Any = None) -> None:
         self.rows, self.read = rows, read
@@ -33,7 +33,7 @@ class Listed:
 
 
 class Files(GeneratorDataset):
-    """``num_samples``, ``shuffle``, ``sampler``, ``num_shards`` and ``shard_id``: as of GeneratorDataset."""
+    """Base of file datasets. Sampling, shuffling and sharding arguments are as in GeneratorDataset."""
 
     columns: tuple[str, ...] = ("image", "label")
 
@@ -63,7 +63,7 @@ def folder_of(dataset_dir: Any) -> Path:
     return folder
 
 
-def _found(folder: Path, names: Sequence[str], what: str) -> list[Path]:
+def _matching(folder: Path, names: Sequence[str], what: str) -> list[Path]:
     paths = [path for name in names for path in sorted(folder.glob(name))]
     if not paths:
         raise ValueError(problem(f"{folder} has no {what}: {', '.join(names)}", fix="the files of the data set"))
@@ -71,11 +71,11 @@ def _found(folder: Path, names: Sequence[str], what: str) -> list[Path]:
 
 
 def _idx(path: Path) -> Array:
-    """An array in the format of MNIST's files."""
+    """Read an array in the format of MNIST's files."""
     data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     rank = data[3] if len(data) > 3 and data[:3] == b"\0\0\x08" else 0
     if not rank:
-        raise ValueError(problem(f"{path} is no file of bytes in the idx format", fix="the files of MNIST"))
+        raise ValueError(problem(f"{path} is not a file of bytes in the idx format", fix="the files of MNIST"))
     shape = np.frombuffer(data, ">i4", rank, 4)
     return np.frombuffer(data, np.uint8, -1, 4 + 4 * rank).reshape(shape)
 
@@ -84,9 +84,9 @@ class MnistDataset(Files):
     """MNIST's files: images (28, 28, 1) of bytes and labels. ``usage``: "train", "test" or "all"."""
 
     def __init__(self, dataset_dir: Any, usage: str | None = None, *args: Any, **kwargs: Any) -> None:
-        folder, wanted = folder_of(dataset_dir), _usage(usage, {"train": ("train",), "test": ("t10k",)})
+        folder, prefixes = folder_of(dataset_dir), _usage(usage, {"train": ("train",), "test": ("t10k",)})
         images, labels = (
-            np.concatenate([_idx(path) for path in _found(folder, [f"{part}-{kind}*ubyte*" for part in wanted], kind)])
+            np.concatenate([_idx(path) for path in _matching(folder, [f"{p}-{kind}*ubyte*" for p in prefixes], kind)])
             for kind in ("images", "labels")
         )
         rows = list(zip(images[..., None], labels.astype(np.uint32), strict=True))
@@ -97,17 +97,17 @@ class FashionMnistDataset(MnistDataset):
     """Fashion-MNIST, in the same format."""
 
 
-def _usage(usage: str | None, known: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
-    every = tuple(dict.fromkeys(name for names in known.values() for name in names))
+def _usage(usage: str | None, usages: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    every = tuple(dict.fromkeys(name for names in usages.values() for name in names))
     if usage in (None, "all"):
         return every
-    if usage not in known:
-        raise ValueError(problem(f"usage is {usage!r}", fix=f"one of {', '.join(known)}, all"))
-    return known[str(usage)]
+    if usage not in usages:
+        raise ValueError(problem(f"usage is {usage!r}", fix=f"one of {', '.join(usages)}, all"))
+    return usages[str(usage)]
 
 
 class _Dtype:
-    """Stands for a dtype of numbers while a pickle is read."""
+    """Placeholder for a numeric dtype while a pickle is read."""
 
     def __init__(self, text: Any, *_: Any) -> None:
         self.text = text.decode() if isinstance(text, bytes) else text
@@ -123,7 +123,7 @@ class _Dtype:
 
 
 class _Reconstructed:
-    """Stands for an array while a pickle is read."""
+    """Placeholder for an array while a pickle is read."""
 
     array: Any = None
 
@@ -136,8 +136,8 @@ class _Reconstructed:
 
 
 class _ArrayReader(pickle.Unpickler):
-    """Reads arrays, texts and numbers, and containers of them. A pickle names functions, which run as it is read: here
-    none but these."""
+    """Unpickler of arrays, texts, numbers and their containers. A pickle names functions that run while it is read:
+    only these are allowed."""
 
     _harmless: ClassVar[dict[tuple[str, str], Any]] = {
         ("numpy.core.multiarray", "_reconstruct"): _Reconstructed,
@@ -149,13 +149,13 @@ class _ArrayReader(pickle.Unpickler):
         ("builtins", "frozenset"): frozenset,
         ("builtins", "complex"): complex,
         ("collections", "OrderedDict"): dict,
-        ("_codecs", "encode"): lambda text, _: text.encode("latin1"),  # bytes in the protocols of Python 2
+        ("_codecs", "encode"): lambda text, _: text.encode("latin1"),  # bytes in Python 2's pickle protocols
     }
 
     def find_class(self, module: str, name: str) -> Any:
         place = module.replace("numpy._core", "numpy.core").replace("__builtin__", "builtins"), name
         if place not in self._harmless:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which would run")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which would be executed")
         return self._harmless[place]
 
 
@@ -164,8 +164,8 @@ def _unpickled(path: Path) -> dict[Any, Any]:
     try:
         entries = _ArrayReader(io.BytesIO(path.read_bytes()), encoding="bytes").load()
         return {key: getattr(value, "array", value) for key, value in entries.items()}
-    except Exception as error:  # a damaged pickle ends in any error
-        what = f"{path} is not read: {error}"
+    except Exception as error:  # a damaged pickle may raise any error
+        what = f"{path} cannot be read: {error}"
         fix = "the files of the data set, as they are distributed; np.savez_compressed keeps arrays of your own"
         raise ValueError(problem(what, fix=fix)) from error
 
@@ -178,7 +178,7 @@ class Cifar10Dataset(Files):
 
     def __init__(self, dataset_dir: Any, usage: str | None = None, *args: Any, **kwargs: Any) -> None:
         rows: list[tuple[Array, ...]] = []
-        for path in _found(folder_of(dataset_dir), _usage(usage, self.names), "batch"):
+        for path in _matching(folder_of(dataset_dir), _usage(usage, self.names), "batch"):
             rows += self._rows(path)
         super().__init__(rows, None, None, *args, **kwargs)
 
@@ -192,7 +192,7 @@ class Cifar10Dataset(Files):
             try:
                 pixels, labels = entries[b"data"], [np.asarray(entries[key], np.uint32) for key in self.labels]
                 if {pixels.dtype, *map(len, labels)} != {np.dtype(np.uint8), len(pixels.reshape(-1, 3072))}:
-                    raise ValueError("pixels and labels are not of the same images")
+                    raise ValueError("the numbers of pixels and labels differ")
             except (LookupError, TypeError, ValueError, OverflowError, AttributeError) as error:
                 what = f"{path} lacks the images or labels of {type(self).__name__}: {error}"
                 raise ValueError(problem(what, fix="the files of the data set, as they are distributed")) from error
@@ -209,8 +209,8 @@ class Cifar100Dataset(Cifar10Dataset):
 
 
 class ImageFolderDataset(Files):
-    """A folder per class, with images inside: their bytes, or pixels if ``decode``, and the number of the class, in the
-    order of names or as ``class_indexing`` says."""
+    """A folder per class with images: their bytes, or pixels if ``decode``, and the class index, in the order of names
+    or by ``class_indexing``."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class ImageFolderDataset(Files):
         super().__init__(rows, read, None, num_samples, None, shuffle, sampler, num_shards, shard_id)
 
     def get_class_indexing(self) -> dict[str, int]:
-        """Name of a class -> its number."""
+        """Return class name -> class index."""
         return dict(self._numbers)
 
     def num_classes(self) -> int:
@@ -254,8 +254,8 @@ class ImageFolderDataset(Files):
 
 
 class CSVDataset(Files):
-    """Lines of files with fields. ``column_defaults``: values whose types are those of the columns (else text);
-    ``column_names``: by default the first line."""
+    """Lines of CSV files. ``column_defaults``: values with the types of the columns (else text); ``column_names``: by
+    default the first line."""
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
 """Chains of operations on rows.
 
-A row is a tuple of numpy arrays, one per column. Nothing is read before it is asked for; all work is done in this
-process. Every pass over a dataset starts its source anew; shuffled orders follow from the dialect's seed and the number
-of the pass, so that all ranks draw the same one.
+A row is a tuple of numpy arrays, one per column. Rows are read lazily, in this process. Every pass over a dataset
+restarts its source. Shuffled orders depend on the dialect's seed and the pass number, so that all ranks draw the same
+one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shardwise.mindspore.tensor import Tensor
 
 
 class Dataset(ABC):
-    """Rows of named columns. Every operation returns a new dataset over this one."""
+    """Rows of named columns. Every operation returns a new dataset based on this one."""
 
     def __init__(self, columns: Sequence[str]) -> None:
         self._columns = tuple(columns)
@@ -41,18 +41,18 @@ class Dataset(ABC):
 
     @abstractmethod
     def rows(self, number: int) -> Iterator[Row]:
-        """The rows of a pass; ``number`` counts passes, from 0."""
+        """Return the rows of a pass; ``number`` counts passes, from 0."""
 
     @abstractmethod
     def get_dataset_size(self) -> int:
-        """How many rows a pass has."""
+        """Return the number of rows per pass."""
 
     def get_col_names(self) -> list[str]:
-        """The names of the columns."""
+        """Return the names of the columns."""
         return list(self._columns)
 
     def get_batch_size(self) -> int:
-        """How many items of the source a row has."""
+        """Return the number of source items per row."""
         return 1
 
     def __len__(self) -> int:
@@ -64,18 +64,23 @@ class Dataset(ABC):
     def create_tuple_iterator(
         self, columns: Columns = None, num_epochs: int = -1, output_numpy: bool = False, do_copy: bool = True
     ) -> Iterator[list[Any]]:
-        """Rows as lists of tensors, or of numpy arrays; one pass after the other, ``num_epochs`` of them (-1: any
-        number). A ``for`` loop ends with a pass, the next one continues with the next pass. Always copies."""
+        """Return an iterator over rows as lists of tensors, or of numpy arrays.
+
+        A ``for`` loop ends with a pass, and the next one continues with the next pass. Arrays are always copied.
+
+        Args:
+            num_epochs: number of passes; -1: any number.
+        """
         return _Passes(self, columns, num_epochs, output_numpy, lambda names, row: row)
 
     def create_dict_iterator(
         self, num_epochs: int = -1, output_numpy: bool = False, do_copy: bool = True
     ) -> Iterator[dict[str, Any]]:
-        """As ``create_tuple_iterator``, with rows as dictionaries by the names of the columns."""
+        """Return an iterator like ``create_tuple_iterator``, with rows as dictionaries by column name."""
         return _Passes(self, None, num_epochs, output_numpy, lambda names, row: dict(zip(names, row, strict=True)))
 
     def next_pass(self) -> Iterator[Row]:
-        """The rows of the next pass."""
+        """Return the rows of the next pass."""
         self._passes += 1
         return self.rows(self._passes - 1)
 
@@ -89,9 +94,16 @@ class Dataset(ABC):
         output_columns: Columns = None,
         **settings: Any,
     ) -> Dataset:
-        """Rows of so many items, stacked along a new dim 0; the last may have fewer, or is left out. ``per_batch_map``
-        makes something else of the lists of some columns, before they are stacked: it is given them, and an object with
-        ``get_batch_num()`` and ``get_epoch_num()``, of which a function may say the size of each batch, too."""
+        """Batch rows along a new dim 0.
+
+        The last batch may be smaller, or is dropped.
+
+        Args:
+            batch_size: number of rows, or a function of an object with ``get_batch_num()`` and ``get_epoch_num()`` that
+                returns it.
+            per_batch_map: transforms lists of some columns before they are stacked; it takes these lists and the same
+                object.
+        """
         from shardwise.mindspore.dataset.batches import Batch, MappedBatch
 
         unknown_words(settings, "python_multiprocessing", "max_rowsize")
@@ -108,8 +120,7 @@ class Dataset(ABC):
         num_parallel_workers: int | None = None,
         pad_info: dict[str, tuple[Any, Any]] | None = None,
     ) -> Dataset:
-        """As ``batch``, items of other lengths padded. ``pad_info``: column -> (shape or None for the longest,
-        value)."""
+        """Batch rows of different lengths, padded. ``pad_info``: column -> (shape or None for the longest, value)."""
         from shardwise.mindspore.dataset.batches import PaddedBatch
 
         return PaddedBatch(self, batch_size, drop_remainder, pad_info)
@@ -124,8 +135,8 @@ class Dataset(ABC):
         pad_to_bucket_boundary: bool = False,
         drop_remainder: bool = False,
     ) -> Dataset:
-        """Padded batches of rows that are about equally long (``buckets.Buckets``). ``element_length_function``: of the
-        columns; without it the length of the one column."""
+        """Return padded batches of rows of similar length (``buckets.Buckets``). ``element_length_function``: length of
+        a row by its columns; by default the length of the only column."""
         from shardwise.mindspore.dataset.buckets import Buckets
 
         columns = named(column_names, self._columns)
@@ -141,19 +152,19 @@ class Dataset(ABC):
         records.save(self, file_name, num_files)
 
     def zip(self, datasets: Any) -> Dataset:
-        """The columns of this and other datasets side by side, as long as the shortest."""
+        """Combine the columns of this and other datasets, as long as the shortest."""
         others = datasets if isinstance(datasets, (tuple, list)) else (datasets,)
         return Zipped((self, *others))
 
     def concat(self, datasets: Any) -> Dataset:
-        """The rows of other datasets after these."""
+        """Append the rows of other datasets."""
         others = datasets if isinstance(datasets, (tuple, list)) else (datasets,)
         return _Joined((self, *others))
 
     __add__ = concat
 
     def rename(self, input_columns: Columns, output_columns: Columns) -> Dataset:
-        """Columns under other names."""
+        """Rename columns."""
         old, new = named(input_columns or (), self._columns), names_of(output_columns or ())
         if len(old) != len(new):
             raise ValueError(problem(f"rename of {len(old)} columns to {len(new)} names", fix="one name for each"))
@@ -163,15 +174,15 @@ class Dataset(ABC):
     def filter(
         self, predicate: Callable[..., Any], input_columns: Columns = None, num_parallel_workers: int | None = None
     ) -> Dataset:
-        """The rows of which a function of some columns, by default all, is true."""
+        """Keep the rows for which a function of some columns, by default all, is true."""
         return _Filter(self, predicate, named(input_columns, self._columns) if input_columns else self._columns)
 
     def apply(self, apply_func: Callable[[Dataset], Dataset]) -> Dataset:
-        """What a function makes of this dataset."""
+        """Return the result of a function of this dataset."""
         return apply_func(self)
 
     def split(self, sizes: Sequence[float], randomize: bool = True) -> list[Dataset]:
-        """Parts of so many rows, or of such shares of all."""
+        """Split into parts of the given numbers of rows, or fractions of all."""
         total = self.get_dataset_size()
         counts = [round(size * total) if isinstance(size, float) else size for size in sizes]
         if sum(counts) != total:
@@ -185,19 +196,19 @@ class Dataset(ABC):
         return 1
 
     def output_shapes(self, estimate: bool = False) -> list[list[int]]:
-        """The shapes of the first row."""
+        """Return the shapes of the first row."""
         return [list(array.shape) for array in next(iter(self.rows(0)))]
 
     def output_types(self) -> list[Any]:
-        """The dtypes of the first row."""
+        """Return the dtypes of the first row."""
         return [array.dtype for array in next(iter(self.rows(0)))]
 
     def reset(self) -> None:
-        """Start again with the first pass."""
+        """Restart with the first pass."""
         self._passes = 0
 
     def repeat(self, count: int | None = None) -> Dataset:
-        """The same rows so many times; None or -1: for ever."""
+        """Repeat the rows ``count`` times; None or -1: for ever."""
         return _Repeat(self, None if count in (None, -1) else count_of("count", count))
 
     def map(
@@ -209,9 +220,8 @@ class Dataset(ABC):
         num_parallel_workers: int | None = None,
         **settings: Any,
     ) -> Dataset:
-        """Columns replaced by what functions make of them, one after the other: each is called with the numpy arrays
-        of the columns, by default the first, and returns one array or a tuple. ``output_columns`` names what comes
-        out, where that is not the same."""
+        """Transform columns by functions in turn. Each takes the numpy arrays of the columns, by default the first, and
+        returns one array or a tuple. ``output_columns``: names of the results, if they differ."""
         inputs = named(input_columns, self._columns) if input_columns is not None else self._columns[:1]
         outputs = inputs if output_columns is None else names_of(output_columns)
         unknown_words(settings, "python_multiprocessing", "cache", "callbacks", "max_rowsize", "offload")
@@ -220,24 +230,24 @@ class Dataset(ABC):
         return mapped if column_order is None else mapped.project(column_order)
 
     def project(self, columns: str | Sequence[str]) -> Dataset:
-        """Only these columns, in this order."""
+        """Select columns, in this order."""
         return _Project(self, named(columns, self._columns))
 
     def shuffle(self, buffer_size: int) -> Dataset:
-        """Rows in a random order: each is drawn from the next ``buffer_size``."""
+        """Shuffle rows: each is drawn from the next ``buffer_size``."""
         return _Shuffle(self, count_of("buffer_size", buffer_size))
 
     def take(self, count: int = -1) -> Dataset:
-        """The first so many rows; -1: all."""
+        """Keep the first ``count`` rows; -1: all."""
         return self if count == -1 else _Slice(self, 0, count_of("count", count))
 
     def skip(self, count: int) -> Dataset:
-        """All but the first so many rows."""
+        """Drop the first ``count`` rows."""
         return _Slice(self, count_of("count", count, low=0), None)
 
 
 class _Passes(Iterator[Any]):
-    """Passes over a dataset, as ``create_tuple_iterator`` describes."""
+    """An iterator over passes, as ``create_tuple_iterator`` describes."""
 
     def __init__(
         self, dataset: Dataset, columns: Columns, num_epochs: int, as_numpy: bool, form: Callable[..., Any]
@@ -269,7 +279,7 @@ class _Passes(Iterator[Any]):
 
 
 class Over(Dataset):
-    """A dataset made of another one's rows; by default as many."""
+    """A dataset made from another one's rows; by default with the same number."""
 
     def __init__(self, source: Dataset, columns: Sequence[str] | None = None) -> None:
         super().__init__(source.get_col_names() if columns is None else columns)
@@ -283,7 +293,7 @@ class Over(Dataset):
 
 
 class Zipped(Dataset):
-    """The columns of several datasets side by side."""
+    """The combined columns of several datasets."""
 
     def __init__(self, datasets: Sequence[Dataset]) -> None:
         super().__init__(once(tuple(name for dataset in datasets for name in dataset.get_col_names())))
@@ -328,7 +338,7 @@ class _Filter(Over):
         return (row for row in self._source.rows(number) if self._predicate(*(row[i] for i in self._places)))
 
     def get_dataset_size(self) -> int:
-        """Counted, once."""
+        """Return the number of rows, counted once."""
         if self._counted is None:
             self._counted = sum(1 for _ in self.rows(0))
         return self._counted
@@ -344,7 +354,7 @@ class _Repeat(Over):
             yield from self._source.rows(number * (self._count or 0) + i)
 
     def get_dataset_size(self) -> int:
-        """Of an endless repetition the size of what is repeated."""
+        """Return the number of rows; for an endless repetition, that of one repetition."""
         return super().get_dataset_size() * (self._count or 1)
 
 
@@ -400,7 +410,7 @@ class _Shuffle(Over):
 class _Slice(Over):
     def __init__(self, source: Dataset, start: int, count: int | None, *, fixed: bool = False) -> None:
         super().__init__(source)
-        self._start, self._count, self._fixed = start, count, fixed  # fixed: always of the first pass
+        self._start, self._count, self._fixed = start, count, fixed  # fixed: always use the first pass
 
     def rows(self, number: int) -> Iterator[Row]:
         return itertools.islice(self._source.rows(0 if self._fixed else number), self._start, self._count)
@@ -414,5 +424,5 @@ def _tensor(array: Array, column: str) -> torch.Tensor:
     try:
         return Tensor(torch.tensor(array))
     except TypeError as error:
-        what = f'the column "{column}" holds {array.dtype}, which no tensor does'
+        what = f'the column "{column}" holds {array.dtype}, which tensors do not support'
         raise TypeError(problem(what, fix="turn it into numbers with map(), or ask for output_numpy=True")) from error

@@ -1,8 +1,8 @@
-"""Files of rows: what ``mindrecord.FileWriter`` writes and ``MindDataset`` reads.
+"""Record files that ``mindrecord.FileWriter`` writes and ``MindDataset`` reads.
 
-A file is an archive of numpy: per column its bytes, one row behind the other, and where each row ends. Beside it lies
-``FILE.db``: as JSON the schema, and the names of the files that were written together. They are not the reference's
-files, which are refused.
+A file is a numpy archive with the concatenated bytes of the rows, and the end of each row, per column. ``FILE.db``
+beside it has as JSON the schema, and the names of the files that were written together. The reference's own files have
+another format and are refused.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from shardwise.mindspore.dataset.values import Array, as_array, named
 
 NUMBERS, TEXTS = ("int32", "int64", "float32", "float64"), ("string", "bytes")
 Schema = Mapping[str, Mapping[str, Any]]
-_FIRSTS = ("", "0", "00", "000")  # behind a name: the first of 1 file, of up to 10, 100 and 1000
+_FIRSTS = ("", "0", "00", "000")  # suffix of the first of 1 file, of up to 10, 100 and 1000
 
 
 class _Field:
-    """A column: its type, and the shape of what a row has in it, () being a scalar and a -1 any size."""
+    """A column: its type, and the shape of its values; () is a scalar and -1 any size."""
 
     def __init__(self, name: str, entry: Any) -> None:
         kind, shape = (entry.get("type"), entry.get("shape")) if isinstance(entry, Mapping) else (entry, None)
@@ -47,7 +47,7 @@ class _Field:
         self.name, self.kind, self.shape = name, kind, sizes
 
     def encoded(self, row: int, value: Any) -> bytes:
-        """What the file holds of a row's value. Raises ValueError for one that would be read back as another."""
+        """Return the bytes of a row's value. Raises ValueError for one that would be read back differently."""
         item = value.item() if isinstance(value, np.ndarray) and not value.ndim else value
         if self.kind == "string" and isinstance(item, str):
             return item.encode()
@@ -64,8 +64,8 @@ class _Field:
         if not np.all(kept):
             raise self._refused(row, array, f"numbers that {self.kind} holds, or another type")
         sizes = zip(self.shape, array.shape, strict=False)
-        is_as_said = array.ndim == len(self.shape) and all(declared in (-1, n) for declared, n in sizes)
-        if not is_as_said and (array.ndim > 1 or not self.has(np.array(cast.nbytes))):  # flat ones have no shape
+        matches_schema = array.ndim == len(self.shape) and all(declared in (-1, n) for declared, n in sizes)
+        if not matches_schema and (array.ndim > 1 or not self.has(np.array(cast.nbytes))):  # flat arrays are reshaped
             raise self._refused(row, array, f"the schema says the shape {list(self.shape)}")
         return cast.tobytes()
 
@@ -74,22 +74,22 @@ class _Field:
         return ValueError(problem(f"row {row}: column {self.name!r} is {what}", fix=fix))
 
     def has(self, lengths: Array) -> Array:
-        """Whether a row may have so many bytes."""
+        """Return whether a row may have these numbers of bytes."""
         if self.kind in TEXTS:
             return lengths >= 0
         unit = np.dtype(self.kind).itemsize * math.prod(n for n in self.shape if n > 0)
         return np.asarray(lengths % unit == 0 if -1 in self.shape else lengths == unit)
 
     def decoded(self, data: Array) -> Array:
-        """The value of a row, of its bytes."""
+        """Return the value of a row from its bytes."""
         if self.kind == "string":
             return np.asarray(data.tobytes().decode())
         return data.copy() if self.kind == "bytes" else data.copy().view(self.kind).reshape(self.shape)
 
 
 class FileWriter:
-    """``FileWriter("train.mindrecord", 4)``: rows of a schema into so many files, train.mindrecord0 and so on; with
-    one, into the file itself. ``overwrite``: files that exist are replaced."""
+    """A writer of rows: ``FileWriter("train.mindrecord", 4)`` writes train.mindrecord0 and so on; for one file, the
+    name itself. ``overwrite``: replace existing files."""
 
     def __init__(self, file_name: str, shard_num: int = 1, overwrite: bool = False) -> None:
         count = whole(1, 1000)("shard_num", shard_num)
@@ -107,20 +107,20 @@ class FileWriter:
         self._rows: list[tuple[bytes, ...]] = []
 
     def add_schema(self, content: Schema, desc: str = "") -> int:
-        """``{"image": {"type": "bytes"}, "label": {"type": "int32", "shape": [2]}}``; a shape may have one -1. It comes
-        before the rows. ``desc`` is for readers of the program."""
+        """Set the schema: ``{"image": {"type": "bytes"}, "label": {"type": "int32", "shape": [2]}}``; a shape may have
+        one -1. Call it before rows are written. ``desc`` is for readers of the program."""
         if self._rows:
             raise RuntimeError(problem("add_schema after write_raw_data", fix="add_schema first"))
         self._fields, self._schema = tuple(_Field(*entry) for entry in content.items()), content
         return 0
 
     def add_index(self, index_fields: Sequence[str]) -> None:
-        """Fields that are searched for: of no effect, as rows are read by their numbers."""
+        """Check the names of index fields. They have no effect, as rows are read by their numbers."""
         if unknown := [name for name in index_fields if name not in self._schema]:
             raise ValueError(problem(f"there is no field {unknown[0]!r}", fix=closest(unknown[0], self._schema)))
 
     def write_raw_data(self, raw_data: Iterable[Mapping[str, Any]], parallel_writer: bool = False) -> None:
-        """Rows as dictionaries of all fields. Where one is not as the schema says, none of them is taken."""
+        """Add rows as dictionaries of all fields. If one does not match the schema, none of them is added."""
         self._check_schema()
         rows: list[tuple[bytes, ...]] = []
         for number, row in enumerate(raw_data, len(self._rows)):
@@ -130,7 +130,7 @@ class FileWriter:
         self._rows += rows
 
     def commit(self) -> None:
-        """Write the files: contiguous rows in each. They are made beside, so that an error leaves what there was."""
+        """Write the files, with contiguous rows in each. They replace existing files only when all are complete."""
         self._check_schema()
         index = json.dumps({"schema": dict(self._schema), "files": [path.name for path in self._paths]})
         folder = self._paths[0].parent
@@ -155,7 +155,7 @@ class FileWriter:
 
 
 class _File(Rows[tuple[Array, ...]]):
-    """The rows of one file, by their numbers. ``columns``: their names; None: all."""
+    """The rows of one file, by index. ``columns``: their names; None: all."""
 
     def __init__(self, path: Path, columns: Sequence[str] | None) -> None:
         if not path.exists():
@@ -165,7 +165,7 @@ class _File(Rows[tuple[Array, ...]]):
         self._columns: list[tuple[_Field, Array, Array]] = []
         try:
             if not zipfile.is_zipfile(path):
-                raise ValueError("it is no archive of numpy")
+                raise ValueError("it is not a numpy archive")
             with np.load(path, allow_pickle=False) as archive:
                 for name in self.names:
                     column = _Field(name, self.schema[name]), archive[f"{name}.bytes"], archive[f"{name}.ends"]
@@ -184,8 +184,8 @@ class _File(Rows[tuple[Array, ...]]):
 
 
 class MindDataset(GeneratorDataset):
-    """The rows of files that ``mindrecord.FileWriter`` has written. A name: all files that were written with it; a
-    list: these. Shuffled unless ``shuffle=False``; other arguments are those of ``GeneratorDataset``."""
+    """The rows of files that ``mindrecord.FileWriter`` wrote. A name means all files that were written with it, a list
+    only these. Rows are shuffled unless ``shuffle=False``; other arguments are those of ``GeneratorDataset``."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class MindDataset(GeneratorDataset):
 
 
 def written_with(file_name: str | Path) -> list[Path]:
-    """The files that were written with a name. Raises RuntimeError where there is none."""
+    """Return the files that were written with a name. Raises RuntimeError if there is none."""
     firsts = [Path(f"{file_name}{first}") for first in _FIRSTS]
     first = next((path for path in firsts if path.exists()), None)
     if first is None:
@@ -217,11 +217,11 @@ def written_with(file_name: str | Path) -> list[Path]:
 
 
 def save(dataset: Any, file_name: str, num_files: int) -> None:
-    """The rows of a pass over a dataset, as files. Sizes of a dim that are not alike in all rows become a -1. Raises
-    ValueError for a column of several types, and where there is no row."""
+    """Write the rows of a pass over a dataset. Sizes of a dim that differ between rows become -1. Raises ValueError for
+    a column of several types, and if there are no rows."""
     names, rows = dataset.get_col_names(), [tuple(map(as_array, row)) for row in dataset.next_pass()]
     if not rows:
-        raise ValueError(problem("the dataset has no rows, which would say the types of columns", fix="some rows"))
+        raise ValueError(problem("the dataset has no rows, so its types are unknown", fix="at least one row"))
     writer = FileWriter(file_name, num_files, overwrite=True)
     writer.add_schema({name: _entry(name, column) for name, column in zip(names, zip(*rows, strict=True), strict=True)})
     writer.write_raw_data(dict(zip(names, row, strict=True)) for row in rows)
@@ -229,12 +229,12 @@ def save(dataset: Any, file_name: str, num_files: int) -> None:
 
 
 def _entry(name: str, arrays: Sequence[Array]) -> dict[str, Any]:
-    """The schema of a column."""
+    """Return the schema of a column."""
     kinds = {_kind(array) for array in arrays}
     ranks = {array.ndim for array in arrays}
     if len(kinds) > 1 or len(ranks) > 1:
-        told = ", ".join(sorted({f"{_kind(array)} {list(array.shape)}" for array in arrays}))
-        raise ValueError(problem(f"column {name!r} has {told}", fix="one type, and shapes of as many dims: map()"))
+        seen = ", ".join(sorted({f"{_kind(array)} {list(array.shape)}" for array in arrays}))
+        raise ValueError(problem(f"column {name!r} has {seen}", fix="one type, and shapes of as many dims: map()"))
     kind = kinds.pop()
     sizes = [{*lengths} for lengths in zip(*(array.shape for array in arrays), strict=True)]
     shape = [lengths.pop() if len(lengths) == 1 else -1 for lengths in sizes]
@@ -253,31 +253,31 @@ def _index_of(path: Path) -> Path:
 
 
 def _read_index(path: Path) -> tuple[Schema, list[str]]:
-    """The schema of a file, and the names of those that were written with it, which are in its folder."""
+    """Return the schema of a file, and the names of the files in its folder that were written with it."""
     try:
         index = json.loads(_index_of(path).read_text())
         schema, files = dict(index["schema"]), list(index["files"])
         for entry in schema.items():
             _Field(*entry)
         if not schema or path.name not in files or any(Path(name).name != name for name in files):
-            raise ValueError("its .db is of other files")
+            raise ValueError("its .db belongs to other files")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _foreign(path, error) from error
     return schema, files
 
 
 def _check_column(field: _Field, data: Array, ends: Array, rows: int) -> None:
-    """Raises ValueError for bytes and ends that are not of so many rows."""
+    """Raise ValueError unless bytes and ends are those of ``rows`` rows."""
     is_formed = (data.dtype, data.ndim, ends.dtype, ends.shape) == (np.uint8, 1, np.int64, (rows,))
     is_within = is_formed and bool(((ends >= 0) & (ends <= len(data))).all()) and len(data) == (ends[-1] if rows else 0)
     lengths = np.diff(ends, prepend=0) if is_within else np.array([-1])
     if not ((lengths >= 0) & field.has(lengths)).all():
-        raise ValueError(f"column {field.name!r} is not of {rows} rows")
+        raise ValueError(f"column {field.name!r} does not have {rows} rows")
 
 
 def _foreign(path: Path, error: Exception) -> RuntimeError:
-    what = f"{path} is no file that mindrecord.FileWriter has written here ({error})"
-    return RuntimeError(problem(what, fix="write it anew from its source"))
+    what = f"{path} is not a file of mindrecord.FileWriter ({error})"
+    return RuntimeError(problem(what, fix="write it again from its source"))
 
 
 __all__ = ["FileWriter", "MindDataset"]

@@ -1,4 +1,4 @@
-"""Which rows of a source are read, and in which order: iterables of indices, told the number of rows."""
+"""Samplers: iterables of row indices, which are given the number of rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.mindspore.named import WithSettings
 
 
 class Sampler(WithSettings, num_samples=None):
-    """Base: ``__iter__`` of indices; ``num_rows`` is how many rows the source has, ``number`` counts passes."""
+    """Base of samplers: ``__iter__`` yields indices; ``num_rows``: rows of the source, ``number``: of the pass."""
 
     num_rows = 0
     number = 0
@@ -25,19 +25,19 @@ class Sampler(WithSettings, num_samples=None):
 
     @property
     def chance(self) -> np.random.Generator:
-        """Random numbers of this pass."""
+        """Return the random generator of this pass."""
         return np.random.default_rng([data_seed(), self.number])
 
 
 class SequentialSampler(Sampler, start_index=None, num_samples=None):
-    """In order, from ``start_index`` on."""
+    """Rows in order, from ``start_index`` on."""
 
     def order(self) -> Sequence[int]:
         return range(self.start_index or 0, self.num_rows)
 
 
 class RandomSampler(Sampler, replacement=False, num_samples=None):
-    """In a random order; with ``replacement`` rows may come again."""
+    """Rows in a random order; with ``replacement`` rows may repeat."""
 
     def order(self) -> Any:
         count = self.num_samples or self.num_rows
@@ -47,7 +47,7 @@ class RandomSampler(Sampler, replacement=False, num_samples=None):
 
 
 class SubsetSampler(Sampler, indices=..., num_samples=None):
-    """These rows."""
+    """The given rows."""
 
     indices: Any
 
@@ -59,14 +59,14 @@ class SubsetSampler(Sampler, indices=..., num_samples=None):
 
 
 class SubsetRandomSampler(SubsetSampler):
-    """These rows, in a random order."""
+    """The given rows, in a random order."""
 
     def order(self) -> Any:
         return self.chance.permutation(self.indices)
 
 
 class WeightedRandomSampler(Sampler, weights=..., num_samples=None, replacement=True):
-    """Drawn with these weights."""
+    """Rows drawn with these weights."""
 
     weights: Any
 
@@ -79,7 +79,7 @@ class WeightedRandomSampler(Sampler, weights=..., num_samples=None, replacement=
 
 
 class DistributedSampler(Sampler, num_shards=..., shard_id=..., shuffle=True, num_samples=None, offset=-1):
-    """Every ``num_shards``-th row, from ``shard_id`` on; shards are equally long, the first rows again at the end."""
+    """Every ``num_shards``-th row, from ``shard_id`` on. Shards are equally long: the first rows repeat at the end."""
 
     def order(self) -> Any:
         rows = self.chance.permutation(self.num_rows) if self.shuffle else np.arange(self.num_rows)

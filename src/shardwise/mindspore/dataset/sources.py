@@ -1,4 +1,4 @@
-"""Where rows come from."""
+"""Datasets of Python objects and arrays."""
 
 from __future__ import annotations
 
@@ -22,40 +22,43 @@ class GeneratorDataset(
     num_parallel_workers=1, shuffle=None, sampler=None, num_shards=None, shard_id=None, python_multiprocessing=True,
     max_rowsize=6, schema=None,
 ):  # fmt: skip
-    """Rows from Python.
+    """A dataset of rows from Python.
 
-    ``source``: a function that returns an iterable (a generator function), an iterable, or an object with
-    ``__getitem__`` and ``__len__``. An item is a tuple of arrays (tensors, numbers), or one array if there is one
-    column. ``column_types``: their dtypes, where they are to be converted.
+    Only a source with ``__getitem__`` can be shuffled, which is its default, and sharded. Shard ``shard_id`` of
+    ``num_shards`` has every ``num_shards``-th row. Shards are equally long: the first rows repeat at the end if the
+    number is not divisible.
 
-    Only a source with ``__getitem__`` can be shuffled, which is its default, and split: shard ``shard_id`` of
-    ``num_shards`` has every ``num_shards``-th row, and shards are equally long, the first rows again at the end where
-    the number is not divisible. ``num_samples``: at most so many rows.
+    Args:
+        source: a function that returns an iterable (a generator function), an iterable, or an object with
+            ``__getitem__`` and ``__len__``. An item is a tuple of arrays (tensors, numbers), or one array if there is
+            one column.
+        column_types: dtypes to which columns are converted.
+        num_samples: the largest number of rows.
     """
 
     def _take(self, values: dict[str, Any]) -> None:
         Dataset.__init__(self, names_of(values["column_names"]))
-        types, samples, asked = values["column_types"], values["num_samples"], values["shuffle"]
+        types, samples, shuffle = values["column_types"], values["num_samples"], values["shuffle"]
         self._source, self._sampler = values["source"], values["sampler"]
         self._types = None if types is None else tuple(_numpy_dtype(column_type) for column_type in types)
         self._samples = None if samples is None else count_of("num_samples", samples)
         self._by_index = hasattr(self._source, "__getitem__") and hasattr(self._source, "__len__")
-        self._shuffle = self._by_index and self._sampler is None if asked is None else asked
+        self._shuffle = self._by_index and self._sampler is None if shuffle is None else shuffle
         self._shards = _shards(values["num_shards"], values["shard_id"])
         self._counted: int | None = None
-        self._check(asked, values["num_shards"])
+        self._check(shuffle, values["num_shards"])
 
     def _check(self, shuffle: bool | None, num_shards: int | None) -> None:
         if not (self._by_index or callable(self._source) or isinstance(self._source, Iterable)):
             fix = "give a generator function, an iterable, or an object with __getitem__ and __len__"
-            raise TypeError(problem(f"a {type(self._source).__name__} is no source of rows", fix=fix))
+            raise TypeError(problem(f"a {type(self._source).__name__} is not a source of rows", fix=fix))
         if self._types is not None and len(self._types) != len(self._columns):
             what = f"there are {len(self._columns)} columns and {len(self._types)} column_types"
             raise ValueError(problem(what, fix="give one type for every column"))
-        asked = {"shuffle": shuffle, "sampler": self._sampler is not None, "num_shards": num_shards is not None}
-        wrong = [name for name, is_asked in asked.items() if is_asked]
+        requested = {"shuffle": shuffle, "sampler": self._sampler is not None, "num_shards": num_shards is not None}
+        wrong = [name for name, is_set in requested.items() if is_set]
         if wrong and not self._by_index:
-            what = f"{wrong[0]} needs rows by their index, which the source (a {type(self._source).__name__}) has not"
+            what = f"{wrong[0]} needs rows by index, but the source (a {type(self._source).__name__}) has none"
             fix = "give an object with __getitem__ and __len__, or call .shuffle(buffer_size)"
             raise ValueError(problem(what, fix=fix))
         if self._sampler is not None and (shuffle or num_shards is not None):
@@ -77,7 +80,7 @@ class GeneratorDataset(
         return iter(self._source)
 
     def _order(self, number: int) -> Sequence[int]:
-        """The indices of a pass."""
+        """Return the indices of a pass."""
         if self._sampler is not None:
             if isinstance(self._sampler, Sampler):
                 self._sampler.num_rows, self._sampler.number = len(self._source), number
@@ -104,7 +107,7 @@ class GeneratorDataset(
         return tuple(array.astype(dtype) for array, dtype in zip(arrays, self._types, strict=True))
 
     def get_dataset_size(self) -> int:
-        """How many rows a pass has. One pass over a source that does not tell is counted, once."""
+        """Return the number of rows per pass. If the source has no length, one pass is counted, once."""
         if self._counted is None:
             self._counted = self._count()
         return self._counted if self._samples is None else min(self._counted, self._samples)
@@ -124,8 +127,8 @@ class NumpySlicesDataset(
     GeneratorDataset, data=..., column_names=None, num_samples=None, num_parallel_workers=1, shuffle=None, sampler=None,
     num_shards=None, shard_id=None,
 ):  # fmt: skip
-    """The slices of arrays along their dim 0: ``data`` is an array, a tuple of arrays, or a dictionary of them by
-    column. Columns are named column_0, column_1, ... by default."""
+    """The slices of arrays along dim 0. ``data`` is an array, a tuple of arrays, or a dictionary of them by column.
+    Columns are named column_0, column_1, ... by default."""
 
     def _take(self, values: dict[str, Any]) -> None:
         data, names = values.pop("data"), values["column_names"]
@@ -141,7 +144,7 @@ class NumpySlicesDataset(
 
 
 def _shards(num_shards: int | None, shard_id: int | None) -> tuple[int, int]:
-    """(how many, which one)."""
+    """Return (number of shards, shard index)."""
     if num_shards is None and shard_id is None:
         return 1, 0
     if num_shards is None or shard_id is None:
@@ -154,7 +157,7 @@ def _shards(num_shards: int | None, shard_id: int | None) -> tuple[int, int]:
 
 
 def _numpy_dtype(column_type: Any) -> np.dtype[Any]:
-    """A dtype of torch or numpy."""
+    """Return the numpy dtype of a torch or numpy dtype."""
     return (
         torch.empty(0, dtype=column_type).numpy().dtype
         if isinstance(column_type, torch.dtype)

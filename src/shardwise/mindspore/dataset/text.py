@@ -1,4 +1,4 @@
-"""Words as numbers: vocabularies, and functions of ``map`` on strings. A row's text is a string or an array of them."""
+"""Texts as numbers: vocabularies, and functions of ``map`` on strings. A row's text is a string or an array of them."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 
 def _texts(x: Any) -> list[str]:
-    """Strings of any shape, one after the other."""
+    """Return the strings of an array of any shape as a list."""
     return [item.decode() if isinstance(item, bytes) else str(item) for item in np.asarray(x).reshape(-1)]
 
 
 def to_str(array: Any, encoding: str = "utf8") -> Array:
-    """Bytes as strings."""
+    """Decode bytes to strings."""
     return np.char.decode(array, encoding) if np.asarray(array).dtype.kind == "S" else np.asarray(array, str)
 
 
 def to_bytes(array: Any, encoding: str = "utf8") -> Array:
-    """Strings as bytes."""
+    """Encode strings as bytes."""
     return np.char.encode(np.asarray(array, str), encoding)
 
 
 class Vocab:
-    """Words and their numbers. Made by ``from_list``, ``from_dict``, ``from_file`` or ``from_dataset``;
+    """A vocabulary of words and their ids, made by ``from_list``, ``from_dict``, ``from_file`` or ``from_dataset``.
     ``special_tokens`` come first, or with ``special_first=False`` last."""
 
     def __init__(self, numbers: dict[str, int]) -> None:
@@ -50,7 +50,7 @@ class Vocab:
         words, special = list(word_list), list(special_tokens or ())
         listed = special + words if special_first else words + special
         if twice := [word for word, count in Counter(listed).items() if count > 1]:
-            raise ValueError(problem(f"the word {twice[0]!r} is there twice", fix="every word once"))
+            raise ValueError(problem(f"the word {twice[0]!r} occurs twice", fix="every word once"))
         return cls({word: number for number, word in enumerate(listed)})
 
     @classmethod
@@ -68,7 +68,7 @@ class Vocab:
         special_tokens: Sequence[str] | None = None,
         special_first: bool = True,
     ) -> Vocab:
-        """A word per line: what comes before ``delimiter``. ``vocab_size``: the first so many."""
+        """Read one word per line, up to ``delimiter``. ``vocab_size``: the largest number of words."""
         lines = Path(file_path).read_text().splitlines()
         words = [line.split(delimiter)[0] if delimiter else line for line in lines]
         return cls.from_list(words[:vocab_size], special_tokens, special_first)
@@ -83,8 +83,8 @@ class Vocab:
         special_tokens: Sequence[str] | None = None,
         special_first: bool = True,
     ) -> Vocab:
-        """The words of some columns, the most frequent first (of equally frequent ones by the alphabet): those that are
-        there so often as ``freq_range`` says, ``top_k`` of them."""
+        """Collect the words of some columns, the most frequent first, and alphabetically among equally frequent ones.
+        ``freq_range``: least and largest frequency; ``top_k``: the largest number of words."""
         counts: Counter[str] = Counter()
         for row in dataset.create_dict_iterator(num_epochs=1, output_numpy=True):
             for name in row if columns is None else names_of(columns):
@@ -95,24 +95,24 @@ class Vocab:
         return cls.from_list(ordered[:top_k], special_tokens, special_first)
 
     def vocab(self) -> dict[str, int]:
-        """Word -> number."""
+        """Return word -> id."""
         return dict(self._numbers)
 
     def tokens_to_ids(self, tokens: Any) -> Any:
-        """The number of a word, or of each of several; -1 where there is none."""
+        """Return the id of a word, or of each of several; -1 for unknown words."""
         if isinstance(tokens, str):
             return self._numbers.get(tokens, -1)
         return [self._numbers.get(word, -1) for word in _texts(tokens)]
 
     def ids_to_tokens(self, ids: Any) -> Any:
-        """The word of a number, or of each of several; empty where there is none."""
+        """Return the word of an id, or of each of several; empty for unknown ids."""
         if np.ndim(ids) == 0:
             return self._words.get(int(ids), "")
         return [self._words.get(int(number), "") for number in np.asarray(ids).reshape(-1)]
 
 
 class Lookup(WithSettings, vocab=..., unknown_token=None, data_type=np.int32):
-    """The numbers of words. ``unknown_token``: the word that stands for those that the vocabulary lacks."""
+    """Lookup of word ids. ``unknown_token``: the word that replaces those that the vocabulary lacks."""
 
     def _settle(self) -> None:
         self._numbers, self._dtype, unknown = self.vocab.vocab(), numpys(self.data_type), self.unknown_token
@@ -130,7 +130,7 @@ class Lookup(WithSettings, vocab=..., unknown_token=None, data_type=np.int32):
 
 
 class PythonTokenizer(WithSettings, tokenizer=...):
-    """The words that a function finds in a string."""
+    """Tokenizer by a Python function of a string."""
 
     def __call__(self, text: Any) -> Array:
         words = [word for string in _texts(text) for word in self.tokenizer(string)]
@@ -138,7 +138,7 @@ class PythonTokenizer(WithSettings, tokenizer=...):
 
 
 class WhitespaceTokenizer(PythonTokenizer, with_offsets=False):
-    """What lies between spaces. ``with_offsets`` is refused."""
+    """Tokenizer that splits at whitespace. ``with_offsets`` is refused."""
 
     with_offsets = False
 
@@ -152,14 +152,14 @@ class WhitespaceTokenizer(PythonTokenizer, with_offsets=False):
 
 
 class UnicodeCharTokenizer(WhitespaceTokenizer):
-    """Every character."""
+    """Tokenizer into single characters."""
 
     def words(self, text: str) -> list[str]:
         return list(text)
 
 
 class BasicTokenizer(WhitespaceTokenizer):
-    """Words and marks of punctuation, each by itself; ``lower_case``: in small letters, which have no accents."""
+    """Tokenizer into words and single punctuation marks; ``lower_case``: convert to lower case."""
 
     def __init__(self, lower_case: bool = False, keep_whitespace: bool = False, *settings: Any, **named: Any) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class BasicTokenizer(WhitespaceTokenizer):
 
 
 class RegexTokenizer(WhitespaceTokenizer, delim_pattern=..., keep_delim_pattern="", with_offsets=False):
-    """What lies between the matches of ``delim_pattern``; those that match ``keep_delim_pattern`` are kept."""
+    """Tokenizer that splits at matches of ``delim_pattern``; matches of ``keep_delim_pattern`` are kept as tokens."""
 
     def _settle(self) -> None:
         super()._settle()
@@ -187,7 +187,7 @@ class RegexTokenizer(WhitespaceTokenizer, delim_pattern=..., keep_delim_pattern=
 
 
 class _OfStrings:
-    """Every string changed."""
+    """Base of functions that change every string."""
 
     def __call__(self, text: Any) -> Array:
         return np.array([self.changed(string) for string in _texts(text)]).reshape(np.shape(text))
@@ -197,14 +197,14 @@ class _OfStrings:
 
 
 class CaseFold(_OfStrings):
-    """In small letters."""
+    """Conversion to lower case."""
 
     def changed(self, text: str) -> str:
         return text.casefold()
 
 
 class RegexReplace(WithSettings, _OfStrings, pattern=..., replace=..., replace_all=True):
-    """Matches of ``pattern``, all or the first, replaced."""
+    """Replacement of all matches of ``pattern``, or of the first."""
 
     def _settle(self, pattern: str) -> None:
         self.pattern = re.compile(pattern)
@@ -214,7 +214,7 @@ class RegexReplace(WithSettings, _OfStrings, pattern=..., replace=..., replace_a
 
 
 class ToNumber(WithSettings, data_type=...):
-    """Strings as numbers."""
+    """Conversion of strings to numbers."""
 
     def _settle(self) -> None:
         self.dtype = numpys(self.data_type)
@@ -224,14 +224,14 @@ class ToNumber(WithSettings, data_type=...):
 
 
 class Truncate(WithSettings, max_seq_len=...):
-    """The first ``max_seq_len`` words."""
+    """Truncation to the first ``max_seq_len`` words."""
 
     def __call__(self, words: Any) -> Array:
         return np.asarray(words)[: self.max_seq_len]
 
 
 class TruncateSequencePair(WithSettings, max_length=...):
-    """Two rows of words, whose ends are cut off, that of the longer first, until both together have ``max_length``."""
+    """Truncation of two sequences of words, the longer first, until both together have ``max_length``."""
 
     def __call__(self, first: Any, second: Any) -> tuple[Array, Array]:
         sizes = [len(first), len(second)]
@@ -241,7 +241,7 @@ class TruncateSequencePair(WithSettings, max_length=...):
 
 
 class AddToken(WithSettings, token=..., begin=True):
-    """A word before the first, or with ``begin=False`` behind the last."""
+    """Addition of a word at the beginning, or with ``begin=False`` at the end."""
 
     def __call__(self, words: Any) -> Array:
         strings = _texts(words)
@@ -249,14 +249,14 @@ class AddToken(WithSettings, token=..., begin=True):
 
 
 class SlidingWindow(WithSettings, width=..., axis=0):
-    """All runs of ``width`` words: (runs, width)."""
+    """All windows of ``width`` words: (windows, width)."""
 
     def __call__(self, words: Any) -> Array:
         return np.lib.stride_tricks.sliding_window_view(np.asarray(words), self.width, self.axis).copy()
 
 
 class Ngram(WithSettings, n=..., left_pad=("", 0), right_pad=("", 0), separator=" "):
-    """Runs of n words as one string, for every n; ``left_pad`` and ``right_pad``: (word, how many) at the ends."""
+    """N-grams as strings, for every n; ``left_pad`` and ``right_pad``: (word, count) at the ends."""
 
     def __call__(self, words: Any) -> Array:
         left, right = ([word] * count for word, count in (self.left_pad, self.right_pad))
@@ -269,8 +269,8 @@ class WordpieceTokenizer(
     WhitespaceTokenizer, vocab=..., suffix_indicator="##", max_bytes_per_token=100, unknown_token="[UNK]",
     with_offsets=False,
 ):  # fmt: skip
-    """Words in the longest pieces that the vocabulary has, those behind the first with ``suffix_indicator``; a word of
-    which no pieces are found is ``unknown_token`` (Wu et al. 2016, section 4.1)."""
+    """Tokenizer into the longest pieces in the vocabulary; pieces after the first have the prefix ``suffix_indicator``.
+    A word without such pieces becomes ``unknown_token`` (Wu et al. 2016, section 4.1)."""
 
     def _settle(self) -> None:
         super()._settle()

@@ -18,7 +18,7 @@ Function = Callable[..., Any]
 
 
 def applied(functions: Sequence[Function], operands: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What functions make of some operands, one after the other."""
+    """Apply functions in turn to some operands."""
     for function in functions:
         result = function(*operands)
         operands = result if isinstance(result, tuple) else (result,)
@@ -26,12 +26,12 @@ def applied(functions: Sequence[Function], operands: tuple[Any, ...]) -> tuple[A
 
 
 def numpys(dtype: Any) -> np.dtype[Any]:
-    """A dtype of torch, by name, or of numpy, as numpy's."""
+    """Return the numpy dtype of a torch dtype, a name, or a numpy dtype."""
     return torch.empty(0, dtype=dtype_of(dtype)).numpy().dtype
 
 
 class Compose(WithSettings, transforms=...):
-    """Functions one after the other."""
+    """A sequence of functions."""
 
     transforms: Any
 
@@ -46,7 +46,7 @@ class Compose(WithSettings, transforms=...):
 
 
 class RandomApply(Compose, transforms=..., prob=0.5):
-    """All of the functions, with probability ``prob``."""
+    """A sequence of functions that is applied with probability ``prob``."""
 
     def __call__(self, *operands: Any) -> Any:
         if np.random.random() < self.prob:
@@ -55,7 +55,7 @@ class RandomApply(Compose, transforms=..., prob=0.5):
 
 
 class RandomChoice(Compose):
-    """One of the functions."""
+    """One of the functions, chosen at random."""
 
     def __call__(self, *operands: Any) -> Any:
         return self.transforms[np.random.randint(len(self.transforms))](*operands)
@@ -70,7 +70,7 @@ class RandomOrder(Compose):
 
 
 class TypeCast(WithSettings, output_type=...):
-    """Another dtype."""
+    """Conversion to another dtype."""
 
     def _settle(self) -> None:
         self.dtype = numpys(self.output_type)
@@ -80,7 +80,7 @@ class TypeCast(WithSettings, output_type=...):
 
 
 class OneHot(WithSettings, num_classes=..., smoothing_rate=0.0):
-    """Class numbers as one-hot vectors. ``smoothing_rate``: shared by all classes."""
+    """Class indices as one-hot vectors. ``smoothing_rate``: label smoothing, shared by all classes."""
 
     def __call__(self, x: Any) -> Array:
         numbers, rate = np.asarray(x), self.smoothing_rate
@@ -92,14 +92,14 @@ class OneHot(WithSettings, num_classes=..., smoothing_rate=0.0):
 
 
 class Fill(WithSettings, fill_value=...):
-    """The same value everywhere."""
+    """An array filled with one value."""
 
     def __call__(self, x: Any) -> Array:
         return np.full_like(np.asarray(x), self.fill_value)
 
 
 class PadEnd(WithSettings, pad_shape=..., pad_value=None):
-    """As long as ``pad_shape``, cut or filled at the ends; None keeps a dim."""
+    """Padding or truncation to ``pad_shape`` at the ends; None keeps a dim."""
 
     def __call__(self, x: Any) -> Array:
         array = np.asarray(x)
@@ -111,7 +111,7 @@ class PadEnd(WithSettings, pad_shape=..., pad_value=None):
 
 
 class Concatenate(WithSettings, axis=0, prepend=None, append=None):
-    """The columns one behind the other along ``axis``, between ``prepend`` and ``append``."""
+    """Concatenation of the columns along ``axis``, between ``prepend`` and ``append``."""
 
     def __call__(self, *operands: Any) -> Array:
         first, last = ([] if end is None else [np.asarray(end)] for end in (self.prepend, self.append))
@@ -119,20 +119,20 @@ class Concatenate(WithSettings, axis=0, prepend=None, append=None):
 
 
 class Duplicate:
-    """The column twice."""
+    """The column and a copy of it."""
 
     def __call__(self, x: Any) -> tuple[Any, Any]:
         return x, np.copy(x)
 
 
 class Relational(enum.Enum):
-    """How ``Mask`` compares."""
+    """Comparisons of ``Mask``."""
 
     EQ, NE, GT, GE, LT, LE = "equal", "not_equal", "greater", "greater_equal", "less", "less_equal"
 
 
 class Mask(WithSettings, operator=..., constant=..., dtype=np.bool_):
-    """Where elements compare so with a constant."""
+    """A mask of the comparison of elements with a constant."""
 
     dtype: Any
 
@@ -144,7 +144,7 @@ class Mask(WithSettings, operator=..., constant=..., dtype=np.bool_):
 
 
 class Slice:
-    """A part: numbers, slices, lists of numbers or None, one per dim."""
+    """A slice: numbers, slices, lists of numbers or None, one per dim."""
 
     def __init__(self, *slices: Any) -> None:
         self.slices = tuple(slice(None) if index is None else index for index in slices)
@@ -158,7 +158,7 @@ class Slice:
 
 
 class Unique:
-    """The different elements, where each was, and how often."""
+    """The distinct elements, the index of each element among them, and their counts."""
 
     def __call__(self, x: Any) -> tuple[Any, ...]:
         return np.unique(np.asarray(x), return_inverse=True, return_counts=True)

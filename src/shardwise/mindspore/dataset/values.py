@@ -1,4 +1,4 @@
-"""Rows, the names of their columns, and checks of what datasets are given."""
+"""Rows, column names, and checks of arguments of datasets."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def as_array(value: Any) -> Array:
 
 
 def unknown_words(settings: dict[str, Any], *known: str) -> None:
-    """Raises TypeError for settings other than those that change nothing here."""
+    """Raise TypeError for settings other than the known ones, which have no effect here."""
     for name in settings:
         if name not in known:
             raise TypeError(problem(f"there is no setting {name!r}", fix=closest(name, known)))
 
 
 def names_of(columns: str | Sequence[str]) -> tuple[str, ...]:
-    """The names of columns, given as a list or as a single one."""
+    """Return column names, given as a list or as a single one."""
     names = (columns,) if isinstance(columns, str) else columns
     if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) and name for name in names):
         raise TypeError(problem(f"the names of columns are {columns!r}", fix='give a list: ["input", "label"]'))
@@ -43,16 +43,16 @@ def once(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def named(columns: str | Sequence[str], known: Sequence[str]) -> tuple[str, ...]:
-    """Columns of a dataset, by their names."""
+def named(columns: str | Sequence[str], column_names: Sequence[str]) -> tuple[str, ...]:
+    """Check column names against those of a dataset and return them."""
     names = names_of(columns)
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(problem(f'there is no column "{unknown[0]}"', fix=closest(unknown[0], known)))
+    if unknown := [name for name in names if name not in column_names]:
+        raise ValueError(problem(f'there is no column "{unknown[0]}"', fix=closest(unknown[0], column_names)))
     return names
 
 
 def count_of(name: str, value: Any, low: int = 1) -> int:
-    """A number of rows."""
+    """Check for a number of rows."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(problem(f"{name} is {value!r}, of type {type(value).__name__}", fix="give an integer"))
     if value < low:

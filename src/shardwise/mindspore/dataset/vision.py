@@ -1,6 +1,6 @@
 """Functions of ``map`` on images: arrays (height, width, channels), or Pillow's.
 
-Resizing, rotating and decoding are Pillow's. Random functions draw from numpy, which ``set_seed`` starts anew.
+Resizing, rotation and decoding are Pillow's. Random functions draw from numpy, which ``set_seed`` seeds.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Sizes = int | Sequence[int]
 
 
 class ImageBatchFormat(enum.StrEnum):
-    """Where the channels of a batch of images are."""
+    """The order of dims in a batch of images."""
 
     NHWC = "NHWC"
     NCHW = "NCHW"
 
 
 class Inter(enum.IntEnum):
-    """How pixels between pixels are found."""
+    """Interpolation methods."""
 
     NEAREST = 0
     LINEAR = BILINEAR = 2
@@ -48,7 +48,7 @@ class Inter(enum.IntEnum):
 
 
 class Border(enum.Enum):
-    """What lies outside of an image: numpy's words."""
+    """Padding modes, by numpy's names."""
 
     CONSTANT = "constant"
     EDGE = "edge"
@@ -69,12 +69,12 @@ def _chance(probability: float) -> bool:
 
 
 def _like(result: Array, image: Any) -> Any:
-    """An image of the kind that came in."""
+    """Convert an array to the kind of the original image."""
     return Image.fromarray(result) if isinstance(image, Image.Image) else result
 
 
 def _by_pillow(image: Any, change: Any) -> Any:
-    """What Pillow makes of an image; where it does not know the dtype, channel by channel in float32."""
+    """Apply a Pillow function to an image; for dtypes that Pillow lacks, channel by channel in float32."""
     if isinstance(image, Image.Image):
         return change(image)
     array = _array(image)
@@ -92,7 +92,7 @@ def _cropped(image: Any, top: int, left: int, height: int, width: int) -> Any:
 
 
 class Decode(WithSettings, to_pil=False):
-    """The pixels of a file's bytes, in RGB. ``to_pil``: as an image of Pillow's."""
+    """Decoding of a file's bytes to RGB pixels. ``to_pil``: return a Pillow image."""
 
     def __call__(self, data: Any) -> Any:
         with Image.open(io.BytesIO(_array(data).tobytes() if not isinstance(data, bytes) else data)) as file:
@@ -101,7 +101,7 @@ class Decode(WithSettings, to_pil=False):
 
 
 class Resize(WithSettings, size=..., interpolation=Inter.LINEAR):
-    """Another size: (height, width), or that of the shorter side."""
+    """Resizing to (height, width), or to a size of the shorter side."""
 
     def _settle(self) -> None:
         self.filter = FILTERS[self.interpolation]
@@ -117,7 +117,7 @@ class Resize(WithSettings, size=..., interpolation=Inter.LINEAR):
 
 
 class CenterCrop(WithSettings, size=...):
-    """The middle."""
+    """Crop of the centre."""
 
     size: Any
 
@@ -133,7 +133,7 @@ class CenterCrop(WithSettings, size=...):
 
 
 class Crop(WithSettings, coordinates=..., size=...):
-    """The part of ``size`` at ``coordinates`` (top, left)."""
+    """Crop of ``size`` at ``coordinates`` (top, left)."""
 
     coordinates: Any
     size: Any
@@ -146,7 +146,7 @@ class Crop(WithSettings, coordinates=..., size=...):
 
 
 class Pad(WithSettings, padding=..., fill_value=0, padding_mode=Border.CONSTANT):
-    """More on the sides: one number, (left and right, top and bottom), or (left, top, right, bottom)."""
+    """Padding of the sides: one number, (left and right, top and bottom), or (left, top, right, bottom)."""
 
     def _settle(self) -> None:
         sides = (self.padding,) * 4 if isinstance(self.padding, int) else tuple(self.padding)
@@ -165,7 +165,7 @@ class Pad(WithSettings, padding=..., fill_value=0, padding_mode=Border.CONSTANT)
 
 
 class RandomCrop(WithSettings, size=..., padding=None, pad_if_needed=False, fill_value=0, padding_mode=Border.CONSTANT):
-    """A part of ``size`` anywhere, after ``padding``."""
+    """Random crop of ``size``, after ``padding``."""
 
     size: Any
 
@@ -189,7 +189,7 @@ class RandomCrop(WithSettings, size=..., padding=None, pad_if_needed=False, fill
 class RandomResizedCrop(
     WithSettings, size=..., scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), interpolation=Inter.LINEAR, max_attempts=10
 ):
-    """A part of random size and ratio, resized."""
+    """Random crop of random size and aspect ratio, resized."""
 
     def _settle(self) -> None:
         self.resize = Resize(_pair(self.size), self.interpolation)
@@ -207,14 +207,14 @@ class RandomResizedCrop(
 
 
 class RandomCropDecodeResize(RandomResizedCrop):
-    """The same of a file's bytes."""
+    """Random resized crop of a file's bytes."""
 
     def __call__(self, image: Any) -> Any:
         return super().__call__(Decode()(image))
 
 
 class Rotate(WithSettings, degrees=..., resample=Inter.NEAREST, expand=False):
-    """Turned by degrees, counter-clockwise."""
+    """Rotation by degrees, counter-clockwise."""
 
     def _settle(self) -> None:
         self.filter = FILTERS[self.resample]
@@ -227,7 +227,7 @@ class Rotate(WithSettings, degrees=..., resample=Inter.NEAREST, expand=False):
 
 
 class RandomRotation(Rotate):
-    """Turned by up to so many degrees, or by those of a range."""
+    """Random rotation by up to ``degrees``, or by degrees of a range."""
 
     def __call__(self, image: Any) -> Any:
         low, high = (-self.degrees, self.degrees) if isinstance(self.degrees, (int, float)) else self.degrees
@@ -235,8 +235,8 @@ class RandomRotation(Rotate):
 
 
 class RandomColorAdjust(WithSettings, brightness=(1, 1), contrast=(1, 1), saturation=(1, 1), hue=0):
-    """Factors of brightness, contrast and saturation, drawn from ranges or from 1 - x to 1 + x; and a part of the
-    colour circle by which ``hue`` turns, drawn from a range or from -x to x."""
+    """Random changes of colours. Factors of brightness, contrast and saturation are from a range, or 1 - x to 1 + x.
+    ``hue`` shifts by a part of the colour circle from a range, or from -x to x."""
 
     hue: Any
 
@@ -260,7 +260,7 @@ class RandomColorAdjust(WithSettings, brightness=(1, 1), contrast=(1, 1), satura
 
 
 class Normalize(WithSettings, mean=..., std=..., is_hwc=True):
-    """(x - mean) / std per channel, in float32. ``is_hwc``: channels are the last dim, else the first."""
+    """Normalisation (x - mean) / std per channel, in float32. ``is_hwc``: channels are the last dim, else the first."""
 
     mean: Any
     std: Any
@@ -275,7 +275,7 @@ class Normalize(WithSettings, mean=..., std=..., is_hwc=True):
 
 
 class ToTensor(TypeCast, output_type=np.float32):
-    """Channels first, from 0 to 1 in float32 (or ``output_type``)."""
+    """Conversion to channels first, from 0 to 1 in float32 (or ``output_type``)."""
 
     def __call__(self, image: Any) -> Array:
         array = _array(image)
@@ -284,7 +284,7 @@ class ToTensor(TypeCast, output_type=np.float32):
 
 
 class ToType(TypeCast):
-    """Another dtype."""
+    """Conversion to another dtype."""
 
 
 def _mirrored(image: Any, dim: int) -> Any:

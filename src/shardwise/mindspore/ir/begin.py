@@ -1,4 +1,4 @@
-"""The whole graph before the split: every operator with its strategy and its whole shapes."""
+"""The graph before the split: every operator with its strategy and its whole shapes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from shardwise.plans.bind import bind
 
 
 def strategies(graph: Graph, plan: sw.Plan, training: bool) -> dict[str, Strategy]:
-    """Operator -> into how many parts each of its tensors is split, per dim: as the user said, or as the search has
-    found."""
+    """Return for each operator the split counts of its tensors per dim, set by the user or found by the search."""
     factored, choice = bind(plan, graph, training=training)
     applied = {
         op.name: apply_strategy(factored.rules[op.name], choice.strategies[op.name], plan.mesh) for op in graph.ops
@@ -25,12 +24,12 @@ def strategies(graph: Graph, plan: sw.Plan, training: bool) -> dict[str, Strateg
 
 
 def counts(layout: Layout) -> tuple[int, ...]:
-    """Into how many parts a layout splits each dim."""
+    """Return the number of parts into which a layout splits each dim."""
     return tuple(prod(layout.mesh.size_of(atom.axes) for atom in dim) for dim in layout.dims)
 
 
 def begin(graph: Graph, strategies_of: dict[str, Strategy], origins: Origins) -> Page:
-    """The operators of a graph."""
+    """Print the operators of a graph."""
     page = Page(
         graph, {source.value: graph.by_name[source.value].shape for source in graph.sources}, strategies_of, origins
     )

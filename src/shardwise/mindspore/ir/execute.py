@@ -1,4 +1,4 @@
-"""What a rank runs: its operators with the shapes that it holds, and between them its collectives and local steps."""
+"""The program of a rank: its operators with local shapes, and between them its collectives and local steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwise.programs.spmd_steps import Conversion
 
 
 class Execution:
-    """The lines of a rank's program."""
+    """The printed program of a rank."""
 
     def __init__(self, program: LocalProgram, strategies_of: dict[str, Strategy], origins: Origins) -> None:
         self.spmd, self.rank = program.spmd, program.rank
@@ -52,7 +52,7 @@ class Execution:
         self.page.call(here, args, tuple(map(self._shape, local.results)))
 
     def _convert(self, step: Conversion | Bucket) -> None:
-        """One line for every message and for every local step that changes anything."""
+        """Print one line per message and per local step that changes anything."""
         conversions = conversions_of(step)
         fusion = 0
         if isinstance(step, Bucket):
@@ -95,7 +95,7 @@ class Execution:
         )
 
     def _halo_bytes(self, conversion: Conversion, move: Move) -> int:
-        """What this rank sends of the rows at the edges of its part."""
+        """Return the bytes that this rank sends from the edges of its part."""
         local = local_move(move, self.coordinates, backward=False)
         before = torch.empty(move.source.local_shape(self.coordinates), device="meta")
         return conversion.itemsize * sum(piece.numel() for piece in local.pack(before))
@@ -137,7 +137,7 @@ class Execution:
         self._add(operator, [conversion], [value], [result], [move], instance, {})
 
     def _slice(self, conversion: Conversion, value: str, result: str, move: Move, number: int) -> None:
-        """The rank's part of a tensor."""
+        """Print the operators that slice the rank's part of a tensor."""
         dtype, scope = self.spmd.graph.by_name[conversion.origin].dtype, self.origins.scope(conversion.op)
         steps = list(slicing(OverlapPart(move.source, self.coordinates, move.target, self.coordinates)))
         for count, (operator, args, shape) in enumerate(steps, 1):
@@ -159,8 +159,8 @@ SLICING_INPUTS = {
 
 
 def slicing(part: OverlapPart) -> Iterator[tuple[str, tuple[Any, ...], Shape]]:
-    """How a part is cut out of a tensor: operators with what they take besides the tensor, and the shapes that they
-    make. Dims that are cut inside are opened into their factors; rows that lie apart are gathered."""
+    """Yield the operators that cut a part out of a tensor, their arguments besides the tensor, and result shapes. Dims
+    that are split inside are reshaped into their factors; rows that are not contiguous are gathered."""
     if part.is_open:
         yield "Reshape", (part.whole,), part.whole
     begins, ends = [0] * len(part.whole), list(part.whole)
@@ -177,7 +177,7 @@ def slicing(part: OverlapPart) -> Iterator[tuple[str, tuple[Any, ...], Shape]]:
 
 
 def group_attrs(spmd: SpmdProgram, axes: tuple[str, ...], rank: int) -> dict[str, Any]:
-    """The group of a collective of this rank."""
+    """Return the attributes of a collective's group on this rank."""
     members = tuple(sorted(spmd.mesh.group(axes, rank)))
     return {
         "group": group_name(members),
@@ -188,7 +188,7 @@ def group_attrs(spmd: SpmdProgram, axes: tuple[str, ...], rank: int) -> dict[str
 
 
 def backward(spmd: SpmdProgram, rank: int) -> Iterator[str]:
-    """The collectives of backward, in order, as comments: autograd makes them from the operators of the file."""
+    """Yield the collectives of backward, in order, as comments. Autograd derives them from the operators."""
     if spmd.loss is None:
         first = next((output for output in spmd.outputs if isinstance(output, Ref)), None)
         spmd = replace(spmd, loss=None if first is None else first.name)
@@ -199,7 +199,7 @@ def backward(spmd: SpmdProgram, rank: int) -> Iterator[str]:
 
 
 def _dims(move: Move) -> dict[str, Any]:
-    """Which dims are gathered and which are split."""
+    """Return the dims that are gathered and the dims that are split."""
     before, after = move.source.positions, move.target.positions
     gathered = sorted({before[axis][0] for axis in move.axes if axis in before})
     split = sorted({after[axis][0] for axis in move.axes if axis in after})

@@ -1,4 +1,4 @@
-"""Writing the files of a program."""
+"""Files of a printed program."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from shardwise.mindspore.ir.execute import Execution
 from shardwise.mindspore.ir.origins import Origins
 from shardwise.programs.program import localize
 
-EXECUTE = 18  # the number of the phase that prints it in the reference
-WITH_PLAN = 3  # the level of save_graphs from which the plan is written, too
+EXECUTE = 18  # the reference's number of the phase that prints it
+WITH_PLAN = 3  # the level of save_graphs from which the plan is also written
 
 HEADER = """\
-# Written by shardwise, in the format of the reference, which it differs from in this:
-# - only forward is a list of operators. Backward is autograd's, whose collectives are listed at the end of the file of
-#   what is executed; the update is the optimizer's. Nothing is printed for a gradient that needs no collective.
-# - operators that PyTorch makes of one primitive are printed one by one, each with its strategy (given or found), that
-#   of one tensor as ((2, 4),). Operators without a primitive have no instance name.
-# - a collective includes how its pieces are put together (concat_dim, split_dim). Several tensors in one line are one
-#   message, whose number is `fusion`; messages with parameters may leave earlier than they are printed.
-# - only the innermost line of source code is known. UMonad orders nothing: parameters are read where they are used.
+# Written by shardwise, in the format of the reference, with these differences:
+# - Only forward is listed as operators. Autograd computes backward; its collectives are listed at the end of the
+#   execution file. The optimizer computes the update. Gradients that need no collective are not printed.
+# - The PyTorch operators of a primitive are printed one by one, each with its strategy (from the user or the search). A
+#   strategy of one tensor is printed as ((2, 4),). Operators without a primitive have no instance name.
+# - A collective includes how its pieces are put together (concat_dim, split_dim). Several tensors in one line are one
+#   message, numbered by `fusion`. Messages with parameters may be sent earlier than they are printed.
+# - Only the innermost line of source code is known. UMonad orders nothing: parameters are read where they are used.
 """
-_numbers = count()  # of the files of this process
+_numbers = count()  # of this process's files
 
 
 def save(cell: nn.Module, par: sw.Parallel) -> None:
-    """Write the program that was compiled last, as ``set_context(save_graphs=...)`` says."""
+    """Write the program that was compiled last, as ``set_context(save_graphs=...)`` specifies."""
     settings, rank = context.settings(), dist.get_rank()
     folder = Path(settings.save_graphs_path) / f"rank_{rank}"
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A printed operator, and its text."""
+"""Printed operators and their text."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Strategy = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class Line:
-    """An operator. ``operands``: Refs to values, and constants; ``result``: the value that it defines (with several
-    results, all of them). ``variable``: what the user calls it; ``code``: lines of source code, innermost first."""
+    """A printed operator. ``operands``: Refs to values, and constants; ``results``: the values that it defines.
+    ``variable``: the user's variable; ``code``: lines of source code, innermost first."""
 
     operator: str
     operands: tuple[Any, ...]
@@ -30,7 +30,7 @@ class Line:
 
 
 class Numbers:
-    """The numbers of values: parameters of the graph ``%para1_w``, results of operators ``%1``, ``%2``, ....
+    """Numbering of values: parameters of the graph ``%para1_w``, results of operators ``%1``, ``%2``, ....
 
     ``parameters``: value -> its name in the program.
     """
@@ -56,7 +56,7 @@ class Numbers:
 
 
 def written(lines: Sequence[Line], numbers: Numbers) -> Iterator[str]:
-    """The text of operators."""
+    """Yield the text of operators."""
     for line in lines:
         operands = ", ".join(map(numbers.text, line.operands))
         parts = [f"{numbers.define(line.results)}({line.variable or line.results[0]}) = {line.operator}({operands})"]
@@ -74,7 +74,7 @@ def written(lines: Sequence[Line], numbers: Numbers) -> Iterator[str]:
 
 
 def attribute(value: Any) -> str:
-    """A value among the attributes: a list of names without quotes, truth in small letters."""
+    """Return the text of an attribute: names of a list without quotes, booleans in lower case."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):

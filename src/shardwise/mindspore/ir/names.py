@@ -9,8 +9,8 @@ from torch._ops import OpOverload
 
 from shardwise.mindspore.communication.management import gnu_hash
 
-# Operators of PyTorch whose name in the reference is not theirs in CamelCase.
-OPERATORS = {  # conv_window: of a part of the rows
+# PyTorch operators whose name in the reference is not their CamelCase name.
+OPERATORS = {  # conv_window: convolution of a part of the rows
     "matmul": "MatMul", "mm": "MatMul", "bmm": "BatchMatMul", "addmm": "MatMul", "linear": "Dense", "relu": "ReLU",
     "gelu": "GeLU", "silu": "SiLU", "convolution": "Conv2D", "conv2d": "Conv2D", "conv_window": "Conv2D",
     "sum": "ReduceSum", "mean": "ReduceMean", "amax": "ReduceMax", "amin": "ReduceMin", "prod": "ReduceProd",
@@ -25,7 +25,7 @@ OPERATORS = {  # conv_window: of a part of the rows
     "cumsum": "CumSum", "max_pool2d": "MaxPool", "avg_pool2d": "AvgPool",
     "cross_entropy_loss": "SparseSoftmaxCrossEntropyWithLogits", "nll_loss": "NLLLoss",
 }  # fmt: skip
-# What the reference calls the inputs of an operator.
+# The reference's names of an operator's inputs.
 INPUTS = {"MatMul": ("x1", "x2"), "BatchMatMul": ("x1", "x2"), "ReLU": ("x",)}
 TYPES = {torch.bfloat16: "BFloat16", torch.uint8: "UInt8"}
 COLLECTIVES = {
@@ -39,13 +39,13 @@ COLLECTIVES = {
 
 
 def operator(target: OpOverload) -> str:
-    """The name of an operator in the reference; others have their own name in CamelCase."""
+    """Return the reference's name of an operator; operators that it lacks get their torch name in CamelCase."""
     name = target._schema.name.partition("::")[2]
     return OPERATORS.get(name) or "".join(part[:1].upper() + part[1:] for part in name.split("_"))
 
 
 def inputs(target: OpOverload, count: int) -> tuple[str, ...]:
-    """The names of an operator's first inputs."""
+    """Return the names of an operator's first inputs."""
     names = tuple("x" if argument.name == "self" else argument.name for argument in target._schema.arguments)
     return INPUTS.get(operator(target), names)[:count]
 
@@ -59,12 +59,12 @@ def tensor(of: torch.dtype, shape: tuple[int, ...]) -> str:
 
 
 def reference(of: torch.dtype, shape: tuple[int, ...], key: str) -> str:
-    """The type of a parameter."""
+    """Return the type of a parameter."""
     return f"<Ref[Tensor[{dtype(of)}]], {shape_text(shape)}, ref_key=:{key}>"
 
 
 def constant(value: Any) -> str:
-    """The type of an operand that is no tensor."""
+    """Return the type of an operand that is not a tensor."""
     if isinstance(value, tuple):
         kinds = {constant(item)[1:-1] for item in value}
         return f"<Tuple[{kinds.pop()}*{len(value)}]>" if len(kinds) == 1 else f"<Tuple*{len(value)}>"
@@ -72,10 +72,10 @@ def constant(value: Any) -> str:
 
 
 def shape_text(shape: tuple[int, ...]) -> str:
-    """``(16)`` for one dim, as in the reference."""
+    """Return ``(16)`` for one dim, as in the reference."""
     return f"({', '.join(map(str, shape))})"
 
 
 def hashed(*parts: object) -> int:
-    """The number in the name of an operator that the split has added: the same on every rank and in every run."""
+    """Return the number in the name of an inserted operator. It is the same on every rank and in every run."""
     return gnu_hash(" ".join(map(str, parts)).encode())

@@ -1,4 +1,4 @@
-"""Where printed operators come from: scopes, lines of the user's files, and the primitives that were called there."""
+"""Origins of printed operators: scopes, lines of the user's files, and the primitives called there."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from shardwise.mindspore.ops.primitive import Primitive
 
 
 class Origins:
-    """The user's side of the operators of a cell's graph."""
+    """The scopes, source lines and primitives of the operators of a cell's graph."""
 
     def __init__(self, cell: nn.Module, graph: Graph) -> None:
         self.cell, self.graph = cell, graph
         name = type(cell).__name__
         self.root = (
             f"Default/network-{name}" if cell.training else "Default"
-        )  # in training a TrainOneStepCell's network
+        )  # in training it is the network of a TrainOneStepCell
 
     def scope(self, op: str) -> str:
-        """``Default/network-WithLossCell/_backbone-Net``: the cells around an operator, by its name."""
+        """Return the cells around an operator: ``Default/network-WithLossCell/_backbone-Net``."""
         parts, at = [self.root], self.cell
         for leaf in filter(None, op.rpartition("/")[0].split(".")):
             at = getattr(at, leaf)
@@ -37,7 +37,7 @@ class Origins:
         return "/".join(parts)
 
     def key(self, source: Source) -> str:
-        """The name of a parameter in checkpoints; that of another source in the call."""
+        """Return the name of a parameter in checkpoints, or of another source in the call."""
         name = source.names[0] if source.names else source.value
         if source.kind not in ("parameter", "buffer"):
             return name
@@ -45,7 +45,7 @@ class Origins:
         return self._checkpoint_names.get(id(getattr(self.cell.get_submodule(owner), leaf, None)), name)
 
     def code(self, source: str) -> tuple[str, ...]:
-        """``/home/me/net.py(45)/ out = self.matmul(x, self.weight)`` for ``net.py:45``."""
+        """Return ``/home/me/net.py(45)/ out = self.matmul(x, self.weight)`` for ``net.py:45``."""
         name, _, line = source.rpartition(":")
         if not name:
             return ()
@@ -53,7 +53,7 @@ class Origins:
         return (f"{path}({line})/ {linecache.getline(path, int(line)).strip()}",)
 
     def variable(self, source: str) -> str:
-        """The variable to which a line of code assigns, or ''."""
+        """Return the variable to which a line of code assigns, or ''."""
         matches = [re.match(r"\s*(\w+)\s*=[^=]", code.partition(")/")[2]) for code in self.code(source)]
         return matches[0][1] if matches and matches[0] else ""
 
@@ -64,18 +64,18 @@ class Origins:
 
     @cached_property
     def primitives(self) -> dict[str, tuple[str, Primitive | None]]:
-        """Operator -> the name of the primitive that called it, and the primitive.
+        """Return for each operator the name of the primitive that called it, and the primitive.
 
-        A primitive with a strategy leaves its name in the graph. Another one is found by the line of the call: the
-        calls of primitives in it, in the order in which Python makes them, are the line's operators of these names.
-        There is no primitive (None) where it makes several operators and this one has another name.
+        A primitive with a strategy leaves its name in the graph. Others are found by the source line: the calls of
+        primitives in it, in Python's evaluation order, are matched with the line's operators of these names. The
+        primitive is None if it makes several operators and this one has another name.
         """
         primitive_of: dict[str, tuple[str, Primitive | None]] = {}
         lines: dict[tuple[str, str], list[Op]] = {}
         for op in self.graph.ops:
             if op.scope.startswith(f"{op.module}/"):
                 name = op.scope.removeprefix(f"{op.module}/")
-                attributes = self._held(op.module)
+                attributes = self._primitives_of(op.module)
                 name = name if name in attributes else re.sub(r"_\d+$", "", name)
                 primitive = attributes.get(name)
                 is_own = primitive is not None and (names.operator(op.target) == primitive.name or self._is_alone(op))
@@ -83,7 +83,7 @@ class Origins:
             elif op.source:
                 lines.setdefault((op.module, op.source), []).append(op)
         for (module, source), ops in lines.items():
-            attributes = self._held(module)
+            attributes = self._primitives_of(module)
             called = [(name, attributes[name]) for name in self._called(source) if name in attributes]
             called = [item for item in called if item[1].in_strategy is None]
             for op in ops:
@@ -98,25 +98,25 @@ class Origins:
     def _is_alone(self, op: Op) -> bool:
         return sum(other.scope == op.scope for other in _shown(self.graph.ops)) == 1
 
-    def _held(self, module: str) -> dict[str, Primitive]:
-        """The primitives of a cell by attribute."""
+    def _primitives_of(self, module: str) -> dict[str, Primitive]:
+        """Return the primitives of a cell by attribute."""
         return {k: v for k, v in vars(self.cell.get_submodule(module)).items() if isinstance(v, Primitive)}
 
     def _called(self, source: str) -> Iterator[str]:
-        """The attributes of ``self`` that a line calls, in order."""
+        """Yield the attributes of ``self`` that a line calls, in order."""
         name, _, line = source.rpartition(":")
         if name in self._files:
             yield from _calls(self._files[name]).get(int(line), ())
 
     @cached_property
     def _files(self) -> dict[str, str]:
-        """Name of a file -> its path, for all files in which the classes of the cells are."""
+        """Return file name -> path for all files that define the classes of the cells."""
         files: dict[str, str] = {}
         for kind in {type(module) for module in self.cell.modules()}:
             for base in kind.__mro__[:-1]:
                 try:
                     path = inspect.getsourcefile(base)
-                except TypeError:  # made without a file
+                except TypeError:  # a class without a source file
                     path = None
                 if path is not None:
                     files.setdefault(Path(path).name, str(Path(path).absolute()))
@@ -125,8 +125,8 @@ class Origins:
 
 @lru_cache(maxsize=64)
 def _calls(path: str) -> dict[int, tuple[str, ...]]:
-    """Line -> the attributes of ``self`` that are called there, in the order of evaluation: arguments before the call
-    that takes them."""
+    """Return for each line the attributes of ``self`` called there, in evaluation order: arguments before the call that
+    takes them."""
     calls: dict[int, list[str]] = {}
 
     def visit(node: ast.AST) -> None:
@@ -141,7 +141,7 @@ def _calls(path: str) -> dict[int, tuple[str, ...]]:
 
 
 def is_marker(op: Op) -> bool:
-    """Whether an operator only carries what the user said about a value."""
+    """Return whether an operator only carries the user's annotation of a value."""
     return str(op.target) == "aten.alias.default"
 
 

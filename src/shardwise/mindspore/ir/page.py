@@ -1,4 +1,4 @@
-"""A program as lines: what both files have in common."""
+"""A printed program as lines: the common part of both files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 
 class Monad:
-    """What orders the reads and writes of parameters in the reference."""
+    """The operand that orders reads and writes of parameters in the reference."""
 
     def __str__(self) -> str:
         return "U"
@@ -25,8 +25,8 @@ class Monad:
 class Page:
     """The lines of a program.
 
-    ``shapes``: of its sources, whole or of a rank's parts. ``strategies``: operator -> how each of its tensors is
-    split. Parameters are loaded where they are first used.
+    ``shapes``: those of its sources, whole or local. ``strategies``: operator -> split counts of its tensors.
+    Parameters are loaded where they are first used.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Page:
         self._printed_as: dict[str, str] = {}
 
     def use(self, name: str) -> str:
-        """The name under which a value is printed; a parameter is loaded."""
+        """Return the name under which a value is printed. A parameter is loaded first."""
         while name in self._printed_as:
             name = self._printed_as[name]
         if self._kinds.get(name) in ("parameter", "buffer"):
@@ -56,11 +56,11 @@ class Page:
         return name
 
     def same(self, result: str, value: str) -> None:
-        """Let ``result`` be another name of a value."""
+        """Make ``result`` another name of a value."""
         self._printed_as[result] = value
 
     def call(self, op: Op, args: tuple[Any, ...], shapes: tuple[Shape, ...]) -> None:
-        """Print an operator. ``args``: what it is called with, tensors as Refs; ``shapes``: those of its results."""
+        """Print an operator. ``args``: its arguments, tensors as Refs; ``shapes``: those of its results."""
         if is_marker(op):
             self.same(op.results[0], op.operands[0])
             return
@@ -85,7 +85,7 @@ class Page:
         scope: str,
         **rest: Any,
     ) -> None:
-        """Print any line."""
+        """Print a line."""
         used = tuple(map_refs(arg, lambda name: Ref(self.use(name))) for arg in args)
         self._types.update(zip(results, zip(dtypes, shapes, strict=True), strict=True))
         result_types = tuple(names.tensor(*self._types[name]) for name in results)
@@ -99,7 +99,7 @@ class Page:
         return names.constant(arg)
 
     def text(self, outputs: tuple[Any, ...]) -> Iterator[str]:
-        """The parameters, the operators and what is returned."""
+        """Yield the parameters, the operators and the return statement."""
         numbers = Numbers(self.keys)
         for name, key in self.keys.items():
             dtype, shape = self._types[name]

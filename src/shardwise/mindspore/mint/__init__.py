@@ -12,5 +12,5 @@ _missing = absent(__name__, lambda: __all__, {"concatenate": "concat"})
 
 
 def __getattr__(name: str) -> Any:
-    """The functions, whose names would hide Python's own in this file."""
+    """Return a function. As module globals their names would hide Python's own in this file."""
     return TOP[name] if name in TOP else _missing(name)

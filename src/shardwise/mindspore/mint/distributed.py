@@ -1,4 +1,4 @@
-"""Collectives that write into tensors, as torch.distributed has them, over the dialect's groups."""
+"""Collectives that write into tensors, like torch.distributed, over the dialect's groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Handle = Done | None
 
 
 def init_process_group(backend: str | None = None, *settings: Any, **named: Any) -> None:
-    """Join the other ranks: ``communication.init``. How they meet is the launcher's business."""
+    """Join the other ranks: ``communication.init``. The launcher decides how they connect."""
     D.init(backend)
 
 
@@ -33,7 +33,7 @@ def is_available() -> bool:
 
 
 def destroy_process_group(group: str | None = None) -> None:
-    """Forget a group; without one leave all ranks."""
+    """Remove a group. Without a group leave all ranks."""
     D.release() if group is None else D.destroy_group(group)
 
 
@@ -62,7 +62,7 @@ def get_process_group_ranks(group: str | None = None) -> list[int]:
 
 
 def new_group(ranks: Sequence[int] | None = None, timeout: Any = None, backend: Any = None, *others: Any) -> str:
-    """The name of a group of these ranks."""
+    """Return the name of a group of these ranks."""
     if ranks is None:
         return D.GlobalComm.WORLD_COMM_GROUP
     name = f"group of {D.group_ranks_name(ranks)}"
@@ -76,7 +76,7 @@ def _of(group: str | None) -> RankGroup:
 
 
 def _written(target: Tensor, value: Tensor, async_op: bool) -> Handle:
-    """The value in ``target``; a handle where one was asked for: everything has come already."""
+    """Copy the value to ``target``. Return a completed handle if ``async_op``."""
     target.detach().copy_(value.reshape(target.shape))
     return Done() if async_op else None
 
@@ -88,7 +88,7 @@ def all_reduce(tensor: Tensor, op: str = ReduceOp.SUM, group: str | None = None,
 def reduce(
     tensor: Tensor, dst: int, op: str = ReduceOp.SUM, group: str | None = None, async_op: bool = False
 ) -> Handle:
-    """The reduction, on ``dst``."""
+    """Write the reduction to ``tensor`` on ``dst``."""
     reduced = rank_groups.all_reduce(tensor.detach(), op, _of(group))
     return _written(tensor, reduced if get_rank() == dst else tensor, async_op)
 
@@ -154,7 +154,7 @@ def all_to_all(
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: str | None = None) -> None:
-    """Any objects, one of each rank."""
+    """Gather one object of any type from each rank."""
     members = _of(group)
     if members.size == 1:
         object_list[0] = obj

@@ -1,4 +1,4 @@
-"""Torch's schedules of learning rates, of ``mint.optim``'s optimizers."""
+"""Torch's learning rate schedules for ``mint.optim``'s optimizers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _SHADOWS: weakref.WeakKeyDictionary[Any, torch.optim.Optimizer] = weakref.WeakKe
 
 
 class LRScheduler:
-    """A schedule of torch's: ``step()`` after every step, or pass, of the optimizer gives its groups their next rates.
+    """A torch schedule: ``step()`` after every step, or epoch, of the optimizer sets the next rates of its groups.
 
-    Torch's schedule writes the rates of an optimizer without parameters, from which they are copied.
+    Torch's schedule updates a shadow optimizer without parameters, from which the rates are copied.
     """
 
     make: Any
@@ -32,7 +32,7 @@ class LRScheduler:
         self._copy(_SHADOWS[optimizer].param_groups, optimizer.param_groups)
 
     def step(self, *args: Any) -> None:
-        """The next rates; ReduceLROnPlateau is given a metric."""
+        """Set the next rates. ReduceLROnPlateau takes a metric."""
         shadow = _SHADOWS[self.optimizer]
         self._copy(self.optimizer.param_groups, shadow.param_groups)
         shadow.step()
@@ -64,7 +64,7 @@ _NAMES = """
     MultiplicativeLR PolynomialLR ReduceLROnPlateau SequentialLR StepLR"""
 CLASSES = {
     name: type(name, (LRScheduler,), {
-        "make": getattr(torch.optim.lr_scheduler, name), "__module__": __name__, "__doc__": "Torch's.",
+        "make": getattr(torch.optim.lr_scheduler, name), "__module__": __name__, "__doc__": "Torch's schedule.",
         "settings": {"cycle_momentum": False} if name == "CyclicLR" else {},
     })
     for name in _NAMES.split()

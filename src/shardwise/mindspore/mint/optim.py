@@ -15,8 +15,8 @@ from shardwise.mindspore.tensor import Parameter
 
 
 class OfTorch(Optimizer):
-    """``optimizer(gradients)`` by an optimizer of torch's. ``param_groups``: what each group has, its ``lr`` a
-    parameter that may be assigned to. Every parameter decays, whatever its name."""
+    """A torch optimizer, called as ``optimizer(gradients)``. ``param_groups``: the settings of each group; its ``lr``
+    is a parameter that may be assigned to. Every parameter decays, whatever its name."""
 
     make: type[torch.optim.Optimizer]
 
@@ -44,7 +44,9 @@ def _rate_of(group: dict[str, Any]) -> Callable[[int], float]:
 
 _NAMES = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD"
 CLASSES = {
-    name: type(name, (OfTorch,), {"make": getattr(torch.optim, name), "__module__": __name__, "__doc__": "Torch's."})
+    name: type(
+        name, (OfTorch,), {"make": getattr(torch.optim, name), "__module__": __name__, "__doc__": "Torch's optimizer."}
+    )
     for name in _NAMES.split()
 }
 globals().update(CLASSES)

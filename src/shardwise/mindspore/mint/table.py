@@ -1,4 +1,4 @@
-"""Torch's functions and modules as ``mint`` has them: the same names and arguments, with the dialect's tensors."""
+"""Torch's functions and modules in ``mint``: the same names and arguments, with the dialect's tensors."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def _wide(x: Any) -> Any:
 
 
 def of_torch(home: Any, names: str) -> dict[str, Function]:
-    """The functions of a module of torch's by their names."""
+    """Return functions of a torch module by their names."""
     return {name: _ours(name, in_order(getattr(home, name))) for name in names.split()}
 
 
 def _ours(name: str, function: Function) -> Function:
-    """The function; where no cell runs, what it returns has the reference's methods."""
+    """Wrap a function. If no cell is running, its results have the reference's methods."""
     place, word = _INDICES.get(name, (None, ""))
 
     @wraps(function, assigned=("__doc__",))
@@ -111,7 +111,7 @@ _MODULES = """
 
 
 class _Loss(Wrapped):
-    """Of numbers of classes, which may be int32."""
+    """A loss of class indices, which may be int32."""
 
     is_loss = True
 

@@ -37,7 +37,7 @@ _missing = absent(__name__, lambda: __all__)
 
 
 def __getattr__(name: str) -> Any:
-    """Metrics have been here, too."""
+    """Return a metric, as older programs import metrics from ``nn``."""
     if not name.startswith("_"):
         from shardwise.mindspore.train import metrics
 

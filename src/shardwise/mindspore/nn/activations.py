@@ -1,4 +1,4 @@
-"""Activations as cells, each around a primitive, and by name: ``Dense(..., activation="relu")``."""
+"""Activations as cells, each wrapping a primitive, and by name: ``Dense(..., activation="relu")``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.mindspore.tensor import Parameter
 
 
 class _Activation(Cell):
-    """Around an operator, which the cell has under ``attribute``, and which may be given a strategy there."""
+    """A cell that holds its operator under ``attribute``, where it may be given a strategy."""
 
     operator: type[Primitive]
     attribute: str
@@ -48,7 +48,7 @@ globals().update(CLASSES)
 
 
 class GELU(Cell):
-    """Gaussian error linear units: by tanh (``approximate``), or exact."""
+    """Gaussian error linear units, exact or with the tanh approximation (``approximate``)."""
 
     def __init__(self, approximate: bool = True) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class GELU(Cell):
 
 
 class PReLU(Cell):
-    """x above 0, else w * x, where w is learned, for all channels or for each."""
+    """x above 0, else w * x, with a learned w for all channels or per channel."""
 
     def __init__(self, channel: int = 1, w: Any = 0.25) -> None:
         super().__init__()
@@ -72,14 +72,14 @@ class PReLU(Cell):
 
 
 def get_activation(name: str) -> Cell:
-    """The activation of that name. Raises ValueError for another."""
+    """Return the activation of that name. Raises ValueError if there is none."""
     from shardwise.mindspore.nn.simple import CLASSES as FURTHER
 
     cells = {**CLASSES, "GELU": GELU, "PReLU": PReLU, **{n: FURTHER[n] for n in ("CELU", "LogSigmoid", "SeLU")}}
-    known: dict[str, type[Cell]] = {n.lower(): cell for n, cell in cells.items()}
-    if name not in known:
-        raise ValueError(problem(f'there is no activation "{name}"', fix=closest(name, known)))
-    return known[name]()
+    classes_by_name: dict[str, type[Cell]] = {n.lower(): cell for n, cell in cells.items()}
+    if name not in classes_by_name:
+        raise ValueError(problem(f'there is no activation "{name}"', fix=closest(name, classes_by_name)))
+    return classes_by_name[name]()
 
 
 __all__ = [*CLASSES, "GELU", "PReLU", "get_activation"]

@@ -1,8 +1,7 @@
-"""Optimizers that adapt to gradients, by the reference's formulas.
+"""Adaptive optimizers, by the reference's formulas.
 
-Those of Adam's family
-keep m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g^2 of its gradients, element by element, so that
-shards are updated like whole parameters; Lamb's norms are summed over the ranks.
+Those of Adam's family keep m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g^2 elementwise, so that shards
+are updated like whole parameters. Lamb's norms are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ Tensor = torch.Tensor
 
 
 class _Formula(OfSettings):
-    """An optimizer by its formula: ``update(state, p, g, group)`` is what p decreases by, learning rate included.
-    ``decays``: ``weight_decay`` times p is added to the gradient before."""
+    """An optimizer by its formula: ``update(state, p, g, group)`` returns the decrease of p, learning rate included.
+    ``decays``: ``weight_decay`` times p is added to the gradient first."""
 
     decays = True
 
@@ -39,14 +38,14 @@ class _Formula(OfSettings):
         raise NotImplementedError
 
     def kept(self, state: dict[str, Any], p: Tensor, **starts: float) -> list[Tensor]:
-        """Accumulators by their names, which start so."""
+        """Return accumulators by their names, created with these initial values."""
         for name, start in starts.items():
             state.setdefault(name, torch.full_like(p, start))
         return [state[name] for name in starts]
 
 
 class _Moments(_Formula):
-    """One with the moments m and v."""
+    """An optimizer with the moments m and v."""
 
     def _settle(self) -> None:
         for name in ("beta1", "beta2"):
@@ -56,7 +55,7 @@ class _Moments(_Formula):
             raise ValueError(problem(f"eps is {self.eps}", fix="a number above 0"))
 
     def moments(self, state: dict[str, Any], p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """The two moments after a step."""
+        """Update the two moments and return them."""
         if not state:
             state |= {"step": 0, "moment1": torch.zeros_like(p), "moment2": torch.zeros_like(p)}
         state["step"] += 1
@@ -67,13 +66,13 @@ class _Moments(_Formula):
 
 @sw.elementwise_optimizer
 class _ByFormula(torch.optim.Optimizer):
-    """A torch optimizer that subtracts what ``update`` returns. It may have shards: Lamb sums its norms itself."""
+    """A torch optimizer that subtracts the result of ``update``. It supports shards: Lamb sums its norms itself."""
 
     def __init__(self, groups: list[dict[str, Any]], update: Callable[..., Tensor]) -> None:
         super().__init__(groups, {})
         self._update = update
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # no closure, as nobody has one
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are not supported
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
@@ -84,9 +83,9 @@ class Adam(
     _Moments, learning_rate=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, use_locking=False, use_nesterov=False,
     weight_decay=0.0, loss_scale=1.0, use_amsgrad=False, use_lazy=False, use_offload=False,
 ):  # fmt: skip
-    """p -= lr sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + eps), where ``weight_decay`` times p is added to the
-    gradient. ``use_nesterov``: beta1 m + (1 - beta1) g stands for m; ``use_amsgrad``: the largest v so far for v. Other
-    switches of the reference (``use_lazy``, ``use_offload``) change no result. (Kingma and Ba, 2015, section 2.)"""
+    """p -= lr sqrt(1 - beta2^t) / (1 - beta1^t) m / (sqrt(v) + eps), with ``weight_decay`` times p added to the
+    gradient. ``use_nesterov``: m becomes beta1 m + (1 - beta1) g; ``use_amsgrad``: v becomes its maximum. ``use_lazy``
+    and ``use_offload`` change no result. (Kingma and Ba, 2015, section 2.)"""
 
     def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
         m, v = self.moments(state, p, g)
@@ -99,7 +98,7 @@ class Adam(
 
 
 class AdamWeightDecay(_Moments, learning_rate=1e-3, beta1=0.9, beta2=0.999, eps=1e-6, weight_decay=0.0):
-    """p -= lr (m / (sqrt(v) + eps) + weight_decay p), without correction of the bias."""
+    """p -= lr (m / (sqrt(v) + eps) + weight_decay p), without bias correction."""
 
     decays = False
 
@@ -109,8 +108,8 @@ class AdamWeightDecay(_Moments, learning_rate=1e-3, beta1=0.9, beta2=0.999, eps=
 
 
 class Lamb(_Moments, learning_rate=..., beta1=0.9, beta2=0.999, eps=1e-6, weight_decay=0.0):
-    """p -= lr |p| / |u| u, where u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p, and norms
-    that are 0 give the factor 1. (You et al., ICLR 2020, algorithm 2.)"""
+    """p -= lr |p| / |u| u, where u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p. If a norm is
+    0 the factor is 1. (You et al., ICLR 2020, algorithm 2.)"""
 
     decays = False
 
@@ -124,7 +123,7 @@ class Lamb(_Moments, learning_rate=..., beta1=0.9, beta2=0.999, eps=1e-6, weight
 
 
 def _whole_norms(parameter: Tensor, direction: Tensor) -> Tensor:
-    """The 2-norms of a whole parameter and of its direction, of which this rank may hold a part."""
+    """Return the 2-norms of a whole parameter and of its direction; this rank may hold a part of them."""
     squares = torch.stack([tensor.detach().square().sum() for tensor in (parameter, direction)])
     if holding_of(parameter) is not None:
         here = squares.new_tensor([0.0 if is_elsewhere(parameter) else 1.0])  # stages may share a parameter
@@ -139,7 +138,7 @@ class LazyAdam(Adam):
 
 
 class AdamOffload(Adam):
-    """Adam, where it is; the reference computes it on the host."""
+    """Adam on the parameter's device; the reference computes it on the host."""
 
 
 class AdaMax(_Moments, learning_rate=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0, loss_scale=1.0):
@@ -166,7 +165,7 @@ class Adagrad(_Formula, accum=0.1, learning_rate=1e-3, update_slots=True, loss_s
 class ProximalAdagrad(
     _Formula, accum=0.1, learning_rate=1e-3, l1=0.0, l2=0.0, use_locking=False, loss_scale=1.0, weight_decay=0.0
 ):
-    """Adagrad, whose result is shrunk by lr ``l1`` and divided by 1 + lr ``l2``, where lr is divided by sqrt(a)."""
+    """Adagrad, followed by shrinking by lr ``l1`` and division by 1 + lr ``l2``, with lr divided by sqrt(a)."""
 
     def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
         (a,) = self.kept(state, p, accum=self.accum)
@@ -192,8 +191,8 @@ class RMSProp(
     _Formula, learning_rate=0.1, decay=0.9, momentum=0.0, epsilon=1e-10, use_locking=False, centered=False,
     loss_scale=1.0, weight_decay=0.0,
 ):  # fmt: skip
-    """s = decay s + (1 - decay) g^2, from ones; v = momentum v + lr g / sqrt(s + eps); p -= v. ``centered``: s less the
-    square of the mean gradient, kept as s is; then s starts at 0."""
+    """s = decay s + (1 - decay) g^2, starting at ones; v = momentum v + lr g / sqrt(s + eps); p -= v. ``centered``
+    subtracts the square of the moving mean gradient from s; then s starts at 0."""
 
     def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
         s, v = self.kept(state, p, mean_square=0.0 if self.centered else 1.0, moment=0.0)
@@ -226,8 +225,9 @@ class FTRL(
 
 
 class LARS(Optimizer):
-    """Another optimizer, whose gradients are scaled per parameter by coefficient |p| / (|g| + weight_decay |p| + eps).
-    (You et al. 2017, equation 6.) ``lars_filter``: which parameters; ``use_clip``: by at most the learning rate."""
+    """A wrapper of an optimizer that scales gradients by coefficient |p| / (|g| + weight_decay |p| + eps) per
+    parameter. (You et al. 2017, equation 6.) ``lars_filter``: which parameters; ``use_clip``: at most by the learning
+    rate."""
 
     def __init__(
         self,

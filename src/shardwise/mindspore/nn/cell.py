@@ -21,21 +21,24 @@ from shardwise.mindspore.ops.primitive import Primitive
 from shardwise.mindspore.tensor import Parameter, ParameterTuple
 from shardwise.mindspore.tensor_methods import assigned_value, in_words
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # of to_float
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)  # dtypes of to_float
 
 
 class Cell(nn.Module):
-    """The base of networks: override ``construct`` (or ``forward``). Cells and torch modules may hold each other.
+    """The base of networks: override ``construct`` (or ``forward``). Cells and torch modules may contain each other.
 
-    A cell may say its own backward: ``bprop(self, *inputs, out, dout)`` returns a tuple with a gradient per input of
+    A cell may define its own backward: ``bprop(self, *inputs, out, dout)`` returns a tuple with a gradient per input of
     ``construct`` (``own_backward``). As in the reference a cell starts in evaluation mode; ``Model.train`` and
-    ``set_train`` change it. ``auto_prefix=False``: it does not lengthen the names of the parameters inside. ``flags``
-    are accepted and mean nothing here.
+    ``set_train`` change it.
+
+    Args:
+        auto_prefix: if False, the cell does not lengthen the names of the parameters inside.
+        flags: accepted without effect.
     """
 
-    is_wrapper = False  # of a network: it does not lengthen the names of parameters
-    casts_parameters = True  # to_float: False where the operator takes them as they are
-    _own_backward: type[torch.autograd.Function] | None = None  # of a class with bprop
+    is_wrapper = False  # a wrapper does not lengthen the names of parameters
+    casts_parameters = True  # by to_float; False if the operator takes uncast parameters
+    _own_backward: type[torch.autograd.Function] | None = None  # set for classes with bprop
 
     def __init__(self, auto_prefix: bool = True, flags: Any = None) -> None:
         super().__init__()
@@ -44,14 +47,14 @@ class Cell(nn.Module):
         self._stage: int | None = None
         self._float: torch.dtype | None = None
         self._again = False  # recomputed
-        self._returns: torch.dtype | None = None  # of floating tensors, with mixed precision
+        self._returns: torch.dtype | None = None  # dtype of floating results in mixed precision
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if not hasattr(cls, "bprop"):
             return
         if cls.forward is not Cell.forward:
-            fix = "call it construct: what forward does, bprop could not replace the gradient of"
+            fix = "call it construct: bprop cannot replace the gradient of forward"
             raise TypeError(problem(f"{cls.__name__} has a bprop and a forward", fix=fix))
         cls._own_backward = own_backward.function_of(cls)
 
@@ -80,13 +83,13 @@ class Cell(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if calls.is_outermost():
-            if self._is_step(args, kwargs):  # its parts are
+            if self._is_step(args, kwargs):  # its parts are the outermost calls
                 return self.construct(*args, **kwargs)
             return engine.call(self, args, kwargs)
         return super().__call__(*args, **kwargs)
 
     def _is_step(self, args: Any, kwargs: Any) -> bool:
-        """Whether this is a part of training and no network: it updates, differentiates, or has nothing to split."""
+        """Return whether the cell is a training step: it updates, differentiates, or has nothing to split."""
         if any(isinstance(value, Optimizer) or hasattr(value, "get_by_list") for value in vars(self).values()):
             return True
         return not (args or kwargs or self._parameters or self._modules)
@@ -104,9 +107,9 @@ class Cell(nn.Module):
             return
         if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
             tables = (vars(self).get(table, {}) for table in ("_parameters", "_buffers"))
-            known = next((table[name] for table in tables if table.get(name) is not None), None)
-            if known is not None:  # what it holds is given a new value
-                assigned_value(known, value)
+            existing = next((table[name] for table in tables if table.get(name) is not None), None)
+            if existing is not None:  # assign to the existing parameter or buffer
+                assigned_value(existing, value)
                 return
         super().__setattr__(name, value)
         if isinstance(value, Parameter) and value.param_name is None:
@@ -114,23 +117,23 @@ class Cell(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         tuples = vars(self).get("_tuples", {})
-        if name in tuples:  # of the parameters that the cell has now: others stand for them where it is captured
+        if name in tuples:  # look them up again: capture replaces the parameters
             return ParameterTuple(getattr(self, parameter_name) for parameter_name in tuples[name])
         return super().__getattr__(name)
 
     def _takes(self, parameters: ParameterTuple) -> bool:
-        """Whether these are parameters of this cell itself, by their own names. Those that are in no cell inside become
-        so."""
-        known = {id(parameter) for parameter in self.parameters()}
+        """Return whether these are the cell's own parameters. Parameters that belong to no inner cell become its
+        own."""
+        ids = {id(parameter) for parameter in self.parameters()}
         for p in parameters:
-            if id(p) not in known and p.name and "." not in p.name and not hasattr(self, p.name):
+            if id(p) not in ids and p.name and "." not in p.name and not hasattr(self, p.name):
                 setattr(self, p.name, p)
         return bool(parameters) and all(self._parameters.get(p.name) is p for p in parameters)
 
     # Parameters under the reference's names.
 
     def get_parameters(self, expand: bool = True) -> Iterator[nn.Parameter]:
-        """All parameters, which know their names in this cell from then on."""
+        """Yield all parameters. From then on they know their names in this cell."""
         for name, parameter in checkpoint_names(self, expand).items():
             if isinstance(parameter, Parameter) and len(name) > len(parameter.name):
                 parameter.path = name
@@ -143,18 +146,18 @@ class Cell(nn.Module):
         return [parameter for parameter in self.get_parameters(recurse) if not parameter.requires_grad]
 
     def infer_param_pipeline_stage(self) -> list[nn.Parameter]:
-        """The parameters that this rank trains: all, of which those of other stages are empty once a cell is split."""
+        """Return the parameters that this rank trains: all. Those of other stages are empty once a cell is split."""
         return self.trainable_params()
 
     def parameters_dict(self, recurse: bool = True) -> dict[str, nn.Parameter]:
-        """Name in checkpoints -> parameter."""
+        """Return the parameters by their names in checkpoints."""
         return checkpoint_names(self, recurse)
 
     def parameters_and_names(self) -> Iterable[tuple[str, nn.Parameter]]:
         return self.parameters_dict().items()
 
     def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
-        """Put a prefix before the names of all parameters."""
+        """Add a prefix to the names of all parameters."""
         for parameter in checkpoint_names(self, recurse).values():
             vars(parameter)["prefix"] = prefix + vars(parameter).get("prefix", "")
 
@@ -162,11 +165,11 @@ class Cell(nn.Module):
         return getattr(self, "_inputs", None)
 
     def set_inputs(self, *inputs: Any, **named: Any) -> None:
-        """Kept for programs that say the shapes of their inputs: calls of other shapes are captured as they come."""
+        """Store the inputs. Shapes need not be declared: calls of other shapes are captured as they come."""
         self._inputs = named or inputs
 
     def add_flags(self, *values: Any, **flags: Any) -> Cell:
-        """Kept for programs that call it."""
+        """Do nothing; kept for programs that call it."""
         return self
 
     add_flags_recursive = set_jit_config = set_boost = set_broadcast_flag = set_acc = flatten_weights = add_flags
@@ -178,13 +181,13 @@ class Cell(nn.Module):
         return type(self).__name__
 
     def compile(self, *inputs: Any, **settings: Any) -> None:
-        """Kept for programs that call it: a cell is captured where it is split, in its first call."""
+        """Do nothing; kept for programs that call it. A split cell is captured in its first call."""
 
     def get_flags(self) -> dict[str, Any]:
         return {}
 
     def extend_repr(self) -> str:
-        """What is printed of the cell beside its name: torch's ``extra_repr``."""
+        """Return text that is printed after the cell's name: torch's ``extra_repr``."""
         return ""
 
     def extra_repr(self) -> str:
@@ -194,7 +197,7 @@ class Cell(nn.Module):
         setattr(self, param_name, param)
 
     def init_parameters_data(self, auto_parallel_mode: bool = False) -> dict[Any, Any]:
-        """Parameters have their values already: each stands for itself."""
+        """Return each parameter mapped to itself: parameters have their values already."""
         return {parameter: parameter for parameter in self.parameters()}
 
     @property
@@ -202,8 +205,7 @@ class Cell(nn.Module):
         return ""
 
     def register_backward_hook(self, hook_fn: Any) -> Any:
-        """``hook_fn(cell, gradients of the inputs, gradients of the outputs)``, which may return others of the
-        inputs."""
+        """Register ``hook_fn(cell, input gradients, output gradients)``, which may return other input gradients."""
         return self.register_full_backward_hook(hook_fn)
 
     # Children.
@@ -227,14 +229,14 @@ class Cell(nn.Module):
         return self
 
     def set_grad(self, requires_grad: bool = True) -> Cell:
-        """Kept for programs that call it: gradients are computed when they are asked for."""
+        """Do nothing; kept for programs that call it. Gradients are computed on request."""
         return self
 
     def to_float(self, dtype: torch.dtype) -> Cell:
-        """Compute in another dtype, ``float16``, ``bfloat16`` or ``float32``, in all cells inside too: inputs and
-        parameters are cast where they are used. The parameters themselves, their gradients and their updates stay."""
+        """Compute in ``float16``, ``bfloat16`` or ``float32`` in this cell and all cells inside. Inputs and parameters
+        are cast where they are used. The parameters, their gradients and their updates keep their dtype."""
         if dtype not in FLOATS:
-            names = ", ".join(str(known).removeprefix("torch.") for known in FLOATS)
+            names = ", ".join(str(allowed).removeprefix("torch.") for allowed in FLOATS)
             fix = f"one of {names}; net.to(dtype) converts the parameters"
             raise ValueError(problem(f"to_float({dtype})", op=type(self).__name__, fix=fix))
         for module in self.modules():
@@ -247,7 +249,7 @@ class Cell(nn.Module):
 
     @contextmanager
     def _parameters_cast(self) -> Iterator[None]:
-        """Casts stand for the parameters of this cell, and of torch modules in it; those of cells inside are theirs."""
+        """Replace the parameters of this cell, and of torch modules in it, by casts. Inner cells cast their own."""
         owners, masters = [self, *_torch_modules(self)], []
         try:
             for owner in owners if self.casts_parameters else ():
@@ -261,17 +263,17 @@ class Cell(nn.Module):
                 owner._parameters.update(parameters)
 
     def shard(self, in_strategy: Any, out_strategy: Any = None, device: str = "", level: int = 0) -> Any:
-        """The cell with a strategy of its inputs and outputs: see ``ms.shard``."""
+        """Set a strategy of the cell's inputs and outputs: see ``ms.shard``."""
         from shardwise.mindspore.ops.functional import shard
 
         return shard(self, in_strategy, out_strategy)
 
     def set_comm_fusion(self, fusion_type: int) -> Cell:
-        """Gradients travel in buckets of 25 MiB anyway, which this does not change."""
+        """Do nothing: gradients are reduced in buckets of 25 MiB anyway."""
         return self
 
     def set_data_parallel(self) -> Cell:
-        """Every operator of this cell without a strategy splits its batch, whatever a search would choose."""
+        """Let every operator of this cell without a strategy split its batch, whatever a search would choose."""
         for primitive in planning.primitives(self):
             primitive.data_parallel = True
         return self
@@ -283,11 +285,15 @@ class Cell(nn.Module):
         recompute_slice_activation: bool = False,
         mode: bool = True,
     ) -> None:
-        """Backward computes what is inside again, instead of keeping it; what the cell returns is kept.
+        """Recompute the activations of this cell in backward. Its outputs are saved.
 
-        Where the cell is split: ``mp_comm_recompute``: what ranks exchange inside is exchanged again, else what it
-        brought is kept; ``parallel_optimizer_comm_recompute``: parameters that the parallel optimizer stores in parts
-        are gathered again. ``recompute_slice_activation`` is taken: what is kept is kept as it is split.
+        The switches apply to split cells.
+
+        Args:
+            mp_comm_recompute: repeat the collectives inside; if False their results are saved.
+            parallel_optimizer_comm_recompute: all-gather again the parameters that the parallel optimizer shards.
+            recompute_slice_activation: accepted; saved values are saved in their layouts.
+            mode: False switches recomputation off.
         """
         messages: Messages = (
             "parameters" if parallel_optimizer_comm_recompute else "values" if mp_comm_recompute else "none"
@@ -300,7 +306,7 @@ class Cell(nn.Module):
 
     @property
     def pipeline_stage(self) -> int | None:
-        """The stage of a pipeline in which the cell runs, from 0, with the option ``pipeline_stages``; None: that of
+        """Return the pipeline stage that runs the cell, from 0, with the option ``pipeline_stages``. None: the stage of
         the cell around it."""
         return self._stage
 
@@ -310,7 +316,7 @@ class Cell(nn.Module):
 
     @property
     def pipeline_segment(self) -> int | None:
-        """With ``pipeline_interleave`` every stage has two parts of the network: 0, and further behind 1."""
+        """Return the segment: with ``pipeline_interleave`` every stage has two parts of the network, 0 and 1."""
         segment: int | None = vars(self).get("_segment")
         return segment
 
@@ -320,7 +326,7 @@ class Cell(nn.Module):
 
 
 def _torch_modules(cell: nn.Module) -> Iterator[nn.Module]:
-    """The modules inside a cell that are no cells and in none of its cells."""
+    """Yield the torch modules of a cell, but not those of its inner cells."""
     for child in cell.children():
         if not isinstance(child, Cell):
             yield child
@@ -328,7 +334,7 @@ def _torch_modules(cell: nn.Module) -> Iterator[nn.Module]:
 
 
 class SequentialCell(Cell):
-    """Cells one after the other: ``SequentialCell(a, b)``, ``SequentialCell([a, b])``, or with names
+    """A sequence of cells: ``SequentialCell(a, b)``, ``SequentialCell([a, b])``, or with names
     ``SequentialCell(OrderedDict([("first", a), ("second", b)]))``."""
 
     def __init__(self, *cells: Any) -> None:
@@ -347,7 +353,7 @@ class SequentialCell(Cell):
         return self
 
     def insert(self, index: int, cell: nn.Module) -> None:
-        """Before the cell that is at ``index``; all are numbered anew."""
+        """Insert a cell before the one at ``index`` and renumber all cells."""
         listed = self.cell_list
         listed.insert(index, cell)
         self._modules.clear()
@@ -377,7 +383,7 @@ class SequentialCell(Cell):
 
 
 class CellList(nn.ModuleList):
-    """Cells in a list."""
+    """A list of cells."""
 
     def cells(self) -> Iterator[nn.Module]:
         return self.children()
@@ -388,16 +394,16 @@ class CellList(nn.ModuleList):
 
 
 class CellDict(nn.ModuleDict):
-    """Cells by names."""
+    """A dictionary of cells."""
 
 
 class GraphCell(Cell):
-    """A network that ``ms.load`` has read: ``GraphCell(ms.load("net.mindir"))(x)``. ``params_init``: other values of
-    its parameters, by their names."""
+    """A network read by ``ms.load``: ``GraphCell(ms.load("net.mindir"))(x)``. ``params_init``: new values of its
+    parameters by name."""
 
     def __init__(self, graph: Any, params_init: dict[str, torch.Tensor] | None = None) -> None:
         super().__init__()
-        self._graph = (graph,)  # which can not be set to train
+        self._graph = (graph,)  # in a tuple, so that train() does not reach it
         with torch.no_grad():
             for name, value in (params_init or {}).items():
                 graph.get_parameter(name).copy_(value)
@@ -407,7 +413,7 @@ class GraphCell(Cell):
 
 
 def _without_wrappers(module: nn.Module, path: str) -> str:
-    """A parameter's path without the cells that only wrap a network."""
+    """Return a parameter's path without the cells that only wrap a network."""
     *names, leaf = path.split(".")
     kept = []
     for name in names:
@@ -418,8 +424,8 @@ def _without_wrappers(module: nn.Module, path: str) -> str:
 
 
 def checkpoint_names(module: nn.Module, recurse: bool = True) -> dict[str, nn.Parameter]:
-    """The name of every parameter in checkpoints: the one it was given, else its path. Raises ValueError where two
-    parameters have the same."""
+    """Return the parameters by their names in checkpoints: the name that was set, else the path. Raises ValueError if
+    two parameters have the same name."""
     named: dict[str, nn.Parameter] = {}
     for full_path, parameter in module.named_parameters(recurse=recurse):
         path = _without_wrappers(module, full_path)
@@ -436,5 +442,5 @@ def checkpoint_names(module: nn.Module, recurse: bool = True) -> dict[str, nn.Pa
 
 
 def checkpoint_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The name of every buffer in checkpoints."""
+    """Return the buffers by their names in checkpoints."""
     return {_without_wrappers(module, path): buffer for path, buffer in module.named_buffers()}

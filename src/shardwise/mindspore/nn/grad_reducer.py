@@ -1,4 +1,4 @@
-"""The gradients of data parallelism, made equal on all ranks."""
+"""Gradient reduction for data parallelism."""
 
 from __future__ import annotations
 
@@ -19,16 +19,22 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 class DistributedGradReducer:
-    """Sums every gradient over the ranks; with ``mean`` divides it by ``degree``. Raises ShardwiseError for gradients
-    that a plan has split and reduced (semi_auto_parallel, auto_parallel).
+    """All-reduce of gradients: their sum over the ranks, with ``mean`` divided by ``degree``.
 
-    ``parameters``: those that the gradients belong to, in their order; a parameter with ``layerwise_parallel`` is
-    every rank's own, and its gradient is left alone. ``mean`` is by default the option gradients_mean, ``degree`` the
-    size of the group.
+    Gradients of one dtype share messages of at most 25 MiB, filled in their order. (The reference sends each by itself
+    unless fusion is configured.) The options comm_fusion and all_reduce_fusion_config change that. With
+    gradient_fp32_sync half precision is summed in float32.
 
-    Gradients of one dtype share messages of at most 25 MiB, filled in their order (the reference sends each by itself
-    unless it is told how to fuse them); the option comm_fusion, or all_reduce_fusion_config, says it otherwise. With
-    gradient_fp32_sync half precision is summed in float32. ``fusion_type`` is taken and means nothing here.
+    Args:
+        parameters: the parameters of the gradients, in their order; a parameter with ``layerwise_parallel`` is every
+            rank's own, and its gradient is not reduced.
+        mean: whether to average; by default the option gradients_mean.
+        degree: the divisor of the mean; by default the size of the group.
+        fusion_type: accepted without effect.
+        group: name of the group of ranks; by default all.
+
+    Raises:
+        ShardwiseError: for gradients that a plan has split and reduced (semi_auto_parallel, auto_parallel).
     """
 
     def __init__(
@@ -51,7 +57,7 @@ class DistributedGradReducer:
         self._shared = [not getattr(parameter, "layerwise_parallel", False) for parameter in parameters]
 
     def __call__(self, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The gradients as every rank must have them; those given are not changed."""
+        """Return the reduced gradients. The arguments are not changed."""
         if len(grads) != len(self._shared):
             what = f"DistributedGradReducer has {len(self._shared)} parameters and is given {len(grads)} gradients"
             raise ValueError(problem(what, fix="give one gradient for every parameter, in their order"))
@@ -59,7 +65,7 @@ class DistributedGradReducer:
             what = f"DistributedGradReducer: gradient {missing[0]} is {grads[missing[0]]!r}, not a tensor"
             raise TypeError(problem(what, fix="give zeros for a parameter that is not used, as all ranks must agree"))
         if calls.is_split() and any(parameter_of(grad) is not None for grad in grads):
-            what = "DistributedGradReducer is given gradients of a plan, which has reduced them: ranks hold their parts"
+            what = "DistributedGradReducer got gradients that a plan has already reduced: each rank holds a part"
             fix = "leave it out in semi_auto_parallel and auto_parallel; data_parallel is the mode that needs it"
             raise ShardwiseError(problem(what, fix=fix))
         options, group = context.options(), find_group(self.group)
@@ -71,7 +77,7 @@ class DistributedGradReducer:
     def _reduce(
         self, grads: list[Tensor], positions: list[int], options: Options, group: rank_groups.RankGroup
     ) -> None:
-        """Replace some gradients of one dtype by what one message brings."""
+        """Replace some gradients of one dtype by their all-reduced values, in one message."""
         flat = torch.cat([grads[i].detach().reshape(-1) for i in positions])
         widened = flat.dtype in HALVES and (options.gradient_fp32_sync or options.force_fp32_communication)
         total = rank_groups.all_reduce(flat.float() if widened else flat, "sum", group)
@@ -83,7 +89,7 @@ class DistributedGradReducer:
 
 
 def fill_messages(grads: Sequence[Tensor], shared: Sequence[bool], options: Options) -> list[list[int]]:
-    """Which gradients travel together: positions of one dtype and device, as the options say."""
+    """Return the positions of gradients that share a message: of one dtype and device, as the options say."""
     cuts = options.fusion_cuts
     messages: list[list[int]] = []
     open_messages: dict[object, tuple[list[int], int]] = {}

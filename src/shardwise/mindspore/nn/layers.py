@@ -1,4 +1,4 @@
-"""Layers with parameters, under the reference's names; each holds its operators as primitives, which take strategies:
+"""Layers with parameters, under the reference's names. Each holds its operators as primitives, which take strategies:
 ``dense.matmul.shard(((2, 1), (4, 1)))``."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _bias(init: Any, size: int, fan_in: int, dtype: torch.dtype) -> Parameter:
 
 
 class Layer(WithSettings, Cell):
-    """A cell whose arguments are those of its class statement."""
+    """A cell whose constructor arguments are those of its class statement."""
 
 
 class Dense(
@@ -70,7 +70,7 @@ class Dense(
 
 
 class _Table(Layer):
-    """What embeddings share."""
+    """Common base of embeddings."""
 
     def _set_table(self, init: Any, dtype: torch.dtype, padding_idx: int | None = None) -> None:
         positive("Embedding", vocab_size=self.vocab_size, embedding_size=self.embedding_size)
@@ -86,8 +86,8 @@ class Embedding(
     _Table, vocab_size=..., embedding_size=..., use_one_hot=False, embedding_table="normal", dtype=torch.float32,
     padding_idx=None,
 ):  # fmt: skip
-    """Rows of ``embedding_table``, which are gathered by all indices in one dim: ``gather.shard(((1, 1), (8,)))``.
-    ``padding_idx``: that row starts as zeros."""
+    """Lookup of rows of ``embedding_table`` by flattened indices: ``gather.shard(((1, 1), (8,)))``. ``padding_idx``:
+    this row starts as zeros."""
 
     def _settle(self, embedding_table: Any, dtype: torch.dtype, padding_idx: int | None) -> None:
         self._set_table(embedding_table, dtype, padding_idx)
@@ -107,9 +107,9 @@ class EmbeddingLookup(
     _Table, vocab_size=..., embedding_size=..., param_init="normal", target="CPU", slice_mode="batch_slice",
     manual_shapes=None, max_norm=None, sparse=True, vocab_cache_size=0, dtype=torch.float32,
 ):  # fmt: skip
-    """Rows of ``embedding_table``. ``slice_mode``: along which dim of the table the devices' parts are cut where cells
-    are split: ``TABLE_ROW_SLICE``, ``TABLE_COLUMN_SLICE``, or neither (``BATCH_SLICE``); others are the plan's.
-    ``max_norm``: rows are cut to this length. ``target``: "CPU" keeps the table on the host."""
+    """Lookup of rows of ``embedding_table``. ``slice_mode``: the dim of the table that is split over the devices:
+    ``TABLE_ROW_SLICE``, ``TABLE_COLUMN_SLICE``, or none (``BATCH_SLICE``); the plan decides other splits. ``max_norm``:
+    rows are clipped to this norm. ``target``: "CPU" keeps the table on the host."""
 
     BATCH_SLICE, FIELD_SLICE = "batch_slice", "field_slice"
     TABLE_ROW_SLICE, TABLE_COLUMN_SLICE = "table_row_slice", "table_column_slice"
@@ -119,7 +119,7 @@ class EmbeddingLookup(
         if slice_mode == self.FIELD_SLICE or manual_shapes is not None:
             fix = "ops.Gather().add_prim_attr('manual_split', (...))"
             raise NotImplementedError(problem("EmbeddingLookup(manual_shapes=...)", fix=fix))
-        self.embeddinglookup = self.gatherv2 = self.gather  # as versions of the reference call it
+        self.embeddinglookup = self.gatherv2 = self.gather  # names in versions of the reference
         if target == "CPU":
             self.gather.add_prim_attr("primitive_target", "CPU")
         devices = context.options().stage_devices
@@ -136,7 +136,7 @@ class EmbeddingLookup(
 
 
 class _Convolution(Layer):
-    """What convolutions share."""
+    """Common base of convolutions."""
 
     kernel_size: Any
     stride: Any
@@ -144,7 +144,7 @@ class _Convolution(Layer):
 
     @property
     def _channels(self) -> tuple[int, int]:
-        """The first two sizes of the weight."""
+        """Return the first two sizes of the weight."""
         return self.out_channels, self.in_channels // self.group
 
     def _set_weights(self, weight_init: Any, bias_init: Any, dtype: torch.dtype) -> None:
@@ -158,7 +158,7 @@ class _Convolution(Layer):
 
 
 class _OfImages(_Convolution):
-    """What convolutions of images share: the bias is added by an operator of its own."""
+    """Common base of image convolutions: the bias is added by a separate operator."""
 
     def _set_weights(self, weight_init: Any, bias_init: Any, dtype: torch.dtype) -> None:
         super()._set_weights(weight_init, bias_init, dtype)
@@ -191,7 +191,7 @@ class Conv2d(
 
 
 class _OfRows(Layer):
-    """Before a convolution of images among the bases of a class: rows (N, C, W) are images of height 1."""
+    """Mixin, first among the bases of a class: rows (N, C, W) are computed as images of height 1."""
 
     def _take(self, values: dict[str, Any]) -> None:
         pad = values["padding"]
@@ -270,7 +270,7 @@ class Conv2dTranspose(
     _OfImages, in_channels=..., out_channels=..., kernel_size=..., stride=1, pad_mode="same", padding=0,
     output_padding=0, dilation=1, group=1, has_bias=False, weight_init=None, bias_init=None, dtype=torch.float32,
 ):  # fmt: skip
-    """The transposed convolution, with a weight of (in, out / group, height, width). In mode "same" images grow by the
+    """The transposed convolution, with a weight of (in, out / group, height, width). Mode "same" enlarges images by the
     stride."""
 
     @property
@@ -312,8 +312,8 @@ class Conv1dTranspose(
 
 
 class Dropout(Layer, keep_prob=None, p=None, dtype=torch.float32):
-    """In training each element is 0 with probability ``p`` (``keep_prob``: 1 - p), and the others are divided by
-    1 - p."""
+    """Dropout: in training each element is 0 with probability ``p`` (``keep_prob``: 1 - p), and the others are divided
+    by 1 - p."""
 
     def _settle(self, keep_prob: float | None, p: float | None) -> None:
         if keep_prob is not None and p is not None:
@@ -329,11 +329,11 @@ class Dropout(Layer, keep_prob=None, p=None, dtype=torch.float32):
 
 
 class _Pool2d(Cell):
-    """Of each window of images one number. ``padding``: with ``pad_mode="pad"``, on both sides. Other settings
+    """Pooling over windows of images. ``padding``: on both sides, with ``pad_mode="pad"``. Other settings
     (``dilation``, ``ceil_mode``, ``count_include_pad``, ``divisor_override``, ``return_indices``) are torch's."""
 
     operator: type[MaxPool] | type[AvgPool]
-    attribute: str  # which holds the operator
+    attribute: str  # name of the attribute of the operator
     function: Any
 
     def __init__(
@@ -373,14 +373,14 @@ class AvgPool2d(_Pool2d):
 
 
 class Flatten(Layer, start_dim=1, end_dim=-1):
-    """The dims from ``start_dim`` to ``end_dim`` in one."""
+    """Flattening of the dims from ``start_dim`` to ``end_dim``."""
 
     def construct(self, x: Any) -> Any:
         return x.flatten(self.start_dim, self.end_dim)
 
 
 class Identity(Cell):
-    """x"""
+    """The identity function."""
 
     def construct(self, x: Any) -> Any:
         return x

@@ -1,4 +1,4 @@
-"""Learning rates over the steps: as lists, one number per step (lower-case names), and as functions of the step."""
+"""Learning rate schedules: lists with one number per step (lower-case names), and functions of the step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from shardwise.mindspore.tensor import Tensor
 
 
 def _steps(total_step: int, step_per_epoch: int, epochs: int) -> list[int]:
-    """The epoch of every step."""
+    """Return the epoch of every step."""
     for name, value in (("total_step", total_step), ("step_per_epoch", step_per_epoch), ("epochs", epochs)):
         from_on(name, value, 1)
     return [step // step_per_epoch for step in range(total_step)]
 
 
 def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[float]) -> list[float]:
-    """``learning_rates[i]`` up to step ``milestone[i]``."""
+    """Return a list with ``learning_rates[i]`` up to step ``milestone[i]``."""
     if len(milestone) != len(learning_rates):
         what = f"{len(milestone)} milestones for {len(learning_rates)} learning rates"
         raise ValueError(problem(what, fix="one for each"))
@@ -35,8 +35,8 @@ def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[flo
 
 
 class LearningRateSchedule:
-    """Base of learning rates as functions of the step, from 0: override ``construct``, which is given a tensor (those
-    of this module a number). A call returns a tensor."""
+    """Base of learning rates as functions of the step, from 0. Subclasses override ``construct``, which takes a tensor
+    (those of this module take a number). A call returns a tensor."""
 
     def construct(self, global_step: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} does not define construct")
@@ -50,7 +50,7 @@ class LearningRateSchedule:
 class ExponentialDecayLR(
     WithSettings, LearningRateSchedule, learning_rate=..., decay_rate=..., decay_steps=..., is_stair=False
 ):
-    """learning_rate * decay_rate^(step / decay_steps), rounded down if ``is_stair``."""
+    """learning_rate * decay_rate^(step / decay_steps), with the exponent rounded down if ``is_stair``."""
 
     def share(self, step: int) -> float:
         return float(step // self.decay_steps if self.is_stair else step / self.decay_steps)
@@ -60,21 +60,21 @@ class ExponentialDecayLR(
 
 
 class NaturalExpDecayLR(ExponentialDecayLR):
-    """learning_rate * exp(-decay_rate * step / decay_steps), the quotient rounded down if ``is_stair``."""
+    """learning_rate * exp(-decay_rate * step / decay_steps), with the quotient rounded down if ``is_stair``."""
 
     def construct(self, global_step: int) -> float:
         return float(self.learning_rate * math.exp(-self.decay_rate * self.share(global_step)))
 
 
 class InverseDecayLR(ExponentialDecayLR):
-    """learning_rate / (1 + decay_rate * step / decay_steps), the quotient rounded down if ``is_stair``."""
+    """learning_rate / (1 + decay_rate * step / decay_steps), with the quotient rounded down if ``is_stair``."""
 
     def construct(self, global_step: int) -> float:
         return float(self.learning_rate / (1 + self.decay_rate * self.share(global_step)))
 
 
 class CosineDecayLR(WithSettings, LearningRateSchedule, min_lr=..., max_lr=..., decay_steps=...):
-    """From ``max_lr`` to ``min_lr`` along half a cosine, over ``decay_steps`` steps."""
+    """Half a cosine from ``max_lr`` to ``min_lr`` over ``decay_steps`` steps."""
 
     def _settle(self) -> None:
         if not 0 <= self.min_lr < self.max_lr:
@@ -88,7 +88,7 @@ class CosineDecayLR(WithSettings, LearningRateSchedule, min_lr=..., max_lr=..., 
 class PolynomialDecayLR(
     WithSettings, LearningRateSchedule, learning_rate=..., end_learning_rate=..., decay_steps=..., power=...
 ):
-    """From ``learning_rate`` to ``end_learning_rate`` as (1 - step / decay_steps)^power."""
+    """Decay from ``learning_rate`` to ``end_learning_rate`` as (1 - step / decay_steps)^power."""
 
     def construct(self, global_step: int) -> float:
         left = 1 - min(global_step, self.decay_steps) / self.decay_steps
@@ -96,14 +96,14 @@ class PolynomialDecayLR(
 
 
 class WarmUpLR(WithSettings, LearningRateSchedule, learning_rate=..., warmup_steps=...):
-    """From 0 to ``learning_rate`` over ``warmup_steps`` steps."""
+    """Linear warm-up from 0 to ``learning_rate`` over ``warmup_steps`` steps."""
 
     def construct(self, global_step: int) -> float:
         return float(self.learning_rate * min(global_step, self.warmup_steps) / self.warmup_steps)
 
 
 def _of_epochs(schedule: Any, total_step: int, step_per_epoch: int, decay_epoch: int) -> list[float]:
-    """The rates of a schedule, or a function, of the epoch."""
+    """Return the rates of a schedule, or of a function of the epoch, for every step."""
     rate = getattr(schedule, "construct", schedule)
     return [rate(epoch) for epoch in _steps(total_step, step_per_epoch, decay_epoch)]
 
@@ -112,7 +112,7 @@ def _next_multiple(epoch: int, of: int) -> int:
     return of * max(math.ceil(epoch / of), 1)
 
 
-# As the schedules of these names, over epochs in place of steps.
+# The schedules of these names over epochs instead of steps.
 LISTS: dict[str, Callable[..., list[float]]] = {
     "cosine_decay_lr": lambda min_lr, max_lr, total_step, step_per_epoch, decay_epoch: _of_epochs(
         CosineDecayLR(min_lr, max_lr, decay_epoch), total_step, step_per_epoch, decay_epoch),
@@ -122,7 +122,7 @@ LISTS: dict[str, Callable[..., list[float]]] = {
     "inverse_decay_lr": lambda learning_rate, decay_rate, total_step, step_per_epoch, decay_epoch, is_stair=False:
     _of_epochs(InverseDecayLR(learning_rate, decay_rate, decay_epoch, is_stair), total_step, step_per_epoch,
                decay_epoch),
-    # of the epoch itself, of which decay_epoch only makes stairs
+    # decays by epoch; decay_epoch is only the width of the stairs
     "natural_exp_decay_lr": lambda learning_rate, decay_rate, total_step, step_per_epoch, decay_epoch, is_stair=False:
     _of_epochs(
         lambda epoch: learning_rate * math.exp(-decay_rate * (epoch - (epoch % decay_epoch if is_stair else 0))),
@@ -137,7 +137,7 @@ LISTS: dict[str, Callable[..., list[float]]] = {
         WarmUpLR(learning_rate, warmup_epoch), total_step, step_per_epoch, warmup_epoch),
 }  # fmt: skip
 for _name, _list in LISTS.items():
-    _list.__name__ = _list.__qualname__ = _name  # which errors about arguments say
+    _list.__name__ = _list.__qualname__ = _name  # shown in errors about arguments
 globals().update(LISTS)
 
 __all__ = [

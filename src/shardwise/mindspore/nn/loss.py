@@ -17,12 +17,12 @@ from shardwise.mindspore.ops.reductions import REDUCTIONS as OVER_DIMS
 from shardwise.mindspore.tensor import as_torch
 
 REDUCTIONS = ("mean", "sum", "none")
-WEIGHTS = ("weight", "pos_weight")  # settings of losses
+WEIGHTS = ("weight", "pos_weight")  # settings that are stored as buffers
 
 
 class LossBase(Cell):
-    """Base: ``get_loss`` applies the reduction, and weights. Losses made from it find the operators that they use
-    under the reference's names."""
+    """Base of losses. ``get_loss`` applies weights and the reduction. Subclasses find common operators under the
+    reference's names."""
 
     is_loss = True
     reductions = REDUCTIONS
@@ -37,7 +37,7 @@ class LossBase(Cell):
         self.reduction, self.average, self.reduce = reduction, reduction != "sum", reduction != "none"
 
     def get_axis(self, x: torch.Tensor) -> tuple[int, ...]:
-        """All dims of a tensor."""
+        """Return all dims of a tensor."""
         return tuple(range(x.dim()))
 
     def get_loss(self, x: torch.Tensor, weights: Any = 1.0) -> torch.Tensor:
@@ -45,7 +45,7 @@ class LossBase(Cell):
         return x.mean() if self.reduction == "mean" else x.sum() if self.reduction == "sum" else x
 
 
-_Loss = LossBase  # as older programs import it
+_Loss = LossBase  # older programs import this name
 
 
 class MSELoss(LossBase):
@@ -67,7 +67,7 @@ class MAELoss(L1Loss):
 
 
 class LossOfFunction(WithSettings, LossBase):
-    """``function(*inputs, **settings)``. Weights are buffers."""
+    """The loss ``function(*inputs, **settings)``. Weights are buffers."""
 
     function: Function
 
@@ -94,7 +94,7 @@ class SmoothL1Loss(LossOfFunction, beta=1.0, reduction="none"):
 
 
 class SoftmaxCrossEntropyWithLogits(LossBase):
-    """Cross entropy of the softmax over the last dim. ``sparse``: labels are class numbers, else probabilities of the
+    """Cross entropy of the softmax over the last dim. ``sparse``: labels are class indices, else probabilities in the
     logits' shape. By default one loss per row (``reduction="none"``), as in the reference."""
 
     def __init__(self, sparse: bool = False, reduction: str = "none") -> None:
@@ -110,7 +110,7 @@ class SoftmaxCrossEntropyWithLogits(LossBase):
         return self.get_loss(self.softmax_cross_entropy(logits, labels.to(logits.dtype))[0])
 
 
-# Labels are class numbers over dim 1, of cross entropy also probabilities; of binary cross entropy probabilities.
+# Labels are class indices over dim 1 (cross entropy also takes probabilities), or probabilities in binary ones.
 CLASSES = classes_of({
     "BCELoss": lambda logits, labels, *, weight=None, reduction="mean": F.binary_cross_entropy(
         logits, labels, weight, reduction=reduction),

@@ -1,4 +1,4 @@
-"""Layers that normalise, under the reference's names and with its parameters."""
+"""Normalisation layers, under the reference's names and with its parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwise.mindspore.tensor import Parameter
 
 
 class _Scaled(Layer):
-    """What is normalised, times gamma plus beta."""
+    """Base of normalisations that multiply by gamma and add beta."""
 
     def _set_scales(self, shape: list[int], gamma: Any, beta: Any, dtype: torch.dtype, learned: bool = True) -> None:
         self.gamma = Parameter(initializer(gamma, shape, dtype), "gamma", requires_grad=learned)
@@ -32,8 +32,8 @@ class _BatchNorm(
     moving_mean_init="zeros", moving_var_init="ones", use_batch_statistics=None, data_format="NCHW",
     dtype=torch.float32,
 ):  # fmt: skip
-    """Normalised per channel (dim 1): in training by the batch's statistics, which are mixed into the moving ones with
-    weight ``1 - momentum``; otherwise by these. ``use_batch_statistics``: always, or never, by the batch's."""
+    """Batch normalisation per channel (dim 1). Training uses the batch's statistics and mixes them into the moving ones
+    with weight ``1 - momentum``; evaluation uses the moving ones. ``use_batch_statistics`` overrides this choice."""
 
     dims: tuple[int, ...]
     casts_parameters = False  # moving statistics and their sums keep their precision
@@ -75,8 +75,8 @@ BatchNorm1d, BatchNorm2d, BatchNorm3d = (
 
 
 class SyncBatchNorm(_BatchNorm):
-    """BatchNorm, whose statistics are those of all ranks' rows in data_parallel mode (where cells are split, they
-    always are). ``process_groups`` is taken: all ranks share their statistics."""
+    """BatchNorm over the rows of all ranks in data_parallel mode. (Statistics of split cells always cover all rows.)
+    ``process_groups`` is accepted: all ranks share their statistics."""
 
     dims = (2, 3, 4, 5)
 
@@ -106,7 +106,7 @@ class _InstanceNorm(
     _Scaled, num_features=..., eps=1e-5, momentum=0.1, affine=True, gamma_init="ones", beta_init="zeros",
     dtype=torch.float32,
 ):  # fmt: skip
-    """Normalised per sample and channel, times gamma plus beta."""
+    """Normalisation per sample and channel, times gamma plus beta."""
 
     def _settle(self, affine: bool, gamma_init: Any, beta_init: Any, dtype: torch.dtype) -> None:
         positive(type(self).__name__, num_features=self.num_features)
@@ -126,7 +126,7 @@ class LayerNorm(
     _Scaled, normalized_shape=..., begin_norm_axis=-1, begin_params_axis=-1, gamma_init="ones", beta_init="zeros",
     epsilon=1e-7, dtype=torch.float32,
 ):  # fmt: skip
-    """Normalised over the last dims, times gamma plus beta."""
+    """Normalisation over the last dims, times gamma plus beta."""
 
     def _settle(self, gamma_init: Any, beta_init: Any, dtype: torch.dtype) -> None:
         shape = self.normalized_shape
@@ -144,7 +144,7 @@ class GroupNorm(
     _Scaled, num_groups=..., num_channels=..., eps=1e-5, affine=True, gamma_init="ones", beta_init="zeros",
     dtype=torch.float32,
 ):  # fmt: skip
-    """Normalised over groups of channels."""
+    """Normalisation over groups of channels."""
 
     def _settle(self, affine: bool, gamma_init: Any, beta_init: Any, dtype: torch.dtype) -> None:
         groups, channels = self.num_groups, self.num_channels

@@ -1,4 +1,4 @@
-"""Optimizers: torch's, called with gradients. They update whatever the parameters hold: whole tensors or shards."""
+"""Torch optimizers, called with gradients. They update the local tensors of parameters: whole tensors or shards."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ from shardwise.mindspore.ops.composite import HyperMap
 from shardwise.mindspore.options import ParallelMode
 from shardwise.mindspore.tensor import Parameter, ParameterTuple, Tensor
 
-STATES = {"momentum_buffer": "moments"}  # torch's word -> the reference's, in checkpoints
+STATES = {"momentum_buffer": "moments"}  # torch's name -> the reference's name in checkpoints
 ALONE = (ParallelMode.STAND_ALONE, ParallelMode.HYBRID_PARALLEL)
 Rate = Any  # a number, one number per step, or a callable from the step to a number
 
 
 class Optimizer:
-    """Base: ``optimizer(gradients)`` updates ``optimizer.parameters``. ``params``: parameters, or dicts
-    ``{"params": [...], "lr": ..., "weight_decay": ...}`` of groups; ``{"order_params": [...]}`` beside them gives the
-    order of gradients. ``loss_scale``: what gradients are divided by.
+    """Base of optimizers: ``optimizer(gradients)`` updates ``optimizer.parameters``.
 
-    ``learning_rate``: a number, a list or tensor with one number per step, or a callable of the step. Without groups,
-    parameters whose name has "beta" or "gamma" in it do not decay, as in the reference.
+    Without groups, parameters whose name contains "beta" or "gamma" do not decay, as in the reference.
+
+    Args:
+        learning_rate: a number, a list or tensor with one number per step, or a callable of the step.
+        parameters: parameters, or groups as dicts ``{"params": [...], "lr": ..., "weight_decay": ...}``; a further
+            ``{"order_params": [...]}`` gives the order of gradients.
+        loss_scale: the divisor of gradients.
     """
 
     def __init__(
@@ -76,24 +79,24 @@ class Optimizer:
             for group in groups
         ]
         self._torch: torch.optim.Optimizer | None = None
-        self._loaded: list[tuple[str, nn.Parameter, str, Held | None]] = []  # states, before their first step
+        self._loaded: list[tuple[str, nn.Parameter, str, Held | None]] = []  # loaded states, until the first step
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         raise NotImplementedError
 
     def rate_now(self) -> float:
-        """The learning rate of the next step, of the first group."""
+        """Return the learning rate of the first group in the next step."""
         return self.rates[0](self._steps)
 
     def get_lr(self) -> Any:
-        """The learning rate of the next step; where groups have their own, a tuple with that of each parameter."""
+        """Return the learning rate of the next step; if groups have their own, a tuple with one per parameter."""
         if not self.is_group_lr:
             return Tensor(self.rate_now(), torch.float64)
         rates = [Tensor(rate(self._steps), torch.float64) for rate in self.rates]
         return self._of_groups(rates)
 
     def get_lr_parameter(self, param: Any) -> Any:
-        """The learning rate of a parameter in the next step; of several parameters a list."""
+        """Return the learning rate of a parameter in the next step; for several parameters, a list."""
         if isinstance(param, (tuple, list)):
             return [self.get_lr_parameter(parameter) for parameter in param]
         places = [place for place, parameter in enumerate(self.parameters) if parameter is param]
@@ -104,8 +107,8 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> Any:
-        """The learning rate of the next step: a parameter, which may be assigned to, or of a schedule a tensor. What is
-        set stays."""
+        """Return the learning rate of the next step: a parameter, which may be assigned to; for a schedule, a tensor. A
+        rate that is set remains."""
         return (
             self.rates[0].parameter if isinstance(self.rates[0], _Constant) else Tensor(self.rate_now(), torch.float64)
         )
@@ -116,48 +119,48 @@ class Optimizer:
 
     @property
     def global_step(self) -> Tensor:
-        """How many steps were made: int32, of shape (1,)."""
+        """Return the number of steps made: int32, of shape (1,)."""
         return Tensor([self._steps], torch.int32)
 
-    # For an optimizer of one's own, whose ``construct(gradients)`` updates ``self.parameters``.
+    # For user-defined optimizers whose ``construct(gradients)`` updates ``self.parameters``.
 
     def scale_grad(self, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Gradients divided by ``loss_scale``."""
+        """Divide gradients by ``loss_scale``."""
         return tuple(gradient / self.loss_scale for gradient in gradients)
 
     def decay_weight(self, gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Gradients with ``weight_decay`` times the parameter added."""
+        """Add ``weight_decay`` times the parameter to each gradient."""
         decays = self._of_groups([group["weight_decay"] for group in self.groups])
         return tuple(g + decay * p for g, decay, p in zip(gradients, decays, self.parameters, strict=True))
 
     def flatten_gradients(self, gradients: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """As they are: nothing is fused here."""
+        """Return the gradients unchanged: nothing is fused here."""
         return gradients
 
     @property
     def target(self) -> str:
-        """Where states are: with their parameters. Another place is taken, with a note."""
+        """Return the device of the states, which is that of their parameters. Setting another one prints a note."""
         return "CPU" if context.settings().device_type == "cpu" else "GPU"
 
     @target.setter
     def target(self, value: str) -> None:
         if value != self.target:
-            note(f'optimizer.target = "{value}" has no effect here: states are where their parameters are')
+            note(f'optimizer.target = "{value}" has no effect here: states are on the device of their parameters')
 
-    use_parallel = False  # every rank updates what it holds: there is nothing to send
+    use_parallel = False  # every rank updates its own shards: there is nothing to send
     map_ = map_reverse = hyper_map = HyperMap()
 
     def broadcast_params(self, optim_result: Any) -> Any:
         return optim_result
 
     def _of_groups(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """One value per parameter: that of its group."""
+        """Return one value per parameter: that of its group."""
         value_by_id = {id(p): value for value, group in zip(values, self.groups, strict=True) for p in group["params"]}
         return tuple(value_by_id[id(parameter)] for parameter in self.parameters)
 
     @property
     def weight_decay(self) -> Any:
-        """A number; of groups a tuple with that of each parameter."""
+        """Return the weight decay; for groups, a tuple with one per parameter."""
         return self._of_groups([group["weight_decay"] for group in self.groups]) if self.is_group else self._decay
 
     def get_weight_decay(self) -> Any:
@@ -165,27 +168,27 @@ class Optimizer:
 
     @property
     def decay_flags(self) -> tuple[bool, ...]:
-        """Whether each parameter decays."""
+        """Return whether each parameter decays."""
         return self._of_groups([group["weight_decay"] > 0 for group in self.groups])
 
     @property
     def optim_filter(self) -> tuple[bool, ...]:
-        """Whether this rank updates each parameter: it does."""
+        """Return whether this rank updates each parameter: always True."""
         return (True,) * len(self.parameters)
 
     @property
     def dynamic_lr(self) -> bool:
-        """Whether the learning rate follows a schedule."""
+        """Return whether the learning rate follows a schedule."""
         return not all(isinstance(rate, _Constant) for rate in self.rates)
 
     def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
-        """Kept for programs that call it: states have the names of their parameters."""
+        """Do nothing; kept for programs that call it. States have the names of their parameters."""
 
     def trainable_params(self) -> list[nn.Parameter]:
         return list(self.parameters)
 
     def parameters_dict(self) -> dict[str, torch.Tensor]:
-        """Its states by their names in checkpoints."""
+        """Return the states by their names in checkpoints."""
         return {name: state for name, (state, _) in self.states().items()}
 
     def __call__(self, gradients: Sequence[torch.Tensor]) -> bool:
@@ -218,12 +221,12 @@ class Optimizer:
         return True
 
     def construct(self, gradients: Sequence[torch.Tensor]) -> Any:
-        """The same as a call."""
+        """Run a step, like a call."""
         return self(gradients)
 
     def _owners(self) -> list[int | None]:
-        """In data_parallel mode with the parallel optimizer the rank that updates each parameter, which alone keeps its
-        states: the one that has fewest elements so far. None: every rank."""
+        """Return the rank that updates each parameter and alone keeps its states, for the parallel optimizer in
+        data_parallel mode: the rank with the fewest elements so far. None: every rank."""
         options = context.options()
         if not options.enable_parallel_optimizer or options.parallel_mode != ParallelMode.DATA_PARALLEL:
             return [None] * len(self.parameters)
@@ -241,7 +244,7 @@ class Optimizer:
         return self._torch
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
-        """By their names; those of which several have one are numbered by their places."""
+        """Return the parameters by name. Names that occur several times get their positions as suffixes."""
         names = [getattr(parameter, "name", None) or "parameter" for parameter in self.parameters]
         return {
             name if names.count(name) == 1 else f"{name}.{place}": parameter
@@ -249,8 +252,8 @@ class Optimizer:
         }
 
     def states(self) -> dict[str, tuple[torch.Tensor, nn.Parameter | None]]:
-        """What a checkpoint keeps, and the parameter to which each belongs: ``moments.w`` or ``moment1.w``, and so on,
-        and ``global_step``."""
+        """Return the states for a checkpoint with their parameters: ``moments.w`` or ``moment1.w``, and so on, and
+        ``global_step``."""
         kept: dict[str, tuple[torch.Tensor, nn.Parameter | None]] = {"global_step": (torch.tensor(self._steps), None)}
         for name, parameter in self._named_parameters().items():
             for key, state in self._built().state.get(parameter, {}).items():
@@ -259,7 +262,7 @@ class Optimizer:
         return kept
 
     def load_states(self, entries: dict[str, torch.Tensor]) -> list[str]:
-        """Take the states of a checkpoint, by their names. Returns the names of those that were taken."""
+        """Load the states of a checkpoint by their names. Return the names that were used."""
         taken = []
         if "global_step" in entries:
             self._steps = int(entries["global_step"])
@@ -275,7 +278,7 @@ class Optimizer:
         return taken
 
     def _place_loaded(self) -> None:
-        """Give parameters, which are split by now, their parts of the states that were loaded."""
+        """Shard the loaded states like their parameters, which are split by now."""
         for name, parameter, key, of in self._loaded:
             now = holding_of(parameter)
             if of is not None and of.is_split and of != now:
@@ -289,7 +292,7 @@ class Optimizer:
 
 
 def _by_decay(parameters: list[Any], weight_decay: float) -> list[tuple[list[Any], float]]:
-    """The parameters that decay, and the others, if any decays."""
+    """Return the parameters that decay, and the others, if any decays."""
     if not weight_decay:
         return [(parameters, 0.0)]
     kept = [
@@ -304,7 +307,7 @@ def _by_decay(parameters: list[Any], weight_decay: float) -> list[tuple[list[Any
 
 
 class _Constant:
-    """A learning rate that stays until its parameter is assigned to."""
+    """A learning rate that is constant until its parameter is assigned to."""
 
     def __init__(self, value: float) -> None:
         self.parameter = Parameter(torch.tensor(value, dtype=torch.float64), "learning_rate", requires_grad=False)
@@ -329,8 +332,8 @@ def _rate(rate: Rate) -> Callable[[int], float]:
 
 
 class OfSettings(WithSettings, Optimizer):
-    """One whose arguments behind ``params`` are those of its class statement. Each is an attribute, but for the base's:
-    ``learning_rate``, ``weight_decay``, ``loss_scale``."""
+    """Base of optimizers whose arguments after ``params`` are those of the class statement. Each is an attribute,
+    except the base's: ``learning_rate``, ``weight_decay``, ``loss_scale``."""
 
     def __init_subclass__(cls, **settings: Any) -> None:
         super().__init_subclass__(**{"params": ..., **settings} if settings else {})
@@ -353,8 +356,8 @@ class Momentum(OfSettings, learning_rate=..., momentum=..., weight_decay=0.0, lo
 
 
 class SGD(OfSettings, learning_rate=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, loss_scale=1.0):
-    """v = momentum * v + (1 - dampening) * gradient (at first the gradient); parameter -= learning_rate * v, with
-    ``nesterov`` * (gradient + momentum * v)."""
+    """v = momentum * v + (1 - dampening) * gradient (at first the gradient); parameter -= learning_rate * v, or with
+    ``nesterov`` learning_rate * (gradient + momentum * v)."""
 
     def _settle(self) -> None:
         for name in ("momentum", "dampening"):
@@ -371,8 +374,8 @@ class SGD(OfSettings, learning_rate=0.1, momentum=0.0, dampening=0.0, weight_dec
 
 
 class Rprop(OfSettings, learning_rate=0.1, etas=(0.5, 1.2), step_sizes=(1e-6, 50.0), weight_decay=0.0):
-    """Steps that grow by ``etas[1]`` while the sign of a gradient stays, and shrink by ``etas[0]`` where it changes,
-    within ``step_sizes``; torch's (Riedmiller and Braun 1993)."""
+    """Torch's Rprop: steps grow by ``etas[1]`` while the sign of a gradient stays, and shrink by ``etas[0]`` where it
+    changes, within ``step_sizes`` (Riedmiller and Braun 1993)."""
 
     def _settle(self) -> None:
         if self.weight_decay:
@@ -385,7 +388,7 @@ class Rprop(OfSettings, learning_rate=0.1, etas=(0.5, 1.2), step_sizes=(1e-6, 50
 
 
 class ASGD(OfSettings, learning_rate=0.1, lambd=1e-4, alpha=0.75, t0=1e6, weight_decay=0.0):
-    """Averaged stochastic gradient descent; torch's (Polyak and Juditsky 1992)."""
+    """Torch's averaged stochastic gradient descent (Polyak and Juditsky 1992)."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         for group in groups:

@@ -1,9 +1,9 @@
-"""``Cell.bprop``: the backward that a cell says by itself.
+"""``Cell.bprop``: user-defined backward of a cell.
 
-``bprop(self, *inputs, out, dout)`` is given the inputs of ``construct``, what it returned and its gradient, and returns
-a tuple with a gradient per input. Every class of cells that has one gets a ``torch.autograd.Function``, which bears the
-name of the class, so that a captured program can name it. Where a cell is captured its attributes travel with the
-operator, as they are then.
+``bprop(self, *inputs, out, dout)`` takes the inputs of ``construct``, its result and the gradient of the result. It
+returns a tuple with a gradient per input. Every class of cells with a ``bprop`` gets a ``torch.autograd.Function`` with
+the name of the class, so that a captured program can refer to it. Capture stores the attributes that the cell has at
+that time with the operator.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from shardwise.mindspore import calls, context, planning
 from shardwise.mindspore.ops.primitive import unsplit_operators
 from shardwise.mindspore.tensor_methods import in_words
 
-_HOOKS = ("_backward_hooks", "_forward_hooks", "_forward_pre_hooks")  # torch's, which run around the operator
+_HOOKS = ("_backward_hooks", "_forward_hooks", "_forward_pre_hooks")  # torch runs them around the operator
 
 
 def function_of(kind: type[Any]) -> type[torch.autograd.Function]:
-    """The function of a class of cells that defines ``bprop``."""
+    """Return the autograd function of a class of cells that defines ``bprop``."""
 
     def forward(ctx: Any, cell: Any, *inputs: Any) -> Any:
         ctx.cell = _restored(kind, cell) if isinstance(cell, str) else cell
@@ -52,35 +52,35 @@ def function_of(kind: type[Any]) -> type[torch.autograd.Function]:
 
 
 def applied(cell: Any, function: type[torch.autograd.Function], args: tuple[Any, ...], kwargs: Any) -> Any:
-    """What ``construct`` returns, with the gradient that ``bprop`` says."""
+    """Run ``construct`` with the gradient of ``bprop``."""
     name = type(cell).__name__
     trained = [path for path, parameter in cell.named_parameters() if parameter.requires_grad]
     if trained:
-        what = f"{name} has a bprop and the parameter {trained[0]}, whose gradient bprop can not return"
-        raise TypeError(problem(what, op=name, fix="keep parameters in another cell and hand them in as inputs"))
+        what = f"{name} has a bprop and the parameter {trained[0]}, whose gradient bprop cannot return"
+        raise TypeError(problem(what, op=name, fix="keep parameters in another cell and pass them as inputs"))
     if kwargs:
         bound = inspect.signature(cell.construct).bind(*args, **kwargs)
         args = bound.args
     split = [primitive.title for primitive in planning.primitives(cell) if primitive.in_strategy is not None]
     if split and context.options().distributed:
-        what = f"{name} has a bprop, with which it is one operator, and {split[0]} in it a strategy"
+        what = f"{name} has a bprop, which makes it one operator, and {split[0]} in it has a strategy"
         raise CaptureError(problem(what, op=name, fix="leave the strategy out, or write the cell without bprop"))
     return function.apply(_state(cell) if torch.compiler.is_exporting() else cell, *args)
 
 
 def _state(cell: nn.Module) -> str:
-    """The attributes of a cell as text. Raises CaptureError for tensors among them, and for what does not pickle."""
+    """Serialise the attributes of a cell as text. Raises CaptureError for tensors and unpicklable values."""
     name = type(cell).__name__
     kept = {attribute: value for attribute, value in vars(cell).items() if attribute not in _HOOKS}
     tensors = [path for path, _ in (*cell.named_parameters(), *cell.named_buffers())]
     tensors += [attribute for attribute, value in kept.items() if isinstance(value, torch.Tensor)]
     if tensors:
-        told = f"{name} has a bprop and the tensor {tensors[0]}"
-        raise CaptureError(problem(told, op=name, fix="hand it in as an input"))
+        what = f"{name} has a bprop and the tensor {tensors[0]}"
+        raise CaptureError(problem(what, op=name, fix="pass it as an input"))
     try:
         return base64.b64encode(pickle.dumps(kept)).decode()
     except (pickle.PicklingError, TypeError, AttributeError) as error:
-        what = f"{name} has a bprop, and its attributes can not be pickled: {error}"
+        what = f"{name} has a bprop, and its attributes cannot be pickled: {error}"
         raise CaptureError(problem(what, op=name, fix="keep numbers and operators in its attributes")) from error
 
 
@@ -92,12 +92,12 @@ def _restored(kind: type[Any], state: str) -> Any:
 
 
 def _flows(x: Any) -> bool:
-    """Whether an input has a gradient."""
+    """Return whether an input has a gradient."""
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 
 def _check(kind: type[Any], inputs: Any, gradients: tuple[Any, ...]) -> None:
-    """A gradient per input, in its shape."""
+    """Check for one gradient per input, in its shape."""
     fix = f"return ({', '.join(f'd{i}' for i in range(len(inputs)))},), zeros_like where there is none"
     if len(gradients) != len(inputs):
         what = f"{kind.__name__}.bprop returned {len(gradients)} gradients for {len(inputs)} inputs"

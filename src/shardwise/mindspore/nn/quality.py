@@ -1,4 +1,4 @@
-"""How far images (N, C, H, W) are from others: parts of the table of ``nn.simple``."""
+"""Measures of image quality for images (N, C, H, W): parts of the table of ``nn.simple``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 
 
 def _weighted(x: Tensor, size: int, sigma: float) -> Tensor:
-    """The means of windows under a bell curve."""
+    """Return Gaussian-weighted means of windows."""
     distances = torch.arange(size, dtype=x.dtype) - (size - 1) / 2
     bell = torch.softmax(-distances.square() / (2 * sigma**2), 0)
     kernel = torch.outer(bell, bell).expand(x.shape[1], 1, size, size)
@@ -24,7 +24,7 @@ def _similar(
     img1: Tensor, img2: Tensor, max_val: float = 1.0, filter_size: int = 11, filter_sigma: float = 1.5,
     k1: float = 0.01, k2: float = 0.03,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Per channel [n, c]: the structural similarity (Wang et al. 2004, equation 13), and without that of the means."""
+    """Return the similarity per channel [n, c], and its part without means (Wang et al. 2004, equation 13)."""
     first, second, squares, product = (
         _weighted(x, filter_size, filter_sigma) for x in (img1, img2, img1.square() + img2.square(), img1 * img2)
     )
@@ -35,7 +35,7 @@ def _similar(
 
 
 def _at_scales(img1: Tensor, img2: Tensor, power_factors: Any, **settings: Any) -> Tensor:
-    """The similarity at several scales, each half the one before (Wang et al. 2003, equation 7)."""
+    """Return the similarity at several scales, each half the previous one (Wang et al. 2003, equation 7)."""
     parts = []
     for level, power in enumerate(power_factors):
         whole, rest = _similar(img1, img2, **settings)
@@ -45,7 +45,7 @@ def _at_scales(img1: Tensor, img2: Tensor, power_factors: Any, **settings: Any) 
 
 
 def _slopes(images: Tensor) -> tuple[Tensor, Tensor]:
-    """How far each pixel is from the one below, and from the one at the right; 0 at the ends."""
+    """Return the differences between each pixel and the one below, and the one on the right; 0 at the ends."""
     return F.pad(images.diff(dim=2), (0, 0, 0, 1)), F.pad(images.diff(dim=3), (0, 1))
 
 

@@ -1,5 +1,5 @@
-"""Cells and losses that are one function of torch, each a line of a table: positional arguments are those of
-``construct``, keyword-only ones those of the constructor (``named.settings_of``)."""
+"""Cells and losses that are one function of torch, each a line of a table. Positional arguments are those of
+``construct``, keyword-only arguments those of the constructor (``named.settings_of``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwise.mindspore.tensor_methods import dtype_of
 
 
 class Simple(WithSettings, Cell):
-    """``function(*inputs, **settings)``; a setting ``training`` is the cell's mode."""
+    """The cell ``function(*inputs, **settings)``. The setting ``training`` is the cell's mode."""
 
     function: Function
 
@@ -32,7 +32,7 @@ class Simple(WithSettings, Cell):
 
 
 def _padded(x: Any, padding: Any, mode: str, value: float | None = None, dims: int = 0) -> Any:
-    """``padding``: per side, last dim first, or one number for all sides of the last ``dims`` dims."""
+    """Pad a tensor. ``padding``: per side, last dim first, or one number for all sides of the last ``dims`` dims."""
     return F.pad(x, (padding,) * 2 * dims if isinstance(padding, int) else tuple(padding), mode, value)
 
 
@@ -74,7 +74,7 @@ def _reduced(x: Any, reduction: str) -> Any:
 
 
 def _focal(logits: Any, labels: Any, weight: Any, gamma: float, reduction: str) -> Any:
-    """(1 - p)^gamma times the cross entropy (Lin et al. 2017, equation 5), over classes in dim 1."""
+    """Return (1 - p)^gamma times the cross entropy (Lin et al. 2017, equation 5), over classes in dim 1."""
     classes = labels.long() if labels.dim() < logits.dim() else labels.squeeze(1).long()
     logarithm = logits.log_softmax(1).gather(1, classes.unsqueeze(1)).squeeze(1)
     loss = -((1 - logarithm.exp()) ** gamma) * logarithm
@@ -86,7 +86,7 @@ def _dice(logits: Any, label: Any, smooth: float) -> Any:
     return 1 - 2 * both / (squares + smooth)
 
 
-# Cells and losses that compute a function of ``ops.functions``: its name, and the settings of the constructor.
+# Cells and losses that compute a function of ``ops.functions``: its name, and the constructor's settings.
 _CELLS_OF_FUNCTIONS = {
     "CELU": "celu alpha=1.0", "GLU": "glu axis=-1", "HShrink": "hardshrink lambd=0.5",
     "HardShrink": "hardshrink lambd=0.5", "Hardtanh": "hardtanh min_val=-1.0 max_val=1.0", "LogSigmoid": "logsigmoid",

@@ -1,4 +1,4 @@
-"""Cells around a network: with its loss, with its loss and update."""
+"""Cells that wrap a network: with its loss, and with its loss and update."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class WithLossCell(Cell):
 
 
 class WithEvalCell(Cell):
-    """Loss, output and label, for metrics."""
+    """A network with its loss for metrics: it returns loss, output and label."""
 
     def __init__(self, network: nn.Module, loss_fn: Any, add_cast_fp32: bool = False) -> None:
         super().__init__()
@@ -61,13 +61,15 @@ class WithEvalCell(Cell):
 
 
 class TrainOneStepCell(Cell):
-    """Forward, backward and update; returns the loss. ``network`` returns the loss (first); ``sens``: what the
-    gradient starts from, which the optimizer's ``loss_scale`` divides by again. A loss that is a vector is summed for
-    its gradient, as in the reference.
+    """A training step: forward, backward and update. It returns the loss.
 
-    In data_parallel and hybrid_parallel mode the gradients are reduced over the ranks. A class made from this one may
-    have its own ``construct`` of the parts: ``self.grad(self.network, self.weights)(*inputs, sens)``,
-    ``self.grad_reducer(grads)``, ``self.optimizer(grads)``.
+    A loss vector is summed for its gradient, as in the reference. In data_parallel and hybrid_parallel mode the
+    gradients are reduced over the ranks. A subclass may define its own ``construct`` with ``self.grad(self.network,
+    self.weights)(*inputs, sens)``, ``self.grad_reducer(grads)`` and ``self.optimizer(grads)``.
+
+    Args:
+        network: returns the loss (first).
+        sens: the initial gradient of backward; the optimizer's ``loss_scale`` divides it out.
     """
 
     is_wrapper = True
@@ -93,11 +95,14 @@ class TrainOneStepCell(Cell):
 
 
 class TrainOneStepWithLossScaleCell(TrainOneStepCell):
-    """The same with a loss scale: gradients are divided by it, a step in which one of them is not finite (on any rank)
-    changes nothing, and the scale adjusts itself. Returns the loss, whether the step was left out, and its scale.
+    """A training step with loss scaling. It returns the loss, whether the step was skipped, and its scale.
 
-    ``scale_sense``: a loss scale manager or its update cell, or a number (or tensor) that stays. For a ``construct`` of
-    one's own: ``start_overflow_check``, ``get_overflow_status`` and ``process_loss_scale``.
+    Gradients are divided by the scale. A step whose gradients are not finite on some rank changes nothing, and the
+    scale is adjusted. A user-defined ``construct`` may call ``start_overflow_check``, ``get_overflow_status`` and
+    ``process_loss_scale``.
+
+    Args:
+        scale_sense: a loss scale manager or its update cell, or a constant number (or tensor).
     """
 
     def __init__(self, network: nn.Module, optimizer: Optimizer, scale_sense: Any) -> None:
@@ -107,24 +112,24 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
 
     @property
     def scale_sense(self) -> Any:
-        """The present scale."""
+        """Return the present scale."""
         return Tensor(float(self.manager.get_loss_scale()))
 
     def set_sense_scale(self, sens: Any) -> None:
-        """Another scale, which stays."""
+        """Set a constant scale."""
         self.manager = FixedLossScaleManager(float(sens))
 
     def start_overflow_check(self, pre_cond: Any, compute_input: Any) -> tuple[Any, Any]:
-        """Nothing has to be cleared: a status that means nothing, and ``compute_input``, as it is now."""
+        """Return a dummy status, as nothing has to be cleared, and the present value of ``compute_input``."""
         is_written = isinstance(compute_input, nn.Parameter)
         return Tensor(0), Tensor(compute_input.detach().clone()) if is_written else compute_input
 
     def get_overflow_status(self, status: Any, compute_output: Any) -> Tensor:
-        """Whether one of the gradients is not finite, on any rank: a bool scalar."""
+        """Return whether a gradient is not finite on any rank, as a bool scalar."""
         return Tensor(~all_finite(compute_output, group=GlobalComm.WORLD_COMM_GROUP))
 
     def process_loss_scale(self, overflow: Any) -> Any:
-        """Choose the scale of the next step. Returns whether this one is left out."""
+        """Choose the scale of the next step. Return whether this step is skipped."""
         self.manager.update_loss_scale(bool(overflow))
         return overflow
 
@@ -142,7 +147,7 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
 
 
 class ForwardValueAndGrad(Cell):
-    """The loss of a network and the gradients of its weights (``get_by_list=True``)."""
+    """A network that also returns the gradients of its weights (``get_by_list=True``)."""
 
     def __init__(
         self,
@@ -167,7 +172,7 @@ class ForwardValueAndGrad(Cell):
 
 
 class WithGradCell(Cell):
-    """The gradients of the weights of a network, of its loss."""
+    """A network that returns the gradients of its loss with respect to its weights."""
 
     def __init__(self, network: nn.Module, loss_fn: Any = None, sens: float | None = None) -> None:
         super().__init__()
@@ -180,7 +185,7 @@ class WithGradCell(Cell):
 
 
 class MicroBatchInterleaved(Cell):
-    """A network, on ``interleave_num`` parts of its batch one after the other: the mean of what it returns."""
+    """A network that runs on ``interleave_num`` parts of its batch in turn and returns the mean of the results."""
 
     is_wrapper = True
 
@@ -194,7 +199,7 @@ class MicroBatchInterleaved(Cell):
 
 
 class TimeDistributed(Cell):
-    """A layer applied to every step of a dim: that of ``time_axis``."""
+    """A layer applied to every step of the dim ``time_axis``."""
 
     def __init__(self, layer: Any, time_axis: int, reshape_with_axis: int | None = None) -> None:
         super().__init__()
@@ -205,21 +210,21 @@ class TimeDistributed(Cell):
 
 
 class ParameterUpdate(Cell):
-    """``ParameterUpdate(param)(value)``: the parameter with other values."""
+    """An assignment: ``ParameterUpdate(param)(value)`` sets the parameter's values and returns it."""
 
     def __init__(self, param: Any) -> None:
         super().__init__()
-        self._held = (param,)
+        self._parameter = (param,)
 
     def construct(self, x: Any) -> Any:
         with torch.no_grad():
-            return self._held[0].copy_(x)
+            return self._parameter[0].copy_(x)
 
 
 class PipelineCell(Cell):
-    """A network that returns its loss, on ``micro_size`` parts of its batch, one after the other: the sum of their
-    losses. With ``pipeline_stages`` its cells run in their stages (``pipeline_stage``), several parts at a time; the
-    sum is a number there, of a loss vector that of its elements."""
+    """The sum of a network's losses over ``micro_size`` micro-batches of its batch. With ``pipeline_stages`` its cells
+    run in their stages (``pipeline_stage``), several micro-batches at a time. Then the sum is a scalar; a loss vector
+    is summed."""
 
     is_wrapper = True
 
@@ -234,7 +239,7 @@ class PipelineCell(Cell):
 
     def construct(self, *inputs: Any) -> Any:
         if staged.is_on() and torch.compiler.is_exporting():
-            what = "a PipelineCell in stages is planned as what it does with a micro-batch, and is captured whole here"
+            what = "a PipelineCell in stages is planned per micro-batch, but is captured whole here"
             fix = "sw.verify(staged.MicroBatch(cell.network), (torch.tensor(1.0), *inputs), plan)"
             raise ShardwiseError(problem(what, fix=fix))
         losses = [self.network(*part) for part in staged.parts_of(inputs, self.micro_size)]
@@ -242,7 +247,7 @@ class PipelineCell(Cell):
 
 
 def _VirtualDatasetCell(backbone: nn.Module) -> nn.Module:
-    """The network: its inputs are as the option ``dataset_strategy`` says, as those of every network are."""
+    """Return the network. Inputs of every network are split as the option ``dataset_strategy`` says."""
     return backbone
 
 
@@ -250,12 +255,12 @@ VirtualDatasetCellTriple = _VirtualDatasetCell
 
 
 class GradAccumulationCell(PipelineCell):
-    """The same without stages: gradients are added up over ``micro_size`` parts of a batch, and updated once."""
+    """A step without stages: it sums gradients over ``micro_size`` parts of a batch and updates once."""
 
 
 class PipelineGradReducer(Cell):
-    """``PipelineGradReducer(parameters)(grads)``: the gradients of a ``PipelineCell``, sums over micro-batches and
-    ranks already, divided by ``scale_sense``, and with ``gradients_mean`` by the ranks that hold the same."""
+    """Scaling of a ``PipelineCell``'s gradients, which are sums over micro-batches and ranks, by ``scale_sense``, and
+    with ``gradients_mean`` by the number of ranks: ``PipelineGradReducer(parameters)(grads)``."""
 
     def __init__(self, parameters: Any, scale_sense: float = 1.0, opt_shard: Any = None) -> None:
         super().__init__()

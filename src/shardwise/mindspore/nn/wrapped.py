@@ -1,4 +1,4 @@
-"""Layers that are torch's modules with the reference's arguments, and its initial values from the dialect's generator.
+"""Torch's modules as layers with the reference's arguments. Initial values come from the dialect's generator.
 
 Parameters keep torch's names: ``lstm.weight_ih_l0``, ``attention.in_proj_weight``.
 """
@@ -20,7 +20,7 @@ from shardwise.mindspore.tensor import Parameter
 
 
 def seeded(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Module:
-    """A module of torch, whose random numbers follow from the dialect's generator: equal on all ranks."""
+    """Make a torch module with random numbers from the dialect's generator, so that they are equal on all ranks."""
     seed = int(torch.randint(2**31, (), generator=generator()))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -33,7 +33,7 @@ def seeded(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Modu
 
 
 class Wrapped(Cell):
-    """A module of torch, made by ``make`` from the reference's arguments."""
+    """A torch module, made by ``make`` from the reference's arguments."""
 
     is_wrapper = True
     make: Callable[..., nn.Module]
@@ -46,7 +46,7 @@ class Wrapped(Cell):
         return self.module(*inputs, **named)
 
     def __getattr__(self, name: str) -> Any:
-        """Torch's own attributes, parameters among them, are the cell's."""
+        """Return an attribute of the torch module, such as a parameter."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -56,8 +56,8 @@ class Wrapped(Cell):
 
 
 class _Recurrent(Wrapped):
-    """``construct(x, hx=None, seq_length=None)`` returns the outputs and the last state. ``seq_length``: of each
-    row."""
+    """A recurrent layer: ``construct(x, hx=None, seq_length=None)`` returns the outputs and the last state.
+    ``seq_length``: length of each row."""
 
     kind: Callable[..., nn.Module]
 
@@ -82,12 +82,12 @@ class _Recurrent(Wrapped):
         self.batch_first = settings["batch_first"]
         self.module = seeded(type(self).kind, input_size, hidden_size, num_layers, dtype=dtype, **settings)
 
-    leading: tuple[str, ...] = ()  # settings before has_bias
+    leading: tuple[str, ...] = ()  # names of settings before has_bias
 
     def construct(self, x: Any, hx: Any = None, seq_length: Any = None) -> Any:
         if seq_length is None:
             return self.module(x, hx)
-        if torch.compiler.is_exporting():  # packing asks for values
+        if torch.compiler.is_exporting():  # packing needs values
             return _by_steps(self.module, x, hx, seq_length)
         packed = pack_padded_sequence(x, torch.as_tensor(seq_length).long(), self.batch_first, enforce_sorted=False)
         output, state = self.module(packed, hx)
@@ -101,8 +101,8 @@ _STEPS: dict[str, Callable[..., Any]] = {
 
 
 def _by_steps(module: Any, x: Any, hx: Any, lengths: Any) -> tuple[Any, Any]:
-    """A recurrent module over rows of several lengths, step by step: beyond a row's length its state stays, and its
-    output is 0."""
+    """Run a recurrent module step by step over rows of different lengths. After the end of a row its state stays and
+    its output is 0."""
     is_lstm, both = module.mode == "LSTM", 2 if module.bidirectional else 1
     rows = x.transpose(0, 1) if module.batch_first else x
     lives = (torch.arange(len(rows)).unsqueeze(1) < lengths).unsqueeze(-1)
@@ -142,7 +142,7 @@ def _transformer_layer(kind: Callable[..., nn.Module]) -> Callable[..., nn.Modul
 
 
 def _filled(module: nn.Module, **inits: Any) -> nn.Module:
-    """A module whose parameters have other initial values, where these are not None."""
+    """Initialise parameters of a module again, where ``inits`` are not None."""
     for name, init in inits.items():
         if init is not None:
             parameter = module.get_parameter(name)

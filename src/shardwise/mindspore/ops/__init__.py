@@ -38,9 +38,9 @@ if not TYPE_CHECKING:  # as in ``operations``
     ]  # fmt: skip
     __all__ += functions.__all__
     __all__ += operations.__all__
-    _OWN = "a function of torch's operators, which can be split: a kernel of one's own is torch.library.custom_op"
+    _OWN = "a function of torch operators, which can be split; a custom kernel is torch.library.custom_op"
     __getattr__ = absent(__name__, lambda: __all__, {"Custom": _OWN, "CustomRegOp": _OWN})
 else:
 
     def __getattr__(name: str) -> Any:
-        """Names that are made from tables (``simple``, ``functions``)."""
+        """Return names that are made from tables (``simple``, ``functions``)."""

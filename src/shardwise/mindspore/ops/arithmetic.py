@@ -1,4 +1,4 @@
-"""Operators on elements: of one operand, or of operands that are broadcast to each other."""
+"""Elementwise operators of one operand, or of operands that are broadcast to each other."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from shardwise.mindspore.ops.primitive import Names, OfSettings, Plain, Strategy
 
 
 class Elementwise(Plain):
-    """``function`` of one operand or of several, broadcast."""
+    """An elementwise operator: ``function`` of one or several operands, broadcast."""
 
     def led(self, strategy: Strategy, *args: Any) -> Any:
-        """Where several operators do the work, the result is split by the counts of all operands, and they follow."""
+        """Split the result by the counts of all operands. The operators inside follow it."""
         rank = max(map(len, strategy))
         padded = ((1,) * (rank - len(counts)) + counts for counts in strategy)
         return counted(self.compute(*args), tuple(map(max, zip(*padded, strict=True))))
@@ -53,7 +53,7 @@ ELEMENTS: dict[str, Callable[..., Any]] = {
     "Equal": operator.eq, "NotEqual": operator.ne, "Greater": operator.gt, "GreaterEqual": operator.ge,
     "Less": operator.lt, "LessEqual": operator.le,
 }  # fmt: skip
-COMPOSED: dict[str, Callable[..., Any]] = {  # of several operators of torch
+COMPOSED: dict[str, Callable[..., Any]] = {  # made of several torch operators
     "DivNoNan": lambda x, y: torch.where(y == 0, 0, x / torch.where(y == 0, 1, y)),
     "Identity": torch.clone,
     "Softsign": lambda x: x / (1 + x.abs()),
@@ -62,7 +62,7 @@ COMPOSED: dict[str, Callable[..., Any]] = {  # of several operators of torch
 
 
 def _elementwise(name: str, function: Callable[..., Any]) -> type[Elementwise]:
-    doc = f"``{name}``, as the reference has it, of every element."
+    doc = f"The reference's ``{name}``, elementwise."
     body = {"function": staticmethod(function), "lead": 0 if name in COMPOSED else None}
     return type(name, (Elementwise,), {**body, "__doc__": doc, "__module__": __name__})
 
@@ -72,7 +72,7 @@ globals().update(PRIMITIVES)
 
 
 class Cast(Elementwise):
-    """``Cast()(x, dtype)``. Its own strategy counts, which the reference ignores."""
+    """A cast: ``Cast()(x, dtype)``. Its own strategy has an effect; the reference ignores it."""
 
     def compute(self, x: Any, dtype: torch.dtype) -> Any:
         return (x if isinstance(x, torch.Tensor) else torch.as_tensor(x)).to(dtype)

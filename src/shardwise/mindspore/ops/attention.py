@@ -1,4 +1,4 @@
-"""Attention of heads, in the layouts and with the masks of FlashAttentionScore."""
+"""Multi-head attention with the layouts and masks of FlashAttentionScore."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shardwise.mindspore.checks import one_of
 Tensor = torch.Tensor
 LAYOUTS = ("BSH", "SBH", "BSND", "BNSD")
 EVERYTHING = 2**31 - 1
-CAUSAL, CAUSAL_AT_THE_END, BAND = 2, 3, 4  # sparse modes; of the others the mask says all
+CAUSAL, CAUSAL_AT_THE_END, BAND = 2, 3, 4  # sparse modes; in the others only the mask counts
 
 
 def _heads(x: Tensor, width: int, layout: str) -> Tensor:
-    """As (batch, heads, time, width)."""
+    """Reshape to (batch, heads, time, width)."""
     if layout == "BNSD":
         return x
     x = x.transpose(0, 1) if layout == "SBH" else x
@@ -25,7 +25,7 @@ def _heads(x: Tensor, width: int, layout: str) -> Tensor:
 
 
 def _left_out(mask: Tensor | None, rows: int, columns: int, mode: int, before: int, behind: int) -> Tensor | None:
-    """True for keys that a query does not see; the causal triangle of as many keys as queries is no mask."""
+    """Return a mask that is True for keys a query does not see, or None."""
     shift = columns - rows if mode in (CAUSAL_AT_THE_END, BAND) else 0
     ahead = torch.arange(columns) - torch.arange(rows).unsqueeze(1) - shift
     if mode in (CAUSAL, CAUSAL_AT_THE_END):
@@ -52,9 +52,9 @@ def attention(
     layout: str = "BSH",
     mode: int = 0,
 ) -> Tensor:
-    """Attention of ``heads`` heads; keys and values may have fewer. True in a mask is left out. ``mode``: what of it is
-    computed (``sparse_mode`` of the reference: 0 and 1 all that the mask leaves, 2 and 3 causal, 4 a band from
-    ``before`` keys back to ``behind`` ahead). Raises NotImplementedError for other modes and arguments."""
+    """Compute attention of ``heads`` heads; keys and values may have fewer. True in a mask hides a key. ``mode``: the
+    reference's ``sparse_mode``: 0 and 1 by the mask, 2 and 3 causal, 4 a band from ``before`` keys back to ``behind``
+    keys ahead. Raises NotImplementedError for other modes and arguments."""
     one_of(*LAYOUTS)("input_layout", layout)
     if mode not in range(5) or any(x is not None for x in others):
         what = f"sparse_mode={mode}, or one of real_shift, drop_mask, padding_mask and prefix"

@@ -1,4 +1,4 @@
-"""Boxes of images: which of them stand for others, and what lies in them. A part of the table of ``ops.functions``."""
+"""Boxes of images: non-maximum suppression and sampling. A part of the table of ``ops.functions``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shardwise.mindspore.named import Function
 from shardwise.mindspore.ops.further import overlap
 
 Tensor = torch.Tensor
-Places = list[tuple[Tensor, Tensor]]  # of two elements around each place: which, and its share
+Places = list[tuple[Tensor, Tensor]]  # index and weight of two elements around each position
 
 
 @torch.library.custom_op("shardwise::kept_boxes", mutates_args=())
 def _kept(close: Tensor) -> Tensor:
-    """Which of n boxes stay, the best one first: those that none which stays before them is ``close`` [n, n] to."""
+    """Return a mask of the boxes to keep, best first: no kept box before it may be ``close`` [n, n]."""
     kept = torch.ones(len(close), dtype=torch.bool, device=close.device)
     for place in range(len(close)):
         kept[place] = not bool((close[place, :place] & kept[:place]).any())
@@ -30,29 +30,29 @@ def _(close: Tensor) -> Tensor:
     return close.new_empty(len(close))
 
 
-sw.rule(_kept, "a b -> c", whole=("a", "b", "c"))  # which stay depends on all that are better
+sw.rule(_kept, "a b -> c", whole=("a", "b", "c"))  # each result depends on all better boxes
 
 
 def suppressed(bboxes: Tensor, iou_threshold: float = 0.5) -> tuple[Tensor, Tensor, Tensor]:
-    """Boxes (x0, y0, x1, y1, score) [n, 5], the highest score first; where they were; and which of them stay: those
-    whose overlap with a better one that stays is at most the threshold."""
+    """Suppress boxes (x0, y0, x1, y1, score) [n, 5] that overlap a better one by more than the threshold. Return the
+    boxes by descending score, their indices, and a mask of those kept."""
     order = torch.argsort(bboxes[:, 4].detach(), descending=True, stable=True)
     boxes = bboxes.index_select(0, order)
     return boxes, order.to(torch.int32), _kept(overlap(boxes[:, :4], boxes[:, :4]).detach() > iou_threshold)
 
 
 def _around(places: Tensor, size: int, margin: float) -> Places:
-    """The elements around places of a dim; beyond it by more than ``margin`` their shares are 0."""
+    """Return the two elements around each position with weights: 0 if it is more than ``margin`` outside."""
     inside = (places >= -margin) & (places <= size - 1 + margin)
-    held = places.clamp(0, size - 1)
-    low = held.floor()
-    share = held - low
+    clamped = places.clamp(0, size - 1)
+    low = clamped.floor()
+    share = clamped - low
     return [(low.long(), (1 - share) * inside), ((low + 1).clamp(max=size - 1).long(), share * inside)]
 
 
 def _sampled(x: Tensor, numbers: Tensor, rows: Places, columns: Places) -> Tensor:
-    """Of images (b, c, h, w) the values of boxes (n, y, x, c): ``numbers`` [n] say of which image, ``rows`` [n, y] and
-    ``columns`` [n, x] where."""
+    """Sample images (b, c, h, w) in boxes and return (n, y, x, c). ``numbers`` [n]: image of each box; ``rows`` [n, y]
+    and ``columns`` [n, x]: positions."""
     height, width = x.shape[2:]
     pixels = x.movedim(1, -1).reshape(-1, x.shape[1])
     first = (numbers.long() * height).reshape(-1, 1, 1)
@@ -69,11 +69,11 @@ def _aligned(
     features: Tensor, rois: Tensor, pooled_height: int, pooled_width: int, spatial_scale: float, sample_num: int = 2,
     roi_end_mode: int = 1,
 ) -> Tensor:  # fmt: skip
-    """The means of ``sample_num`` by ``sample_num`` values in each cell of a grid over boxes (image, x0, y0, x1, y1)
-    [n, 5] (He et al. 2017): [n, c, height, width]. ``roi_end_mode``: 1 counts the last pixel in, 0 makes boxes at least
-    one pixel large."""
+    """Average ``sample_num`` by ``sample_num`` values per cell of a grid over boxes (image, x0, y0, x1, y1) [n, 5] (He
+    et al. 2017): [n, c, height, width]. ``roi_end_mode``: 1 includes the last pixel, 0 makes boxes at least one pixel
+    large."""
     if sample_num < 1:
-        raise NotImplementedError(problem(f"ROIAlign(sample_num={sample_num})", fix="how many a side, from 1"))
+        raise NotImplementedError(problem(f"ROIAlign(sample_num={sample_num})", fix="samples per side, from 1"))
     begin, end = rois[:, 1:3] * spatial_scale, (rois[:, 3:5] + roi_end_mode) * spatial_scale
     size = end - begin if roi_end_mode else (end - begin).clamp(min=1)
 
@@ -91,7 +91,7 @@ def _resized(
     image: Tensor, boxes: Tensor, box_indices: Tensor, crop_size: Any, method: str = "bilinear",
     extrapolation_value: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Parts of images (b, h, w, c) of one size: [n, height, width, c]. ``boxes`` (y0, x0, y1, x1) count from 0 to 1."""
+    """Resize image parts (b, h, w, c): [n, height, width, c]. ``boxes`` (y0, x0, y1, x1) range from 0 to 1."""
     one_of("bilinear", "nearest")("method", method)
 
     def far(low: int, count: int) -> Tensor:
@@ -100,25 +100,25 @@ def _resized(
         return (begin + shares.to(boxes) * (end - begin)) * (image.shape[1 + low] - 1)
 
     places = [far(dim, int(crop_size[dim])) for dim in (0, 1)]
-    held = [place.round() if method == "nearest" else place for place in places]
-    around = [_around(place, image.shape[1 + dim], 0.0) for dim, place in enumerate(held)]
+    positions = [place.round() if method == "nearest" else place for place in places]
+    around = [_around(place, image.shape[1 + dim], 0.0) for dim, place in enumerate(positions)]
     rows, columns = ((place >= 0) & (place <= image.shape[1 + dim] - 1) for dim, place in enumerate(places))
     inside = (rows.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(-1)
     return torch.where(inside, _sampled(image.movedim(-1, 1), box_indices, *around), extrapolation_value)
 
 
 def _within(bboxes: Tensor, img_metas: Tensor) -> Tensor:
-    """Whether boxes (x0, y0, x1, y1) lie inside of an image (height, width, ratio)."""
+    """Return whether boxes (x0, y0, x1, y1) lie inside an image (height, width, ratio)."""
     height, width = img_metas[0] * img_metas[2], img_metas[1] * img_metas[2]
     ends = (bboxes[..., 2] <= width - 1) & (bboxes[..., 3] <= height - 1)
     return (bboxes[..., :2] >= 0).all(-1) & ends
 
 
 def _chosen(x: Tensor, count: int = 256) -> tuple[Tensor, Tensor]:
-    """Up to ``count`` places of a mask that are true, at random: [count, dims], and which of these rows are any."""
+    """Choose up to ``count`` true positions of a mask at random: [count, dims], and a mask of the valid rows."""
     chances = torch.rand(x.shape) * x
-    found, places = torch.topk(torch.nn.functional.pad(chances.flatten(), (0, max(count - x.numel(), 0))), count)
-    is_any = found > 0
+    scores, places = torch.topk(torch.nn.functional.pad(chances.flatten(), (0, max(count - x.numel(), 0))), count)
+    is_any = scores > 0
     index = torch.stack(torch.unravel_index(places * is_any, x.shape), -1)
     return index.to(torch.int32), is_any
 

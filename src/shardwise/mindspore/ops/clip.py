@@ -1,4 +1,4 @@
-"""Clipping tensors, all of a list alike."""
+"""Clipping of tensors by norm and by value."""
 
 from __future__ import annotations
 
@@ -21,13 +21,19 @@ Bound = Tensor | float | None
 def clip_by_global_norm(
     x: Sequence[Tensor], clip_norm: float = 1.0, use_norm: Tensor | float | None = None
 ) -> tuple[Tensor, ...]:
-    """Tensors scaled by ``clip_norm / norm`` where the 2-norm of all their elements together exceeds ``clip_norm``.
+    """Scale tensors by ``clip_norm / norm`` if the 2-norm of all their elements together exceeds ``clip_norm``.
 
-    The norm is of what is given: before gradients are reduced it is this rank's own, and before they are unscaled that
-    of the scaled ones. Clip what is reduced and unscaled to clip what one device would. Of gradients whose parameters a
-    plan has split it is the norm of the whole ones, on every rank, which all call it. ``use_norm``: the norm, where it
-    is known already (the reference takes none). Raises ShardwiseError where parameters are split, for a tensor that
-    is not known as the gradient of one.
+    The norm is that of the arguments. Before gradients are reduced it is this rank's own, and before they are unscaled
+    it is that of the scaled gradients. Clip reduced and unscaled gradients to match a single device. For gradients of
+    split parameters it is the norm of the whole gradients, and all ranks must call it.
+
+    Args:
+        x: tensors, in a tuple or list.
+        clip_norm: the largest norm.
+        use_norm: the norm, if it is already known (the reference does not take it).
+
+    Raises:
+        ShardwiseError: if parameters are split and a tensor is not known as the gradient of one.
     """
     if isinstance(x, Tensor) or not all(isinstance(tensor, Tensor) for tensor in x) or not x:
         raise TypeError(problem(f"clip_by_global_norm of {type(x).__name__}", fix="give a tuple or list of tensors"))
@@ -45,7 +51,7 @@ def clip_by_global_norm(
 
 
 def clip_by_norm(x: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Any:
-    """Tensors scaled so that their common norm is at most ``max_norm``; of split gradients as in
+    """Scale tensors so that their common norm is at most ``max_norm``. Split gradients are handled as in
     ``clip_by_global_norm``."""
     listed = [x] if isinstance(x, Tensor) else list(x)
     norm = split_norm(listed, norm_type)
@@ -60,7 +66,7 @@ def clip_by_norm(x: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfi
 
 
 def split_norm(x: Sequence[Tensor], order: float = 2.0) -> Tensor | None:
-    """The norm of gradients whose parameters are split: that of the whole ones. None: no parameter is."""
+    """Return the norm of the whole gradients of split parameters. None: no parameter is split."""
     if not (calls.is_split() and calls.is_outermost()):
         return None
     held_by_id = {id(parameter): holding for parameter, holding in held_parameters()}
@@ -70,9 +76,8 @@ def split_norm(x: Sequence[Tensor], order: float = 2.0) -> Tensor | None:
     unknown = next((place for place, parameter in enumerate(parameters) if parameter is None), None)
     if unknown is not None:
         what = (
-            f"a tensor (number {unknown}, of shape {list(x[unknown].shape)}) is to be clipped by a norm, and is "
-            "not known as the gradient of a parameter, while parameters are split: of which whole it is a part, "
-            "its norm on this rank does not say"
+            f"tensor {unknown}, of shape {list(x[unknown].shape)}, cannot be clipped by a norm: it is not known as the "
+            "gradient of a parameter. Parameters are split, so the norm of this rank's part is not that of the whole"
         )
         fix = "clip what value_and_grad, a HyperMap over it or unscale returned, or clip_by_global_norm with use_norm"
         raise ShardwiseError(problem(what, fix=fix))
@@ -81,8 +86,8 @@ def split_norm(x: Sequence[Tensor], order: float = 2.0) -> Tensor | None:
 
 
 def clip_by_value(x: Any, clip_value_min: Bound = None, clip_value_max: Bound = None) -> Any:
-    """A tensor, or each of a tuple or list, with its elements raised to ``clip_value_min`` and lowered to
-    ``clip_value_max``; where these cross, the upper bound counts."""
+    """Clamp a tensor, or each of a tuple or list, to ``clip_value_min`` and ``clip_value_max``. If these cross, the
+    upper bound applies."""
     if clip_value_min is None and clip_value_max is None:
         raise ValueError(problem("clip_by_value has no bound", fix="give clip_value_min, clip_value_max or both"))
     if isinstance(x, tuple | list):

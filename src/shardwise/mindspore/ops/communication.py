@@ -1,7 +1,7 @@
-"""Communication operators, for programs that split their own computation (hybrid parallelism), each with its gradient.
+"""Differentiable communication operators for programs that split their own computation (hybrid parallelism).
 
-Every rank differentiates its own loss with the seed 1, so that what is differentiated is the sum of the ranks' losses;
-the backward of an operator is therefore a collective as well. A group of one rank exchanges nothing.
+Every rank differentiates its own loss with the seed 1, so the gradient is that of the sum of the ranks' losses.
+Therefore the backward of an operator is a collective as well. A group of one rank exchanges nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Tensor = torch.Tensor
 
 
 class ReduceOp:
-    """How ranks' tensors become one."""
+    """Reductions of the ranks' tensors."""
 
     SUM, MAX, MIN, PROD = "sum", "max", "min", "prod"
 
@@ -33,13 +33,13 @@ REDUCTIONS = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PROD)
 
 
 def counting() -> AbstractContextManager[list[RecordedExchange]]:
-    """A list of (kind, ranks, bytes): what this process's operators, their gradients and gradient reducers exchange
-    until the block ends."""
+    """Record the exchanges of this process's operators, their gradients and gradient reducers within the context, as a
+    list of (kind, ranks, bytes)."""
     return rank_groups.record_exchanges()
 
 
 class _Communication(WithSettings, Primitive):
-    """What the operators share: the group, found when the operator is called. They take no strategy."""
+    """Common base of the operators. The group is looked up when the operator is called. They take no strategy."""
 
     def _take(self, values: dict[str, Any]) -> None:
         group = values.pop("group")
@@ -53,12 +53,12 @@ class _Communication(WithSettings, Primitive):
 
     @property
     def group(self) -> str:
-        """The name of the group; by default that of all ranks."""
+        """Return the name of the group; by default that of all ranks."""
         return GlobalComm.WORLD_COMM_GROUP if self._given is None else str(self._given)
 
     def _members(self) -> RankGroup:
         if torch.compiler.is_exporting():
-            what = f"{self.name} is called in a cell that is split by a plan, which inserts what ranks exchange"
+            what = f"{self.name} is called in a cell that a plan splits; the plan inserts the communication itself"
             fix = "leave it out, or set parallel_mode='hybrid_parallel' and split the computation by hand"
             raise CaptureError(problem(what, op=self.instance_name, fix=fix))
         return find_group(self.group)
@@ -78,9 +78,9 @@ class _Communication(WithSettings, Primitive):
 class AllReduce(_Communication, op=ReduceOp.SUM, group=None):
     """The sum, maximum, minimum or product of the ranks' tensors.
 
-    Gradients: of a sum, the sum of the cotangents; of an extremum the same, where the rank's own element is the result
-    (of equal elements every one gets it); of a product, times the product of the others (the reference has the
-    extremum's gradient there, which is not a product's).
+    The gradient of a sum is the sum of the cotangents. That of an extremum is the same sum where the rank's own element
+    is the result (each of equal elements gets it). That of a product is the sum times the product of the others. (The
+    reference uses the extremum's gradient there, which is not a product's.)
     """
 
     def _settle(self) -> None:
@@ -91,7 +91,7 @@ class AllReduce(_Communication, op=ReduceOp.SUM, group=None):
 
 
 class AllGather(_Communication, group=None):
-    """The ranks' tensors, one behind the other along dim 0. The gradient is the ReduceScatter of the cotangents."""
+    """The ranks' tensors, concatenated along dim 0. The gradient is the ReduceScatter of the cotangents."""
 
     def __call__(self, input_x: Tensor) -> Tensor:
         return _applied(_AllGather, input_x if input_x.ndim else input_x.reshape(1), self._members())
@@ -99,7 +99,7 @@ class AllGather(_Communication, group=None):
 
 class ReduceScatter(_Communication, op=ReduceOp.SUM, group=None):
     """Rank i's i-th part, along dim 0, of the ranks' reduced tensors. The gradient of a sum is the AllGather of the
-    cotangents; of other reductions there is none."""
+    cotangents; other reductions have no gradient."""
 
     def _settle(self) -> None:
         _check_reduction("ReduceScatter", self.op)
@@ -111,7 +111,7 @@ class ReduceScatter(_Communication, op=ReduceOp.SUM, group=None):
 
 
 class Broadcast(_Communication, root_rank=..., group=None):
-    """What ``root_rank`` (its number among all ranks) has; of a tuple, every tensor.
+    """The tensor, or tuple of tensors, of ``root_rank`` (a global rank).
 
     The gradient is the identity, as in the reference: every rank keeps its own cotangent. So parameters that are equal
     on all ranks get every rank's own gradient, which a gradient reducer then adds.
@@ -133,7 +133,7 @@ class Broadcast(_Communication, root_rank=..., group=None):
 
 
 class AlltoAll(_Communication, split_count=..., split_dim=..., concat_dim=..., group=None):
-    """Part i along ``split_dim`` goes to rank i; the parts that come are concatenated along ``concat_dim``.
+    """An all-to-all: part i along ``split_dim`` goes to rank i; received parts are concatenated along ``concat_dim``.
 
     ``split_count`` is the size of the group. The gradient is the same exchange with the two dims swapped.
     """
@@ -151,8 +151,9 @@ class AlltoAll(_Communication, split_count=..., split_dim=..., concat_dim=..., g
 class NeighborExchange(
     _Communication, send_rank_ids=..., recv_rank_ids=..., recv_shapes=..., send_shapes=..., recv_type=..., group=None
 ):
-    """Tensor i goes to rank ``send_rank_ids[i]``; what comes from ``recv_rank_ids`` is returned as a tuple. The
-    gradient goes back the same ways. ``recv_shapes``, ``send_shapes``: of each; ``recv_type``: their dtype."""
+    """A point-to-point exchange: tensor i goes to rank ``send_rank_ids[i]``; tensors from ``recv_rank_ids`` return as a
+    tuple. The gradient takes the reverse paths. ``recv_shapes``, ``send_shapes``: of each; ``recv_type``: their
+    dtype."""
 
     recv_shapes: Any
 
@@ -160,22 +161,22 @@ class NeighborExchange(
         self.ways = (tuple(self.send_rank_ids), tuple(self.recv_rank_ids))
         self.recv_shapes = tuple(map(tuple, self.recv_shapes))
         if len(self.ways[1]) != len(self.recv_shapes):
-            told = f"NeighborExchange: {len(self.recv_shapes)} recv_shapes of {len(self.ways[1])} ranks"
-            raise ValueError(problem(told, fix="one for each"))
+            what = f"NeighborExchange: {len(self.recv_shapes)} recv_shapes of {len(self.ways[1])} ranks"
+            raise ValueError(problem(what, fix="one for each"))
 
     def __call__(self, inputs: Any) -> tuple[Tensor, ...]:
         self._members()
         tensors = tuple(inputs)
         if len(tensors) != len(self.ways[0]):
-            told = f"NeighborExchange: {len(tensors)} tensors for the ranks {list(self.ways[0])}"
-            raise ValueError(problem(told, fix="one for each"))
+            what = f"NeighborExchange: {len(tensors)} tensors for the ranks {list(self.ways[0])}"
+            raise ValueError(problem(what, fix="one for each"))
         empty = torch.zeros((), requires_grad=any(tensor.requires_grad for tensor in tensors))
         return _exchanged(*self.ways, self.recv_shapes, self.recv_type, empty, *tensors)
 
 
 class Send(_Communication, sr_tag=..., dest_rank=..., group=None, group_back=None):
-    """The tensor goes to ``dest_rank``, which calls Receive with the same tag. It has no gradient
-    (``NeighborExchange`` has one)."""
+    """A send to ``dest_rank``, which calls Receive with the same tag. It has no gradient (``NeighborExchange`` has
+    one)."""
 
     def __call__(self, input_x: Tensor) -> Tensor:
         self._members()
@@ -184,7 +185,7 @@ class Send(_Communication, sr_tag=..., dest_rank=..., group=None, group_back=Non
 
 
 class Receive(_Communication, sr_tag=..., src_rank=..., shape=..., dtype=..., group=None, group_back=None):
-    """What ``src_rank`` sends, a tensor of ``shape`` and ``dtype``; without a gradient (``NeighborExchange`` has
+    """A receive of a tensor of ``shape`` and ``dtype`` from ``src_rank``. It has no gradient (``NeighborExchange`` has
     one)."""
 
     def __call__(self, x: Any = None) -> Tensor:
@@ -194,7 +195,7 @@ class Receive(_Communication, sr_tag=..., src_rank=..., shape=..., dtype=..., gr
 
 
 class _Neighbors(torch.autograd.Function):
-    """Tensors to some ranks, and from some. ``anchor``: a number that makes what comes part of the gradient's graph."""
+    """Point-to-point exchange of tensors. ``anchor``: a scalar that connects received tensors to the autograd graph."""
 
     @staticmethod
     def forward(
@@ -253,7 +254,7 @@ class _AllReduce(torch.autograd.Function):
 
 
 def _product_of_others(tensor: Tensor, group: RankGroup) -> Tensor:
-    """The product of the other ranks' tensors; not by division, as elements may be 0."""
+    """Return the product of the other ranks' tensors, without a division, as elements may be 0."""
     rows = _applied(_AllGather, tensor.unsqueeze(0), group)
     return torch.cat([rows[: group.position], rows[group.position + 1 :]]).prod(0)
 

@@ -1,4 +1,4 @@
-"""Functions of functions over lists of tensors: mapping, overloading by type, gradients."""
+"""Higher-order functions over lists of tensors: mapping, overloading by type, gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.mindspore.tensor import Tensor
 
 
 class Map:
-    """``Map()(function, xs, ys)`` or ``Map(function)(xs, ys)``: a tuple of the function's results, item by item."""
+    """A map over lists: ``Map()(function, xs, ys)`` or ``Map(function)(xs, ys)`` returns a tuple of the results."""
 
     def __init__(self, ops: Callable[..., Any] | None = None, reverse: bool = False) -> None:
         self.ops, self.reverse = ops, reverse
@@ -24,23 +24,23 @@ class Map:
     def __call__(self, *args: Any) -> tuple[Any, ...]:
         function, lists = (self.ops, args) if self.ops is not None else (args[0], args[1:])
         rows = list(zip(*lists, strict=True))
-        results = [_known(self.apply(function, row), row) for row in (reversed(rows) if self.reverse else rows)]
+        results = [_marked(self.apply(function, row), row) for row in (reversed(rows) if self.reverse else rows)]
         return tuple(reversed(results) if self.reverse else results)
 
     def apply(self, function: Callable[..., Any], row: tuple[Any, ...]) -> Any:
         return function(*row)
 
 
-def _known(result: Any, row: tuple[Any, ...]) -> Any:
-    """What a function made of gradients, known as one of the same parameter if it has the shape of it."""
+def _marked(result: Any, row: tuple[Any, ...]) -> Any:
+    """Mark a result computed from a gradient as a gradient of the same parameter, if it has the same shape."""
     if isinstance(result, torch.Tensor):
-        alike = (x for x in row if isinstance(x, torch.Tensor) and x.shape == result.shape)
-        return as_gradient(result, next((parameter for x in alike if (parameter := parameter_of(x)) is not None), None))
+        peers = (x for x in row if isinstance(x, torch.Tensor) and x.shape == result.shape)
+        return as_gradient(result, next((parameter for x in peers if (parameter := parameter_of(x)) is not None), None))
     return result
 
 
 class HyperMap(Map):
-    """Map, also through lists in lists."""
+    """A map that also descends into nested lists."""
 
     def apply(self, function: Callable[..., Any], row: tuple[Any, ...]) -> Any:
         if isinstance(row[0], (tuple, list)):
@@ -49,7 +49,7 @@ class HyperMap(Map):
 
 
 class Partial:
-    """``Partial()(function, *args)``: the function with its first arguments."""
+    """Partial application: ``Partial()(function, *args)``."""
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
         return partial(function, *args, **kwargs)
@@ -62,14 +62,14 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 
 def _as_kind(x: Any, kind: Any) -> Any:
-    """A number as a tensor where one is wanted, and a tensor of one element as a number."""
+    """Convert a number to a tensor where a tensor is expected, and a tensor of one element to a number."""
     if kind == _KINDS["Tensor"] and isinstance(x, _KINDS["Number"]):
         return Tensor(x)
     return x.item() if kind == _KINDS["Number"] and isinstance(x, torch.Tensor) and x.numel() == 1 else x
 
 
 class MultitypeFuncGraph:
-    """A function with one body per types of its arguments: ``@scale.register("Tensor", "Number")``."""
+    """A function with one body per signature of argument types: ``@scale.register("Tensor", "Number")``."""
 
     def __init__(self, name: str, read_value: bool = False) -> None:
         self.name = name
@@ -88,7 +88,7 @@ class MultitypeFuncGraph:
         for types, body in self._bodies:
             if len(types) == len(args) and all(isinstance(x, arg) for x, arg in zip(args, types, strict=True)):
                 return body(*args)
-        for types, body in self._bodies:  # numbers are tensors, too: versions give either
+        for types, body in self._bodies:  # versions pass either numbers or tensors
             if len(types) == len(args):
                 converted = [_as_kind(x, kind) for x, kind in zip(args, types, strict=True)]
                 if all(isinstance(x, kind) for x, kind in zip(converted, types, strict=True)):
@@ -99,8 +99,8 @@ class MultitypeFuncGraph:
 
 
 class GradOperation:
-    """``GradOperation(get_all, get_by_list, sens_param)(network, weights)(*inputs)``: gradients of the first input,
-    of all, or of the weights. ``sens_param``: the last argument is what the gradient of the output starts from."""
+    """``GradOperation(get_all, get_by_list, sens_param)(network, weights)(*inputs)``: the gradients of the first input,
+    all inputs, or the weights. ``sens_param``: the last argument is the initial gradient of the output."""
 
     def __init__(self, get_all: bool = False, get_by_list: bool = False, sens_param: bool = False) -> None:
         self.get_all, self.get_by_list, self.sens_param = get_all, get_by_list, sens_param
@@ -120,12 +120,12 @@ class GradOperation:
 
 
 def _times(result: Any, sens: Any) -> Any:
-    """What a network returns, a tuple of sensitivities where it returns several tensors."""
+    """Multiply the results of a network by sensitivities, given as a tuple for several results."""
     return tuple(map(_times, result, sens)) if isinstance(sens, (tuple, list)) else result * sens
 
 
 def add_flags(fn: Any = None, **flags: Any) -> Any:
-    """``@add_flags(has_effect=True)``: the function itself, as flags are for the reference's compiler."""
+    """Return the function unchanged: ``@add_flags(has_effect=True)``. Flags are for the reference's compiler."""
     return fn if fn is not None else lambda function: function
 
 
@@ -133,7 +133,7 @@ core = add_flags
 
 
 def __getattr__(name: str) -> Any:
-    """``from mindspore.ops import composite as C`` knows all operators."""
+    """Return any operator, for ``from mindspore.ops import composite as C``."""
     if name.startswith("__"):
         raise AttributeError(name)
     from shardwise.mindspore import ops

@@ -1,4 +1,4 @@
-"""Functions of functions: gradients, and strategies of calls."""
+"""Higher-order functions: gradients, and strategies of calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shardwise.mindspore.storage import PARAMETERS
 from shardwise.mindspore.tensor import Tensor, as_ours, plain
 from shardwise.runtime.hooks import MARKS
 
-# Whether a call is inside of a function that value_and_grad differentiates, or that torch.func transforms.
+# Whether a call is inside a function that value_and_grad differentiates, or that torch.func transforms.
 _DIFFERENTIATED: ContextVar[bool] = ContextVar("shardwise_differentiated", default=False)
 _TRANSFORMED: ContextVar[bool] = ContextVar("shardwise_transformed", default=False)
 
@@ -35,10 +35,10 @@ def differentiate(
     *,
     reduce: bool,
 ) -> tuple[Any, tuple[torch.Tensor, ...]]:
-    """What a network returns and the gradients of its weights, of the sum of its loss: the first tensor it returns.
+    """Return a network's results and the gradients of its weights, for the sum of its loss: the first result.
 
-    Of a loss vector, which a split network computed by parts, this rank's part is returned. ``reduce``: in
-    data_parallel and hybrid_parallel mode gradients are summed (``gradients_mean``: averaged) over the ranks.
+    A split network computes a loss vector in parts, and this rank's part is returned. ``reduce``: in data_parallel and
+    hybrid_parallel mode gradients are summed over the ranks (with ``gradients_mean`` averaged).
     """
     options = context.options()
     before = [weight.grad for weight in weights]
@@ -83,18 +83,22 @@ def value_and_grad(
     has_aux: bool = False,
     return_ids: bool = False,
 ) -> Callable[..., Any]:
-    """A function that returns what ``fn`` returns, and gradients: of the inputs at ``grad_position`` and of
-    ``weights``, as a pair where both are asked for.
+    """Return a function that returns the results of ``fn`` and gradients.
 
-    With ``has_aux`` only the first output is differentiated, else the sum of all of them. For gradients of
-    inputs every rank computes a split cell whole, which needs ``full_batch``. ``return_ids``: each gradient is a pair,
-    with its input's position or its parameter's name before it (``get_grad``). In semi_auto and auto mode, where every
-    rank has rows of its own, the losses of the ranks are summed, with ``gradients_mean`` averaged.
+    With both ``grad_position`` and ``weights`` the gradients are a pair. For gradients of inputs every rank computes a
+    split cell whole, which needs ``full_batch``. In semi_auto and auto mode, if ranks have rows of their own, their
+    losses are summed (with ``gradients_mean`` averaged).
+
+    Args:
+        grad_position: positions of the inputs by which to differentiate.
+        weights: parameters by which to differentiate.
+        has_aux: differentiate only the first output; else the sum of all outputs.
+        return_ids: return each gradient as a pair with its input's position or its parameter's name (``get_grad``).
     """
     positions = (grad_position,) if isinstance(grad_position, int) else tuple(grad_position or ())
     listed = None if weights is None else ((weights,) if isinstance(weights, nn.Parameter) else tuple(weights))
     if not positions and listed is None:
-        raise ValueError(problem("value_and_grad differentiates by nothing", fix="give grad_position or weights"))
+        raise ValueError(problem("value_and_grad has nothing to differentiate by", fix="give grad_position or weights"))
 
     def labelled(ids: Iterable[Any], grads: tuple[Any, ...], is_one: bool) -> Any:
         pairs = tuple(zip(ids, grads, strict=True)) if return_ids else grads
@@ -102,16 +106,16 @@ def value_and_grad(
 
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         inputs = [plain(arg) if place in positions else arg for place, arg in enumerate(args)]
-        if _TRANSFORMED.get() and listed is None:  # by torch.func, whose tensors know no requires_grad_
+        if _TRANSFORMED.get() and listed is None:  # torch.func's tensors have no requires_grad_
             result, of_inputs = _transformed(partial(fn, **kwargs), inputs, positions, has_aux)
             return result, labelled(positions, of_inputs, isinstance(grad_position, int))
         is_inner = _DIFFERENTIATED.get() or any(inputs[position].requires_grad for position in positions)
         for position in positions:
             if not (is_inner and inputs[position].requires_grad):
                 inputs[position] = inputs[position].detach().requires_grad_()
-        wanted = [*(inputs[position] for position in positions), *(listed or ())]
+        targets = [*(inputs[position] for position in positions), *(listed or ())]
         before = [tensor.grad for tensor in listed or ()]
-        for tensor in wanted:
+        for tensor in targets:
             tensor.grad = None
         token = _DIFFERENTIATED.set(True)
         try:
@@ -122,18 +126,18 @@ def value_and_grad(
         losses = outputs[:1] if has_aux else outputs
         for loss in losses:
             if not isinstance(loss, torch.Tensor):
-                told = f"value_and_grad differentiates the sum of all outputs, and one is {loss!r}"
-                raise TypeError(problem(told, fix="return tensors, or the loss first, with has_aux=True"))
+                what = f"value_and_grad differentiates the sum of all outputs, and one is {loss!r}"
+                raise TypeError(problem(what, fix="return tensors, or the loss first, with has_aux=True"))
         total = torch.stack([loss.sum() for loss in losses]).sum()
         if is_inner:
-            grads_or_none = torch.autograd.grad(total, wanted, create_graph=True, allow_unused=True)
+            grads_or_none = torch.autograd.grad(total, targets, create_graph=True, allow_unused=True)
         else:
             total.backward()
-            grads_or_none = tuple(tensor.grad for tensor in wanted)
-        grads = tuple(torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads_or_none, strict=True))
+            grads_or_none = tuple(tensor.grad for tensor in targets)
+        grads = tuple(torch.zeros_like(x) if g is None else g for x, g in zip(targets, grads_or_none, strict=True))
         overflow.noted((total, *grads))
         for tensor, grad in zip(listed or (), before, strict=True):
-            tensor.grad = grad if grad is None or grad.shape == tensor.shape else None  # it may be split by now
+            tensor.grad = grad if grad is None or grad.shape == tensor.shape else None  # the tensor may be split by now
         as_tensors = tuple(grad.as_subclass(Tensor) for grad in grads)
         input_grads, others = as_tensors[: len(positions)], as_tensors[len(positions) :]
         first = labelled(positions, input_grads, isinstance(grad_position, int)) if positions else ()
@@ -151,7 +155,7 @@ def grad(
     has_aux: bool = False,
     return_ids: bool = False,
 ) -> Callable[..., Any]:
-    """``value_and_grad`` without the value; with ``has_aux`` the gradients and the other outputs."""
+    """Return ``value_and_grad`` without the value. With ``has_aux`` it returns the gradients and the other outputs."""
     both = value_and_grad(fn, grad_position, weights, has_aux, return_ids)
 
     def gradient(*args: Any, **kwargs: Any) -> Any:
@@ -162,8 +166,8 @@ def grad(
 
 
 def get_grad(gradients: Any, identifier: Any) -> Any:
-    """Of the gradients of ``grad(..., return_ids=True)`` that of an input, by its position, or of a parameter."""
-    wanted = getattr(identifier, "name", identifier)
+    """Return one gradient of ``grad(..., return_ids=True)``: that of an input, by its position, or of a parameter."""
+    key = getattr(identifier, "name", identifier)
     pairs, pending = [], [gradients]
     while pending:
         entry = pending.pop()
@@ -172,19 +176,24 @@ def get_grad(gradients: Any, identifier: Any) -> Any:
         elif isinstance(entry, tuple):
             pending += entry
     for name, gradient in pairs:
-        if name == wanted:
+        if name == key:
             return gradient
-    known = ", ".join(str(name) for name, _ in pairs) or "none: give grad return_ids=True"
-    raise RuntimeError(problem(f"there is no gradient of {wanted!r}", fix=f"one of {known}"))
+    names = ", ".join(str(name) for name, _ in pairs) or "none: give grad return_ids=True"
+    raise RuntimeError(problem(f"there is no gradient of {key!r}", fix=f"one of {names}"))
 
 
 def shard(fn: Any, in_strategy: Any, out_strategy: Any = None, parameter_plan: Any = None, **settings: Any) -> Any:
-    """The function or cell ``fn`` with strategies of its inputs (and outputs): split counts per dim, one tuple per
-    input, None for an input that is left to the rest. What happens inside follows where a search propagates strategies;
-    in semi_auto mode operators without a strategy of their own split their batch, as everywhere.
+    """Return the function or cell ``fn`` with strategies of its inputs and outputs.
 
-    A cell is marked and returned itself, so that its parameters keep their names. ``parameter_plan``: in how many parts
-    parameters are stored, per dim, by their names: ``{"self.dense.weight": (4, 1)}``; operators convert them.
+    Operators inside follow the strategy if a search propagates strategies. In semi_auto mode operators without a
+    strategy of their own split their batch, as everywhere. A cell is marked and returned itself, so that its parameters
+    keep their names.
+
+    Args:
+        in_strategy: one tuple of split counts per input, one count per dim; None for an input without a strategy.
+        out_strategy: the same for the outputs.
+        parameter_plan: split counts per dim in which parameters are stored, by their names: ``{"self.dense.weight": (4,
+            1)}``; operators convert them.
     """
     name = getattr(fn, "__name__", type(fn).__name__)
     inputs, outputs = _left_out(name, "in_strategy", in_strategy), _left_out(name, "out_strategy", out_strategy)
@@ -217,20 +226,20 @@ def shard(fn: Any, in_strategy: Any, out_strategy: Any = None, parameter_plan: A
 
 
 def _marking(hook: Any) -> Any:
-    """A hook that no user means."""
+    """Mark a hook as internal."""
     setattr(hook, MARKS, True)
     return hook
 
 
 def _left_out(name: str, role: str, strategy: Any) -> tuple[Any, Any]:
-    """A strategy, with () for tensors that are left to the rest; and the layouts that it has."""
+    """Return a strategy with () for tensors without an entry, and its layouts."""
     counts, layouts = as_counts(strategy)
     listed = isinstance(counts, (tuple, list))
     return strict.nested(name, role, [() if c is None else c for c in counts] if listed else counts), layouts
 
 
 def _split_as(name: str, role: str, split: tuple[Any, Any], values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Values that are split by their counts, while a cell is captured in semi_auto_parallel and auto_parallel mode."""
+    """Constrain values to their split counts, while a cell is captured in semi_auto_parallel and auto_parallel mode."""
     options, (strategy, layouts) = context.options(), split
     if strategy is None or not (options.distributed and torch.compiler.is_exporting()):
         return values
@@ -243,13 +252,13 @@ def _split_as(name: str, role: str, split: tuple[Any, Any], values: tuple[Any, .
 
 
 def vmap(fn: Callable[..., Any], in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
-    """``fn`` over a dim of its inputs: torch's."""
+    """Vectorize ``fn`` over a dim of its inputs with ``torch.vmap``."""
     return _of_tensors(torch.vmap(_plainly(fn), in_axes, out_axes))
 
 
 def _plainly(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
-    """``fn`` as a part of a call: cells inside are not the outermost ones. ``has_aux``: it returns its first output,
-    and a tuple of the others."""
+    """Return ``fn`` as a part of a call, whose cells are not outermost. ``has_aux``: it returns its first output, and a
+    tuple of the others."""
 
     def call(*args: Any) -> Any:
         token = _TRANSFORMED.set(True)
@@ -266,16 +275,16 @@ def _plainly(fn: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any
 def _transformed(
     fn: Callable[..., Any], inputs: list[Any], positions: tuple[int, ...], has_aux: bool
 ) -> tuple[Any, tuple[Any, ...]]:
-    """What a function returns, and its gradients, by torch.func, which differentiates it again."""
+    """Return a function's results and gradients by torch.func, which can differentiate them again."""
 
-    def total(*wanted: Any) -> tuple[Any, Any]:
-        places = dict(zip(positions, wanted, strict=True))
+    def total(*targets: Any) -> tuple[Any, Any]:
+        places = dict(zip(positions, targets, strict=True))
         result = fn(*(places.get(place, value) for place, value in enumerate(inputs)))
         outputs = result if isinstance(result, (tuple, list)) else (result,)
         return torch.stack([loss.sum() for loss in (outputs[:1] if has_aux else outputs)]).sum(), result
 
-    wanted = (inputs[position] for position in positions)
-    grads, result = torch.func.grad(total, tuple(range(len(positions))), has_aux=True)(*wanted)
+    targets = (inputs[position] for position in positions)
+    grads, result = torch.func.grad(total, tuple(range(len(positions))), has_aux=True)(*targets)
     return result, grads
 
 
@@ -284,7 +293,7 @@ def _of_tensors(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def jvp(fn: Callable[..., Any], inputs: Any, v: Any, has_aux: bool = False) -> tuple[Any, ...]:
-    """What ``fn`` returns, and the product of its Jacobian with ``v``; with ``has_aux`` all other outputs behind."""
+    """Return the results of ``fn`` and its Jacobian's product with ``v``. ``has_aux`` appends all other outputs."""
     inputs, v = (x if isinstance(x, (tuple, list)) else (x,) for x in (inputs, v))
     plain_fn = _plainly(fn, has_aux)
     result: tuple[Any, ...] = _of_tensors(lambda *both: torch.func.jvp(plain_fn, both[0], both[1], has_aux=has_aux))(
@@ -294,8 +303,8 @@ def jvp(fn: Callable[..., Any], inputs: Any, v: Any, has_aux: bool = False) -> t
 
 
 def vjp(fn: Callable[..., Any], *inputs: Any, weights: Any = None, has_aux: bool = False) -> tuple[Any, ...]:
-    """What ``fn`` returns, and a function of ``v`` that gives its products with the Jacobian, one per input (of one
-    input: itself); with ``has_aux`` all other outputs behind."""
+    """Return the results of ``fn``, and a function that multiplies ``v`` with the Jacobian and returns one product per
+    input (for one input not in a tuple). ``has_aux`` appends all other outputs."""
     if weights is not None:
         raise NotImplementedError(problem("vjp(weights=...)", fix="ms.grad(fn, None, weights), with a weighted sum"))
     plain_fn = _plainly(fn, has_aux)
@@ -310,19 +319,19 @@ def vjp(fn: Callable[..., Any], *inputs: Any, weights: Any = None, has_aux: bool
 
 
 def jacrev(fn: Callable[..., Any], grad_position: int | tuple[int, ...] = 0, has_aux: bool = False) -> Any:
-    """The Jacobian of ``fn``; backward. With ``has_aux`` that of the first output, and the others."""
+    """Return the reverse-mode Jacobian of ``fn``; with ``has_aux`` of its first output, and the other outputs."""
     plain_fn = _plainly(fn, has_aux)
     return _of_tensors(torch.func.jacrev(plain_fn, grad_position, has_aux=has_aux))
 
 
 def jacfwd(fn: Callable[..., Any], grad_position: int | tuple[int, ...] = 0, has_aux: bool = False) -> Any:
-    """``jacrev``, forward."""
+    """Return the Jacobian like ``jacrev``, in forward mode."""
     plain_fn = _plainly(fn, has_aux)
     return _of_tensors(torch.func.jacfwd(plain_fn, grad_position, has_aux=has_aux))
 
 
 def depend(value: Any, expr: Any) -> Any:
-    """``value``, after ``expr`` has been computed: eager code and captured code run in order anyway."""
+    """Return ``value``, after ``expr`` has been computed: eager and captured code run in order anyway."""
     return value
 
 
@@ -331,7 +340,7 @@ def stop_gradient(value: torch.Tensor) -> torch.Tensor:
 
 
 def __getattr__(name: str) -> Any:
-    """``from mindspore.ops import functional as F`` knows all operators."""
+    """Return any operator, for ``from mindspore.ops import functional as F``."""
     if name.startswith("__"):
         raise AttributeError(name)
     from shardwise.mindspore import ops

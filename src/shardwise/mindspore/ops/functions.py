@@ -1,7 +1,7 @@
 """Operators as functions: ``ops.matmul(x, y)``, one line each, over torch, with the reference's argument names.
 
-They carry no strategy: ``ms.shard`` gives them one. Names of arguments that differ between the reference's versions are
-all taken (``named.WORDS``).
+They carry no strategy: ``ms.shard`` adds one. Argument names that differ between the reference's versions are all
+accepted (``named.WORDS``).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _type(dtype: Any) -> torch.dtype | None:
 
 
 def _extremum(x: Tensor, axis: int | None, keep: bool, function: Any) -> tuple[Tensor, Tensor]:
-    """The value and where it is; without an axis of everything, and 0."""
+    """Return the value and its index; without an axis that of all elements, and 0."""
     if axis is None:
         return function(x), torch.zeros((), dtype=torch.int32)
     value, index = function(x, axis, keepdim=keep)
@@ -54,7 +54,7 @@ def _squeezed(x: Tensor, axis: Any) -> Tensor:
 
 
 def _parts(x: Tensor, sizes: Any, axis: int, output_num: int | None) -> tuple[Tensor, ...]:
-    """Parts of so many elements, of several sizes, or (the older form) so many parts."""
+    """Split into parts of one size, of several sizes, or (the older form) into a number of parts."""
     if output_num is not None or sizes == 0:
         along, count = (axis, output_num) if output_num is not None else (0, axis)
         if count is None or x.shape[along] % count:
@@ -90,11 +90,11 @@ def _dense_or(dtype: Any) -> torch.dtype:
 
 
 def _binary(function: Any) -> Function:
-    """Of two tensors, or of a tensor and a number on either side."""
+    """Return a function of two tensors, or of a tensor and a number on either side."""
     return lambda input, other: function(*(x if isinstance(x, Tensor) else torch.as_tensor(x) for x in (input, other)))
 
 
-# One argument, called input; and two, called input and other.
+# Functions of one argument, input, and of two, input and other.
 _UNARY = [
     "abs", "acos", "acosh", "angle", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "deg2rad", "det",
     "digamma", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "frac", "i0", "inverse", "isfinite",
@@ -307,7 +307,7 @@ FUNCTIONS |= {name: partial(_changed, change) for name, change in SCATTERS.items
 
 
 def ours(name: str, function: Function) -> Function:
-    """The function; where no cell runs, what it returns has the reference's methods."""
+    """Wrap a function. If no cell is running, its results have the reference's methods."""
     call = translated(name, function)
 
     @wraps(call)
@@ -323,7 +323,7 @@ __all__ = list(FUNCTIONS)
 
 
 def __getattr__(name: str) -> Function:
-    """The functions, whose names would hide Python's own in this file."""
+    """Return a function. As module globals their names would hide Python's own in this file."""
     if name not in FUNCTIONS:
         raise AttributeError(name)
     return FUNCTIONS[name]

@@ -1,5 +1,4 @@
-"""Functions of single elements, matrices and sequences that torch has under other names: a part of the table of
-``ops.functions``."""
+"""Elementwise, matrix and sequence functions with other names in torch: a part of the table of ``ops.functions``."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ Tensor = torch.Tensor
 
 
 def _reversed(x: Tensor, seq_lengths: Tensor, seq_dim: int, batch_dim: int = 0) -> Tensor:
-    """The first ``seq_lengths[i]`` elements along ``seq_dim`` of the i-th of the batch, turned round."""
+    """Reverse the first ``seq_lengths[i]`` elements along ``seq_dim`` in the i-th row of the batch."""
     along = x.movedim((batch_dim, seq_dim), (0, 1))
     places = torch.arange(along.shape[1], device=x.device)
     lengths = seq_lengths.unsqueeze(1)
@@ -31,7 +30,7 @@ def _reversed(x: Tensor, seq_lengths: Tensor, seq_dim: int, batch_dim: int = 0) 
 
 
 def _band(x: Tensor, lower: Any, upper: Any) -> Tensor:
-    """A matrix without what lies more than ``lower`` below, or ``upper`` above, its diagonal; negative: keep all."""
+    """Zero a matrix more than ``lower`` below or ``upper`` above its diagonal; a negative number keeps all."""
     low, high = int(lower), int(upper)
     x = x if low < 0 else x.triu(-low)
     return x if high < 0 else x.tril(high)
@@ -43,35 +42,35 @@ def _padded_unique(x: Tensor, pad_num: Any) -> tuple[Tensor, Tensor]:
 
 
 def _blocks_to_batch(x: Tensor, block_shape: Any, paddings: Any) -> Tensor:
-    """(n, c, h, w) -> (n * b0 * b1, c, h / b0, w / b1), padded before: the batch counts blocks' places first."""
+    """Pad and rearrange (n, c, h, w) -> (n * b0 * b1, c, h / b0, w / b1), with the positions in blocks first."""
     rows, columns = sizes_of(block_shape) * (2 if isinstance(block_shape, int) else 1)
     (top, bottom), (left, right) = pairs_of(paddings)
     n, c, h, w = (x := F.pad(x, (left, right, top, bottom))).shape
     if h % rows or w % columns:
         raise ValueError(problem(f"{h} by {w} in blocks of {rows} by {columns}", fix="paddings that make them divide"))
-    apart = x.reshape(n, c, h // rows, rows, w // columns, columns).permute(3, 5, 0, 1, 2, 4)
-    return apart.reshape(n * rows * columns, c, h // rows, w // columns)
+    blocks = x.reshape(n, c, h // rows, rows, w // columns, columns).permute(3, 5, 0, 1, 2, 4)
+    return blocks.reshape(n * rows * columns, c, h // rows, w // columns)
 
 
 def _batch_to_blocks(x: Tensor, block_shape: Any, crops: Any) -> Tensor:
-    """The inverse, and rows and columns are cut off at the ends."""
+    """Invert ``_blocks_to_batch`` and crop rows and columns at the ends."""
     rows, columns = sizes_of(block_shape) * (2 if isinstance(block_shape, int) else 1)
     (top, bottom), (left, right) = pairs_of(crops)
     n, c, h, w = x.shape
-    apart = x.reshape(rows, columns, n // rows // columns, c, h, w).permute(2, 3, 4, 0, 5, 1)
-    whole = apart.reshape(n // rows // columns, c, h * rows, w * columns)
+    blocks = x.reshape(rows, columns, n // rows // columns, c, h, w).permute(2, 3, 4, 0, 5, 1)
+    whole = blocks.reshape(n // rows // columns, c, h * rows, w * columns)
     return whole[:, :, top : h * rows - bottom, left : w * columns - right]
 
 
 def _laplace(shape: Any, mean: Any, scale: Any, seed: Any = None) -> Tensor:
-    """The difference of two exponential numbers."""
+    """Draw Laplace numbers as differences of two exponential numbers."""
     first, second = (torch.empty(sizes_of(shape)).exponential_(generator=drawn(seed)) for _ in range(2))
     drawn_numbers: Tensor = mean + scale * (first - second)
     return drawn_numbers
 
 
 def _gamma(shape: Any, alpha: Any, beta: Any, seed: Any = None) -> Tensor:
-    """Of concentration ``alpha`` and rate ``beta``."""
+    """Draw Gamma numbers of concentration ``alpha`` and rate ``beta``."""
     concentration, rate = torch.broadcast_tensors(as_torch(alpha).float(), as_torch(beta).float())
     wide = concentration.expand(*sizes_of(shape), *concentration.shape).contiguous()
     sample: Tensor = torch._standard_gamma(wide, generator=drawn(seed)).div(rate)
@@ -79,7 +78,7 @@ def _gamma(shape: Any, alpha: Any, beta: Any, seed: Any = None) -> Tensor:
 
 
 def _written(x: Any, index: Any, value: Any, change: str) -> Any:
-    """Slices of dim 0 replaced, or added to, in a copy."""
+    """Replace slices of dim 0, or add to them, in a copy."""
     rows = as_int(as_torch(index).reshape(-1))
     function = {"update": torch.Tensor.index_copy, "add": torch.Tensor.index_add}[change]
     return function(x, 0, rows, value.reshape(len(rows), *x.shape[1:]))
@@ -89,7 +88,7 @@ def _lrn(
     x: Tensor, depth_radius: int = 5, bias: float = 1.0, alpha: float = 1.0, beta: float = 0.5,
     norm_region: str = "ACROSS_CHANNELS",
 ) -> Tensor:  # fmt: skip
-    """x / (bias + alpha * the sum of squares of the channels up to ``depth_radius`` away)**beta."""
+    """Return x / (bias + alpha * the sum of squares of the channels up to ``depth_radius`` away)**beta."""
     one_of("ACROSS_CHANNELS")("norm_region", norm_region)
     width = 2 * depth_radius + 1  # torch divides alpha by it
     return F.local_response_norm(x, width, alpha * width, beta, bias)
@@ -108,7 +107,7 @@ def _for(lower: Any, upper: Any, loop_func: Function, init_val: Any) -> Any:
 
 
 def _scanned(loop_func: Function, init: Any, xs: Any, length: int | None = None) -> tuple[Any, Any]:
-    """``carry, y = loop_func(carry, x)`` along dim 0 of ``xs``: the last carry, and every y."""
+    """Scan ``carry, y = loop_func(carry, x)`` along dim 0 of ``xs``. Return the last carry, and every y."""
     ys = []
     for place in range(len(xs) if length is None else length):
         init, y = loop_func(init, None if xs is None else xs[place])
@@ -117,8 +116,8 @@ def _scanned(loop_func: Function, init: Any, xs: Any, length: int | None = None)
 
 
 def overlap(anchor_boxes: Tensor, gt_boxes: Tensor, mode: str = "iou") -> Tensor:
-    """Of boxes (x0, y0, x1, y1), every one with every other: what both have, of what either has ("iof": of what the
-    true one has)."""
+    """Return the intersection of all pairs of boxes (x0, y0, x1, y1), divided by their union ("iou") or by the area of
+    the ground-truth box ("iof")."""
     one_of("iou", "iof")("mode", mode)
     first, second = anchor_boxes.unsqueeze(0), gt_boxes.unsqueeze(1)
     low, high = torch.maximum(first[..., :2], second[..., :2]), torch.minimum(first[..., 2:], second[..., 2:])
@@ -128,14 +127,14 @@ def overlap(anchor_boxes: Tensor, gt_boxes: Tensor, mode: str = "iou") -> Tensor
 
 
 def _centres(boxes: Tensor) -> tuple[Tensor, Tensor]:
-    """Centres and sizes of boxes whose borders are pixels that belong to them."""
+    """Return centres and sizes of boxes whose border pixels belong to them."""
     return (boxes[..., :2] + boxes[..., 2:]) * 0.5, boxes[..., 2:] - boxes[..., :2] + 1.0
 
 
 def _encoded(anchor_box: Tensor, groundtruth_box: Tensor, means: Any = (0.0,) * 4, stds: Any = (1.0,) * 4) -> Tensor:
-    """How far boxes are from anchors, and how much larger (Ren et al. 2015, equation 2)."""
-    (at, size), (to, wanted) = _centres(anchor_box), _centres(groundtruth_box)
-    far = torch.cat(((to - at) / size, torch.log(wanted / size)), -1)
+    """Encode boxes as offsets from anchors and logarithms of size ratios (Ren et al. 2015, equation 2)."""
+    (at, size), (to, target_size) = _centres(anchor_box), _centres(groundtruth_box)
+    far = torch.cat(((to - at) / size, torch.log(target_size / size)), -1)
     return (far - torch.tensor(means).to(far)) / torch.tensor(stds).to(far)
 
 
@@ -147,11 +146,11 @@ def _decoded(
     stds: Any = (1.0,) * 4,
     wh_ratio_clip: float = 0.016,
 ) -> Tensor:
-    """The boxes of ``_encoded``, inside of an image (height, width)."""
+    """Decode the boxes of ``_encoded`` and clip them to an image (height, width)."""
     far = deltas * torch.tensor(stds).to(deltas) + torch.tensor(means).to(deltas)
     limit, (at, size) = abs(math.log(wh_ratio_clip)), _centres(anchor_box)
-    centre, wanted = at + far[..., :2] * size, size * far[..., 2:].clamp(-limit, limit).exp()
-    boxes = torch.cat((centre - (wanted - 1) * 0.5, centre + (wanted - 1) * 0.5), -1)
+    centre, box_size = at + far[..., :2] * size, size * far[..., 2:].clamp(-limit, limit).exp()
+    boxes = torch.cat((centre - (box_size - 1) * 0.5, centre + (box_size - 1) * 0.5), -1)
     height, width = max_shape
     return torch.minimum(boxes.clamp(min=0), torch.tensor([width - 1, height - 1] * 2).to(boxes))
 

@@ -19,8 +19,8 @@ Sizes = int | Sequence[int]
 
 
 def pair(name: str, value: Sizes, low: int = 1) -> tuple[int, int]:
-    """Two numbers for height and width, of four, as the reference also takes them, the last two. Raises ValueError for
-    others, and where the first of four, for images and channels, are not 1."""
+    """Return (height, width) from a number, two numbers, or the last two of four. Raises ValueError for others, and if
+    the first two of four, for images and channels, are not 1."""
     sizes = (value, value) if isinstance(value, int) else tuple(value)
     if any(isinstance(size, bool) or not isinstance(size, int) or size < low for size in sizes):
         raise ValueError(problem(f"{name} is {value!r}", fix=f"whole numbers from {low}"))
@@ -33,7 +33,7 @@ def pair(name: str, value: Sizes, low: int = 1) -> tuple[int, int]:
 
 
 def _four(pad: Sizes) -> tuple[int, int, int, int]:
-    """Top, bottom, left, right."""
+    """Return (top, bottom, left, right)."""
     sizes = (pad,) * 4 if isinstance(pad, int) else tuple(pad)
     if len(sizes) != 4:
         raise ValueError(problem(f"pad is {pad!r}", fix="a whole number, or four: (top, bottom, left, right)"))
@@ -56,12 +56,12 @@ class _Windowed(OfSettings):
 
     @property
     def reach(self) -> tuple[int, int]:
-        """The rows and columns that a window spans."""
+        """Return the rows and columns that a window spans."""
         height, width = ((k - 1) * d + 1 for k, d in zip(self.kernel_size, self.dilation, strict=True))
         return height, width
 
     def padding(self, shape: Sequence[int]) -> tuple[int, int, int, int]:
-        """Top, bottom, left, right."""
+        """Return the padding (top, bottom, left, right)."""
         if self.pad_mode == "valid":
             return (0, 0, 0, 0)
         if self.pad_mode == "pad":
@@ -71,14 +71,14 @@ class _Windowed(OfSettings):
         return top, bottom, left, right
 
     def check_windows(self, counts: tuple[int, ...]) -> None:
-        """Height and width are split only in mode "same", or where windows do not overlap in mode "valid"."""
+        """Allow a split of height and width only in mode "same", or in mode "valid" if windows do not overlap."""
         for dim in (2, 3):
             kernel, stride = self.reach[dim - 2], self.stride[dim - 2]
             if counts[dim] > 1 and (self.pad_mode == "pad" or (self.pad_mode == "valid" and kernel > stride)):
                 raise strict.failure(
                     self.title,
                     f"the strategy {counts} splits dim {dim} in {counts[dim]} parts, but in {self.pad_mode} mode with "
-                    f"kernel {kernel} (dilated) and stride {stride} it can not be split",
+                    f"kernel {kernel} (dilated) and stride {stride} it cannot be split",
                     "1 for height and width, pad_mode='same', or set_auto_parallel_context(strict=False)",
                 )
 
@@ -102,7 +102,7 @@ class Conv2D(
         return F.conv2d(x, weight, None, self.stride, padding, self.dilation, self.group)
 
     def prepared(self, strategy: Strategy | None, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """With the padding that the convolution does: where it is not alike on both sides, images are padded first."""
+        """Return the convolution's padding. Where it is asymmetric, images are padded first."""
         x, weight = args
         top, bottom, left, right = self.padding(x.shape)
         if (top, left) == (bottom, right):
@@ -130,8 +130,8 @@ class Conv2DTranspose(
     OfSettings, out_channel=..., kernel_size=..., pad_mode="valid", pad=0, pad_list=None, mode=1, stride=1, dilation=1,
     group=1, data_format="NCHW",
 ):  # fmt: skip
-    """``Conv2DTranspose(out_channel, kernel_size, ...)(dout, weight, input_size)``: the gradient of Conv2D by its
-    input, of shape ``input_size``; ``weight`` is (channels of dout, out / group, height, width)."""
+    """The gradient of Conv2D with respect to its input, of shape ``input_size``: ``Conv2DTranspose(out_channel,
+    kernel_size, ...)(dout, weight, input_size)``; ``weight`` is (channels of dout, out / group, height, width)."""
 
     dims = "n in h w, in out kh kw"
     lead = 0
@@ -146,7 +146,7 @@ class Conv2DTranspose(
         self.dilation = pair("dilation", dilation)
 
     def compute(self, dout: Any, weight: Any, input_size: Sequence[int]) -> Any:
-        """Without padding, then cut to ``input_size``: what padding would have given."""
+        """Compute without padding and crop to ``input_size``, which equals the padded result."""
         whole = F.conv_transpose2d(dout, weight, None, self.stride, 0, 0, self.group, self.dilation)
         begins = []
         for dim in (0, 1):

@@ -16,14 +16,14 @@ from shardwise.search.user_strategies import axes_of_counts
 
 
 def _numbered(letters: str, shapes: Shapes) -> Names:
-    """The dims of every shape by a letter of its own and their numbers."""
+    """Name the dims of every shape by a letter per shape and their numbers."""
     return tuple(tuple(f"{c}{dim}" for dim in range(len(shape))) for c, shape in zip(letters, shapes, strict=False))
 
 
 class Gather(OfSettings, batch_dims=0):
-    """``Gather(batch_dims)(params, indices, axis)``: the slices of ``params`` along ``axis`` that ``indices`` names.
+    """``Gather(batch_dims)(params, indices, axis)``: the slices of ``params`` along ``axis`` at ``indices``.
 
-    ``add_prim_attr("manual_split", (10, 20, 30, 4))`` gives the devices along the first split so many rows each;
+    ``add_prim_attr("manual_split", (10, 20, 30, 4))`` sets the rows per device along the first split dim.
     ``add_prim_attr("primitive_target", "CPU")`` keeps ``params`` on the host.
     """
 
@@ -41,7 +41,7 @@ class Gather(OfSettings, batch_dims=0):
         return params[(slice(None),) * axis + (indices,)]
 
     def _batched(self, params: Any, indices: Any, axis: int, batch: int) -> Any:
-        """Along dims 0 to ``batch`` the two are paired: ``torch.gather`` with everything else broadcast."""
+        """Look up with dims 0 to ``batch`` paired: ``torch.gather`` with all other dims broadcast."""
         before, after = params.shape[batch:axis], params.shape[axis + 1 :]
         index_shape = indices.shape[batch:]
         index = indices.reshape(*indices.shape[:batch], *(1 for _ in before), -1, *(1 for _ in after))
@@ -57,8 +57,8 @@ class Gather(OfSettings, batch_dims=0):
     def _manual(self) -> tuple[int, ...] | None:
         if "manual_split_with_offset" in self.attrs:
             raise NotImplementedError(
-                f"{self.title}: manual_split_with_offset: give the lengths alone as manual_split; indices of any "
-                "device's rows are found"
+                f"{self.title}: manual_split_with_offset: give only the lengths, as manual_split; indices of any "
+                "device's rows are supported"
             )
         return self.attrs.get("manual_split")
 
@@ -70,14 +70,14 @@ class Gather(OfSettings, batch_dims=0):
         return params, (*params[:shared], *indices[shared:])
 
     def led(self, strategy: Strategy, *args: Any) -> Any:
-        """A batched lookup: the result is split by the counts of both."""
+        """Split the result of a batched lookup by the counts of both operands."""
         return counted(self.compute(*args), self._of_result(strategy, args))
 
     def followed(self, names: Names, args: tuple[Any, ...]) -> frozenset[str]:
         return frozenset(self._of_result(names, args))
 
     def _of_result(self, of_operands: Any, args: tuple[Any, ...]) -> Any:
-        """Counts or names of the result's dims: the dim that is looked up is replaced by those of the indices."""
+        """Return counts or names of the result's dims: the dims of the indices replace the dim that is looked up."""
         params, indices = of_operands
         axis, batch = args[2] % len(params) if len(args) > 2 else 0, self.batch_dims % len(indices)
         return (*params[:axis], *indices[batch:], *params[axis + 1 :])
@@ -93,10 +93,10 @@ class Gather(OfSettings, batch_dims=0):
         rows, *columns = strategy[0]
         axis = self._axis(args, self.strategy_shapes(args))
         names = {2: ("v", "e")} if axis == 0 else {2: ("d0", "v0")}
-        wanted = dict(zip(names[2], (rows, *columns), strict=True))
-        axes = axes_of_counts(wanted, sw.Mesh({AXIS: options.stage_devices}))
+        counts_by_axis = dict(zip(names[2], (rows, *columns), strict=True))
+        axes = axes_of_counts(counts_by_axis, sw.Mesh({AXIS: options.stage_devices}))
         words = []
-        for name in wanted:
+        for name in counts_by_axis:
             sub_axes = [sub for sub, choice in axes.items() if choice == name]
             cut = "{" + ",".join(map(str, lengths)) + "}" if name.startswith("v") else ""
             if sub_axes or cut:
@@ -104,8 +104,8 @@ class Gather(OfSettings, batch_dims=0):
         return " ".join(words)
 
     def out_counts(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...], *, strict: bool) -> Strategy | None:
-        """Where the rows are split, strict mode scatters the sum over the first dim of the indices, if that divides,
-        as the reference does: without ``out_strategy``."""
+        """Return the split of the result. If rows are split and there is no ``out_strategy``, strict mode scatters the
+        sum over the first dim of the indices, if that divides, as the reference does."""
         params, indices = strategy
         if self.out_strategy is not None or not strict:
             return self.out_strategy
@@ -200,7 +200,7 @@ class SparseGatherV2(Gather):
 
 
 class EmbeddingLookup(Gather):
-    """``EmbeddingLookup()(params, indices, offset)``: rows of indices minus ``offset``; 0 for those that are none."""
+    """``EmbeddingLookup()(params, indices, offset)``: rows at indices minus ``offset``; 0 out of range."""
 
     def __call__(self, params: Any, indices: Any, offset: int = 0) -> Any:
         shifted = indices - offset
@@ -223,7 +223,7 @@ class GatherD(Primitive):
 
 
 class GatherNd(Primitive):
-    """``GatherNd()(x, indices)``: the last dim of the indices names a place in the first dims of x."""
+    """A lookup: ``GatherNd()(x, indices)``, where the last dim of the indices addresses the first dims of x."""
 
     dims = "x..., b... place"
     lead = 1
@@ -233,13 +233,13 @@ class GatherNd(Primitive):
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
         strict.whole(self.title, strategy[0], range(len(shapes[0])), "which is looked up")
-        strict.whole(self.title, strategy[1], (len(shapes[1]) - 1,), "which names a place")
+        strict.whole(self.title, strategy[1], (len(shapes[1]) - 1,), "which addresses an element")
 
 
 class OneHot(OfSettings, axis=-1):
-    """``OneHot(axis)(indices, depth, on_value, off_value)``. Its strategy is that of the result, and () for each value:
-    ``((4, 2), (), ())``; the dim of the classes may be split, and may be left out where it is not: ``((4,), (), ())``.
-    """
+    """One-hot vectors: ``OneHot(axis)(indices, depth, on_value, off_value)``. Its strategy is that of the result, and
+    () for each value: ``((4, 2), (), ())``. The dim of the classes may be split, or left out if it is not split:
+    ``((4,), (), ())``."""
 
     lead = 0
 
@@ -274,7 +274,7 @@ class OneHot(OfSettings, axis=-1):
 
 
 class UnsortedSegmentSum(Primitive):
-    """``UnsortedSegmentSum()(x, segment_ids, num_segments)``: sums of the parts of x that share an id."""
+    """Segment sums: ``UnsortedSegmentSum()(x, segment_ids, num_segments)`` sums the parts of x that share an id."""
 
     sums = True
     lead = 0
@@ -291,8 +291,8 @@ class UnsortedSegmentSum(Primitive):
 
 
 class TensorScatterUpdate(Primitive):
-    """``TensorScatterUpdate()(x, indices, updates)``: x with other values at the places that the last dim of the
-    indices names."""
+    """An update: ``TensorScatterUpdate()(x, indices, updates)`` returns x with new values at the positions in the last
+    dim of the indices."""
 
     lead = 0
 
@@ -300,7 +300,7 @@ class TensorScatterUpdate(Primitive):
         return x.index_put(tuple(indices.unbind(-1)), updates)
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        strict.whole(self.title, strategy[0], range(shapes[1][-1]), "in which places are named")
+        strict.whole(self.title, strategy[0], range(shapes[1][-1]), "which the indices address")
 
     def dim_names(self, shapes: Shapes, args: tuple[Any, ...]) -> Names:
         x, indices = _numbered("xi", shapes)
@@ -308,7 +308,7 @@ class TensorScatterUpdate(Primitive):
 
 
 class TensorScatterAdd(TensorScatterUpdate):
-    """``TensorScatterAdd()(x, indices, updates)``: x plus values at the places that the indices name."""
+    """``TensorScatterAdd()(x, indices, updates)``: x with values added at the positions in the indices."""
 
     def compute(self, x: Any, indices: Any, updates: Any) -> Any:
         return x.index_put(tuple(indices.unbind(-1)), updates, accumulate=True)

@@ -1,4 +1,4 @@
-"""Products of matrices, and the bias."""
+"""Matrix products, and the bias."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from shardwise.search.user_strategies import axes_of_counts
 
 
 class MatMul(OfSettings, transpose_a=False, transpose_b=False):
-    """The product of two matrices, whose batch dims (if any) are broadcast to each other."""
+    """The product of two matrices, with batch dims (if any) broadcast."""
 
     sums = True
 
     def _is_linear(self, *shapes: Any) -> bool:
-        """Whether torch has the product as one operator, which reads a weight of (out, in) as it is stored."""
+        """Return whether torch has the product as one operator, which reads a weight of (out, in) as it is stored."""
         return self.transpose_b and not self.transpose_a and all(len(shape) == 2 for shape in shapes)
 
     def compute(self, x: Any, y: Any) -> Any:
@@ -49,26 +49,26 @@ class MatMul(OfSettings, transpose_a=False, transpose_b=False):
         return dim_names(", ".join(texts), [len(shape) for shape in shapes])
 
     def strategy_text(self, strategy: Strategy | None, args: tuple[Any, ...]) -> str | None:
-        """Where only the second operand has the batch dims, the order of the device matrix in words: batch dims, m, k,
-        n. The library would give devices in the order in which dims appear."""
+        """Return the layout notation if only the second operand has the batch dims: the device matrix has the order
+        batch dims, m, k, n. The library would assign devices in the order in which dims appear."""
         shapes = self.strategy_shapes(args)
         batch = self._batch(shapes)
         first, second = ((1,) * (len(batch) + 2 - len(shape)) + shape for shape in shapes)
         if strategy is None or not any(a < b for a, b in zip(first[:-2], second[:-2], strict=True)):
             return None
         counts = self.counts_by_name(strategy, shapes, args)
-        wanted = dict(
+        counts_by_axis = dict(
             zip((*leading_names(len(batch)), *"mkn"), (counts[name] for name in (*batch, *"mkn")), strict=True)
         )
         mesh = sw.Mesh({AXIS: context.options().stage_devices})
-        choices = axes_of_counts(wanted, mesh)
+        choices = axes_of_counts(counts_by_axis, mesh)
         return " ".join(
             f"{name}@({','.join(axis for axis in choices if choices[axis] == name)})"
             for name in dict.fromkeys(choices.values())
         )
 
     def _batch(self, shapes: Shapes) -> tuple[str, ...]:
-        """The names of the batch dims, in order."""
+        """Return the names of the batch dims, in order."""
         return tuple(f"b{i}" for i in range(max(map(len, shapes)) - 2, 0, -1))
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
@@ -107,7 +107,7 @@ class BatchMatMul(MatMul):
 
 
 class BiasAdd(OfSettings, data_format="NCHW"):
-    """x + b, where b belongs to dim 1 of x."""
+    """x + b, where b is broadcast along dim 1 of x."""
 
     dims = "n c b..., c"
 

@@ -13,7 +13,7 @@ from shardwise.mindspore.ops.primitive import OfSettings, Primitive, Shapes, Str
 
 
 class SoftmaxCrossEntropyWithLogits(Primitive):
-    """``(logits, labels)``, labels being probabilities: the cross entropy over the last dim, and the gradient of the
+    """Cross entropy over the last dim of ``(logits, labels)``, with labels as probabilities, and the gradient of the
     logits. Only the loss is differentiated."""
 
     lead = 0
@@ -29,8 +29,8 @@ class SoftmaxCrossEntropyWithLogits(Primitive):
 
 
 class SparseSoftmaxCrossEntropyWithLogits(OfSettings, is_grad=False):
-    """``SparseSoftmaxCrossEntropyWithLogits(is_grad)(logits, labels)``, labels being class numbers: the mean cross
-    entropy, or the gradient of the logits."""
+    """Mean cross entropy, or with ``is_grad`` the gradient of the logits:
+    ``SparseSoftmaxCrossEntropyWithLogits(is_grad)(logits, labels)``, with labels as class indices."""
 
     dims = "b... classes, b..."
     sums = True
@@ -47,14 +47,14 @@ class SparseSoftmaxCrossEntropyWithLogits(OfSettings, is_grad=False):
 
 
 class SigmoidCrossEntropyWithLogits(Primitive):
-    """``(logits, label)``: the binary cross entropy of the sigmoid, per element."""
+    """Binary cross entropy of the sigmoid per element of ``(logits, label)``."""
 
     def compute(self, logits: Any, label: Any) -> Any:
         return F.binary_cross_entropy_with_logits(logits, label, reduction="none")
 
 
 class BinaryCrossEntropy(OfSettings, reduction="mean"):
-    """``BinaryCrossEntropy(reduction)(logits, labels, weight)``, logits being probabilities."""
+    """Binary cross entropy of probabilities: ``BinaryCrossEntropy(reduction)(logits, labels, weight)``."""
 
     sums = True
 

@@ -26,7 +26,7 @@ def as_int(x: Tensor) -> Tensor:
 
 
 def _padding(pad_mode: str, padding: Any) -> Any:
-    """The padding of a convolution in torch's words."""
+    """Return the padding of a convolution in torch's form."""
     if pad_mode == "pad":
         sizes = sizes_of(padding)
         return sizes if len(sizes) in (1, 3) else (sizes[0], sizes[-1])
@@ -41,7 +41,7 @@ def _convolved(x: Any, weight: Any, bias: Any, stride: Any, mode: str, padding: 
 
 
 def _divergence(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
-    """Of Kullback and Leibler, from logarithms; torch's "mean" will change its meaning."""
+    """Return the Kullback-Leibler divergence of logarithms. It avoids torch's "mean", whose meaning will change."""
     elementwise = F.kl_div(logits, labels, reduction="none")
     if reduction == "none":
         return elementwise
@@ -49,7 +49,7 @@ def _divergence(logits: Tensor, labels: Tensor, reduction: str) -> Tensor:
 
 
 def _log_alpha(log_probs: Tensor, targets: Tensor, *lengths_and_blank: Any) -> Tensor | None:
-    """The logarithms of the probabilities of all prefixes of the targets [n, t, 2 s + 1]; None in a split cell."""
+    """Return the log-probabilities of all prefixes of the targets [n, t, 2 s + 1]; None in a split cell."""
     if torch.compiler.is_exporting():
         return None
     table: Tensor = torch._ctc_loss(log_probs.detach(), targets, *lengths_and_blank)[1]
@@ -64,8 +64,8 @@ def classes_loss(
     ignore_longer: bool,
     merging: tuple[bool, bool] = (False, True),
 ) -> tuple[Tensor, Tensor | None]:
-    """The losses [n] of logits [t, n, classes], of which the last is the blank, and labels at (row, place) [k, 2], and
-    the gradient of the logits; None in a split cell."""
+    """Return the CTC losses [n] and the gradient of the logits (None in a split cell). ``x``: logits [t, n, classes],
+    whose last class is the blank; ``labels_indices``: (row, position) [k, 2]."""
     if merging != (False, True):
         what = f"CTCLoss(preprocess_collapse_repeated={merging[0]}, ctc_merge_repeated={merging[1]})"
         raise NotImplementedError(problem(what, fix="labels as they are meant, with False and True"))
@@ -74,20 +74,20 @@ def classes_loss(
     count, blank = x.shape[1], x.shape[2] - 1
     targets = torch.zeros(count, width, dtype=torch.int64).index_put((rows, places), as_int(labels_values))
     lengths = torch.zeros(count, dtype=torch.int64).index_add(0, rows, torch.ones_like(rows))
-    given = (targets, as_int(sequence_length), lengths, blank)
+    arguments = (targets, as_int(sequence_length), lengths, blank)
     logarithms = x.log_softmax(2)
-    losses = F.ctc_loss(logarithms, *given, reduction="none", zero_infinity=ignore_longer)
+    losses = F.ctc_loss(logarithms, *arguments, reduction="none", zero_infinity=ignore_longer)
     if torch.compiler.is_exporting():
         return losses, None
-    found = torch._ctc_loss(logarithms.detach(), *given, ignore_longer)
+    results = torch._ctc_loss(logarithms.detach(), *arguments, ignore_longer)
     call = torch.ops.aten._ctc_loss_backward.Tensor
     one = torch.ones_like(losses.detach())
-    return losses, call(one, logarithms.detach(), *given[:3], *found, blank, ignore_longer)
+    return losses, call(one, logarithms.detach(), *arguments[:3], *results, blank, ignore_longer)
 
 
 def _best_classes(inputs: Tensor, sequence_length: Tensor, merge_repeated: bool = True) -> tuple[Tensor, ...]:
-    """The likeliest classes of steps [t, n, classes] without blanks, which are the last class: their (row, place), the
-    classes, the shape of the table of them, and the sums of what they are likely to be."""
+    """Decode the most likely classes of steps [t, n, classes] without blanks, the last class. Return their (row,
+    position), the classes, the shape of their table, and the negated sums of their scores."""
     best, classes = torch.max(inputs, 2)
     lives = torch.arange(len(inputs)).unsqueeze(1) < sequence_length
     kept = lives & (classes != inputs.shape[2] - 1)
@@ -121,7 +121,7 @@ def _older_layer_norm(
 
 @wraps(_layer_norm)
 def _either_layer_norm(*args: Any, **kwargs: Any) -> Any:
-    """With a shape, or as in older versions: with gamma in its place."""
+    """Normalise with a shape, or as in older versions with gamma as the second argument."""
     is_older = "gamma" in kwargs or (len(args) > 1 and isinstance(args[1], Tensor))
     return (_older_layer_norm if is_older else _layer_norm)(*args, **kwargs)
 

@@ -14,7 +14,7 @@ from shardwise.mindspore.ops.primitive import OfSettings, Shapes, Strategy
 
 
 class Softmax(OfSettings, axis=-1):
-    """exp(x) over its sum along ``axis``, one dim or several."""
+    """exp(x) divided by its sum along ``axis``, one dim or several."""
 
     why = "over which it is normalised"
     axis: Any
@@ -52,9 +52,9 @@ class L2Normalize(Softmax, axis=0, epsilon=1e-4):
 
 
 class LayerNorm(OfSettings, begin_norm_axis=1, begin_params_axis=1, epsilon=1e-7):
-    """``LayerNorm(begin_norm_axis, begin_params_axis, epsilon)(x, gamma, beta)``: x normalised over the dims from
-    ``begin_norm_axis`` on, times gamma plus beta, which have the dims from ``begin_params_axis`` on; and its mean and
-    variance."""
+    """Normalisation of x over the dims from ``begin_norm_axis`` on, times gamma plus beta: ``LayerNorm(begin_norm_axis,
+    begin_params_axis, epsilon)(x, gamma, beta)``. Gamma and beta have the dims from ``begin_params_axis`` on. It also
+    returns mean and variance."""
 
     lead = 0
 
@@ -74,9 +74,9 @@ class LayerNorm(OfSettings, begin_norm_axis=1, begin_params_axis=1, epsilon=1e-7
 
 
 class BatchNorm(OfSettings, is_training=False, epsilon=1e-5, momentum=0.1, data_format="NCHW"):
-    """``BatchNorm(is_training, epsilon, momentum)(x, scale, bias, mean, variance)``: normalised over all dims but the
-    second, in training by the batch's own statistics, which are then mixed into ``mean`` and ``variance`` with weight
-    ``momentum``. Five results, of which the last two repeat the statistics."""
+    """Normalisation over all dims but the second: ``BatchNorm(is_training, epsilon, momentum)(x, scale, bias, mean,
+    variance)``. Training uses the batch's own statistics and mixes them into ``mean`` and ``variance`` with weight
+    ``momentum``. The last two of the five results repeat the statistics."""
 
     dims = "n c b..., c, c, c, c"
     lead = 0
@@ -90,8 +90,8 @@ class BatchNorm(OfSettings, is_training=False, epsilon=1e-5, momentum=0.1, data_
 
 
 class Dropout(OfSettings, keep_prob=0.5, Seed0=0, Seed1=0):
-    """``Dropout(keep_prob)(x)``: each element is kept with probability ``keep_prob`` and divided by it, else 0; and
-    which were kept. Devices draw different numbers for different elements, and equal ones for the same element."""
+    """``Dropout(keep_prob)(x)``: each element is kept with probability ``keep_prob`` and divided by it, else 0; and the
+    mask. Devices draw different numbers for different elements, and equal ones for the same element."""
 
     lead = 0
 

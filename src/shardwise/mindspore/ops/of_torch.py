@@ -1,5 +1,5 @@
-"""Functions that torch has: under the same names, with ``axis`` for ``dim`` and ``keep_dims`` for ``keepdim``, or with
-the reference's words for the same arguments."""
+"""Functions that torch has under the same names, with ``axis`` for ``dim`` and ``keep_dims`` for ``keepdim``, or with
+the reference's argument names."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def _with_words(function: Function) -> Function:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **{_WORDS.get(word, word): value for word, value in kwargs.items()})
-        return tuple(result) if isinstance(result, tuple) else result  # not torch's named one
+        return tuple(result) if isinstance(result, tuple) else result  # a plain tuple instead of torch's named one
 
     return call
 
 
-# The reference's name ("=": where torch has another one), and its arguments, in torch's order.
+# The reference's name ("=" precedes another name in torch), and its arguments, in torch's order.
 _ROWS: dict[Any, str] = {
     torch: """
         addbmm input batch1 batch2 * beta=1 alpha=1; addmm input mat1 mat2 * beta=1 alpha=1;
@@ -79,7 +79,7 @@ _ROWS: dict[Any, str] = {
 
 
 class _Row:
-    """A function of torch, with the reference's words for its arguments."""
+    """A torch function with the reference's argument names."""
 
     def __init__(self, function: Function, words: Sequence[str]) -> None:
         self.function, self.__signature__ = function, Signature(parameters_of(words))
@@ -89,7 +89,7 @@ class _Row:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         rest = self.defaults[len(args) :]
-        if not kwargs and len(args) <= len(self.defaults) and Parameter.empty not in rest:  # without names it is short
+        if not kwargs and len(args) <= len(self.defaults) and Parameter.empty not in rest:  # fast path without keywords
             return self.function(*args, *rest, **self.named)
         bound = self.__signature__.bind(*args, **kwargs)
         bound.apply_defaults()

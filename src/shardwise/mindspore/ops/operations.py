@@ -29,7 +29,7 @@ from shardwise.mindspore.ops.reductions import *
 from shardwise.mindspore.ops.shape import *
 from shardwise.mindspore.ops.simple import *
 
-if not TYPE_CHECKING:  # type checkers read no sums of lists: for them all that is imported here is public
+if not TYPE_CHECKING:  # type checkers cannot evaluate __all__; to them all imports are public
     __all__ = ["Primitive"]
     for _family in (
         arithmetic, communication, images, indexing, linear, losses, normalization, reductions, shape, simple
@@ -39,4 +39,4 @@ if not TYPE_CHECKING:  # type checkers read no sums of lists: for them all that 
 else:
 
     def __getattr__(name: str) -> Any:
-        """Names that are made from tables (``simple``, ``functions``)."""
+        """Return names that are made from tables (``simple``, ``functions``)."""

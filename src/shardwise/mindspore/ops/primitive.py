@@ -1,4 +1,4 @@
-"""Primitives: operators as objects, which carry a strategy."""
+"""Primitives: operators as objects with a strategy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _UNSPLIT: ContextVar[bool] = ContextVar("shardwise_unsplit_operators", default=F
 
 @contextmanager
 def unsplit_operators() -> Iterator[None]:
-    """Primitives just compute meanwhile, also in a cell that is captured: they are parts of one operator."""
+    """Let primitives only compute within the context, even during capture: they are parts of one operator."""
     token = _UNSPLIT.set(True)
     try:
         yield
@@ -38,7 +38,7 @@ def unsplit_operators() -> Iterator[None]:
 
 @contextmanager
 def host_operands() -> Iterator[list[torch.Tensor]]:
-    """The tensors that primitives with ``primitive_target`` "CPU" keep on the host, of those called meanwhile."""
+    """Collect the tensors that primitives with ``primitive_target`` "CPU" keep on the host within the context."""
     operands: list[torch.Tensor] = []
     token = _HOST_OPERANDS.set(operands)
     try:
@@ -51,8 +51,8 @@ Names = tuple[tuple[str, ...], ...]
 
 
 def dim_names(text: str, ranks: Sequence[int]) -> Names:
-    """A name per dim of every tensor. ``text``: the names, a list per tensor (one list: of each); "b..." stands for all
-    dims that have no name of their own, counted from the right.
+    """Return a name per dim of every tensor. ``text``: a list of names per tensor, or one list for all. "b..." stands
+    for all dims without a name of their own, counted from the right.
 
     >>> dim_names("b... m k, b... k n", (2, 4))
     (('m', 'k'), ('b2', 'b1', 'k', 'n'))
@@ -68,25 +68,30 @@ def dim_names(text: str, ranks: Sequence[int]) -> Names:
 
 
 def counted(x: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
-    """A value that is split so many ways per dim."""
+    """Constrain a value to split counts per dim."""
     return sw.constrain(x, repr((counts,)))
 
 
 def laid(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """A value in a layout by names."""
+    """Constrain a value to a layout by names."""
     return sw.constrain(x, layout.text(tuple(x.shape), context.options().stage_devices))
 
 
 class Primitive:
     """An operator: ``ops.MatMul()(x, y)``. Subclasses compute on plain torch tensors in ``compute``.
 
-    A strategy (one tuple of split counts per tensor operand) acts in the modes semi_auto_parallel and auto_parallel
-    only. ``sums``: the operator sums over a dim, so that splitting it leaves partial sums. ``instance_name``: the
-    attribute of the cell that holds the primitive; ``data_parallel``: without a strategy it splits dim 0 of its first
-    operand (``Cell.set_data_parallel``); ``attrs``: what the printed IR shows as ``primitive_attrs``. ``dims``: names
-    of the dims of its operands (``dim_names``), of which equal ones are split alike. ``lead``: where several operators
-    do the work, the number of the tensor operand that takes its counts, and which they follow; ``splittable``: whether
-    strict mode lets it have a strategy.
+    A strategy (one tuple of split counts per tensor operand) has an effect only in the modes semi_auto_parallel and
+    auto_parallel.
+
+    Attributes:
+        dims: names of the dims of its operands (``dim_names``); dims of the same name have the same split count.
+        sums: the operator sums over a dim, so that splitting it leaves partial sums.
+        splittable: whether strict mode allows a strategy.
+        lead: for an operator made of several torch operators, the index of the tensor operand that is split by its
+            counts; the operators inside follow.
+        instance_name: the attribute of the cell that holds the primitive.
+        data_parallel: without a strategy it splits dim 0 of its first operand (``Cell.set_data_parallel``).
+        attrs: the ``primitive_attrs`` of the printed IR.
     """
 
     dims = "b..."
@@ -98,7 +103,7 @@ class Primitive:
         self.attrs: dict[str, Any] = {}
         self.in_strategy: Strategy | None = None
         self.out_strategy: Strategy | None = None
-        self.in_layouts: Layouts | None = None  # where strategies are layouts
+        self.in_layouts: Layouts | None = None  # set if strategies are layouts
         self.out_layouts: Layouts | None = None
         self.instance_name = ""
         self.data_parallel = False
@@ -110,22 +115,22 @@ class Primitive:
 
     @property
     def title(self) -> str:
-        """The operator and the attribute that holds it, for messages: ``MatMul matmul2``."""
+        """Return the operator and the attribute that holds it, for messages: ``MatMul matmul2``."""
         return f"{self.name} {self.instance_name}".strip()
 
     def compute(self, *args: Any) -> Any:
         raise NotImplementedError(f"{self.name} computes nothing")
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        """What strict mode asks of this operator beyond what it asks of all (``strict.check``). ``args``: of the
-        call."""
+        """Run the operator's own checks of strict mode, besides the common ones (``strict.check``). ``args``: those of
+        the call."""
 
     def refused(self, what: str, fix: str) -> strict.StrategyError:
-        """The error of a strategy that this operator can not have."""
+        """Return the error for a strategy that this operator does not support."""
         return strict.failure(self.title, what, fix)
 
     def shard(self, in_strategy: Any = None, out_strategy: Any = None) -> Self:
-        """Fixes how the operator is split: ``ops.MatMul().shard(((2, 4), (4, 1)))``. Returns itself."""
+        """Set the strategy of the operator: ``ops.MatMul().shard(((2, 4), (4, 1)))``. Returns itself."""
         _check_instance(self, "shard", (in_strategy, out_strategy))
         in_strategy, self.in_layouts = as_counts(in_strategy)
         out_strategy, self.out_layouts = as_counts(out_strategy)
@@ -138,7 +143,7 @@ class Primitive:
         return self
 
     def set_strategy(self, *strategies: Any) -> Self:
-        """The old name of ``shard``; takes the strategies of the operands in one argument or in several."""
+        """Set the strategies of the operands, in one argument or in several. It is the old name of ``shard``."""
         _check_instance(self, "set_strategy", strategies)
         arg = strategies[0] if len(strategies) == 1 else ()
         in_one = len(strategies) == 1 and not (isinstance(arg, (tuple, list)) and all(isinstance(n, int) for n in arg))
@@ -150,7 +155,7 @@ class Primitive:
         self.attrs |= {"in_strategy": self.in_strategy, "out_strategy": self.out_strategy}
 
     def add_prim_attr(self, name: str, value: Any) -> Self:
-        """Sets an attribute, such as ``"manual_split"`` or ``"primitive_target"``. Returns the primitive."""
+        """Set an attribute, such as ``"manual_split"`` or ``"primitive_target"``. Returns the primitive."""
         self.attrs[name] = value
         return self
 
@@ -166,7 +171,7 @@ class Primitive:
         return self
 
     def recompute(self, mode: bool = True) -> Self:
-        """Backward computes the results again, instead of keeping them."""
+        """Recompute the results in backward instead of saving them."""
         if not isinstance(mode, bool):
             raise TypeError(problem(f"{self.title}.recompute({mode!r})", fix="True or False"))
         self.recomputed = mode
@@ -209,7 +214,7 @@ class Primitive:
         return result
 
     def placed(self, *args: Any) -> Any:
-        """``compute`` of operands in the layouts that were given; what is inside follows."""
+        """Run ``compute`` with operands in the layouts that were set. The operators inside follow."""
         leaves, spec = pytree.tree_flatten(args)
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         layouts = _of_tensors(self.in_layouts or (), len(tensors), args)
@@ -218,7 +223,7 @@ class Primitive:
         return self.compute(*pytree.tree_unflatten(leaves, spec))
 
     def led(self, strategy: Strategy, *args: Any) -> Any:
-        """``compute`` of several operators: the operand ``lead`` is split by its counts, and what is inside follows."""
+        """Run ``compute`` with the operand ``lead`` split by its counts. The operators inside follow."""
         leaves, spec = pytree.tree_flatten(args)
         tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         assert self.lead is not None
@@ -227,31 +232,31 @@ class Primitive:
         return self.compute(*pytree.tree_unflatten(leaves, spec))
 
     def followed(self, names: Names, args: tuple[Any, ...]) -> frozenset[str]:
-        """The dims whose counts ``led`` can carry to the operators inside: those of the operand ``lead``."""
+        """Return the dims whose counts ``led`` can carry to the operators inside: those of the operand ``lead``."""
         assert self.lead is not None
         return frozenset(names[self.lead])
 
     def prepared(self, strategy: Strategy | None, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arguments of ``compute``, after what has to be done before it."""
+        """Return the arguments of ``compute`` after preprocessing."""
         return args
 
     def strategy_shapes(self, args: tuple[Any, ...]) -> Shapes:
-        """The shapes of which the strategy speaks, one tuple of counts each: those of the tensor operands."""
+        """Return the shapes to which the strategy applies, one tuple of counts each: those of the tensor operands."""
         return tuple(tuple(tensor.shape) for tensor in pytree.tree_leaves(args) if isinstance(tensor, torch.Tensor))
 
     def operand_counts(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Strategy:
-        """The counts of the operands of torch's operator, where these have other dims than ours."""
+        """Return the counts of the torch operator's operands, if their dims differ from ours."""
         return strategy
 
     def dim_names(self, shapes: Shapes, args: tuple[Any, ...]) -> Names:
-        """A name per dim of every shape: those of one name are split alike, but for dims of size 1."""
+        """Return a name per dim of every shape. Dims of one name have equal split counts, except dims of size 1."""
         per_shape = dim_names(self.dims, [len(shape) for shape in shapes])
         if any(len(names) != len(shape) for names, shape in zip(per_shape, shapes, strict=True)):
             raise self.refused(f"inputs of shapes {list(map(list, shapes))} have too few dims", f"dims {self.dims}")
         return per_shape
 
     def counts_by_name(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> dict[str, int]:
-        """In how many parts the dims of each name are split. Their product is the number of devices."""
+        """Return the split count of the dims of each name. Their product is the number of devices."""
         parts: dict[str, int] = {}
         for counts, names in zip(strategy, self.dim_names(shapes, args), strict=True):
             for count, name in zip(counts, names, strict=bool(counts)):
@@ -259,7 +264,7 @@ class Primitive:
         return parts
 
     def completed(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> Strategy:
-        """A strategy with the counts of operands that it leaves to the others: ``()`` for ((2, 4), ()).
+        """Fill in the counts of operands with an empty entry: ``()`` for ((2, 4), ()).
 
         Raises StrategyError for another form.
         """
@@ -271,15 +276,15 @@ class Primitive:
         )
 
     def strategy_text(self, strategy: Strategy | None, args: tuple[Any, ...]) -> str | None:
-        """A strategy in the library's words, where split counts can not say it."""
+        """Return a strategy in the library's notation, if split counts cannot express it."""
         return None
 
     def out_counts(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...], *, strict: bool) -> Strategy | None:
-        """How results are split; None: as the operator leaves them (in strict mode with its partial sums summed)."""
+        """Return the split of the results; None: as the operator leaves them (strict mode reduces partial sums)."""
         return self.out_strategy
 
     def host_operands(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
-        """The operands that stay on the host where the operator's target is the CPU."""
+        """Return the operands that stay on the host if the operator's target is the CPU."""
         return []
 
     def __repr__(self) -> str:
@@ -296,7 +301,7 @@ class OfSettings(WithSettings, Primitive):
 
 
 class Plain(Primitive):
-    """``function`` of the operands."""
+    """The operator ``function`` of the operands."""
 
     function: ClassVar[Callable[..., Any]]
 
@@ -305,7 +310,7 @@ class Plain(Primitive):
 
 
 class Simple(OfSettings, Plain):
-    """``function(*operands, **settings)``. A strategy splits the first operand; what is inside follows."""
+    """The operator ``function(*operands, **settings)``. A strategy splits its first operand."""
 
     lead = 0
 
@@ -314,8 +319,8 @@ class Simple(OfSettings, Plain):
 
 
 class Inner(Primitive):
-    """What a layer computes, as an operator that may have a strategy of its own: ``norm.bn_train.shard(...)``. It is
-    called with a function and its operands. ``dims``: as of every operator."""
+    """The computation of a layer as an operator that may have a strategy of its own: ``norm.bn_train.shard(...)``. It
+    is called with a function and its operands. ``dims``: as in ``Primitive``."""
 
     lead = 0
 
@@ -328,8 +333,8 @@ class Inner(Primitive):
 
 
 def _of_tensors(entries: tuple[Any, ...], count: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A strategy's entries for the ``count`` tensors alone: a number among the operands may have ``()``, as a tensor
-    without dims has."""
+    """Return a strategy's entries for the ``count`` tensors only. A number among the operands may have the entry
+    ``()``, like a tensor without dims."""
     leaves = pytree.tree_leaves(args)
     if not len(leaves) == len(entries) > count:
         return entries

@@ -1,4 +1,4 @@
-"""Operators that combine the elements of some dims, that scan or that sort one."""
+"""Operators that reduce dims, or scan or sort one dim."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Axes = int | Sequence[int]
 
 
 class Reduce(OfSettings, keep_dims=False):
-    """``ReduceSum(keep_dims)(x, axis)``: any dims, without ``axis`` all. They may be split: results are reduced."""
+    """``ReduceSum(keep_dims)(x, axis)`` over any dims, by default all. Split dims are reduced over the devices."""
 
-    function: ClassVar[Callable[..., Any]]  # of x, dims and whether they are kept
+    function: ClassVar[Callable[..., Any]]  # takes x, dims and keepdim
 
     def compute(self, x: Any, axis: Axes = ()) -> Any:
         return type(self).function(x, dims_of(x, axis), self.keep_dims)
@@ -40,7 +40,7 @@ def _place_and_value(extreme: Callable[..., Any], x: Any, axis: int, keep_dims: 
     return index, value
 
 
-PLACES = classes_of({  # where the largest or smallest element of a dim is
+PLACES = classes_of({  # index of the largest or smallest element of a dim
     "ArgMaxWithValue": lambda x, *, axis=0, keep_dims=False: _place_and_value(torch.max, x, axis, keep_dims),
     "ArgMinWithValue": lambda x, *, axis=0, keep_dims=False: _place_and_value(torch.min, x, axis, keep_dims),
     "Argmax": lambda x, *, axis=-1, output_type=torch.int32: x.argmax(axis).to(output_type),
@@ -50,8 +50,8 @@ globals().update(PLACES)
 
 
 class CumSum(OfSettings, exclusive=False, reverse=False):
-    """``CumSum(exclusive, reverse)(x, axis)``: sums of the first elements, without the element itself if
-    ``exclusive``, from the last one on if ``reverse``."""
+    """Cumulative sums: ``CumSum(exclusive, reverse)(x, axis)``. ``exclusive`` leaves out the element itself,
+    ``reverse`` starts at the last one."""
 
     lead = 0
 
@@ -67,7 +67,7 @@ class CumSum(OfSettings, exclusive=False, reverse=False):
 
 
 class CumProd(CumSum):
-    """Products of the first elements, as ``CumSum``."""
+    """Cumulative products, with the settings of ``CumSum``."""
 
     def compute(self, x: Any, axis: int) -> Any:
         y = x.flip(axis) if self.reverse else x
@@ -78,7 +78,7 @@ class CumProd(CumSum):
 
 
 class TopK(OfSettings, sorted=True):
-    """``TopK(sorted)(x, k)``: the k largest elements of the last dim, and where they are."""
+    """The k largest elements of the last dim and their indices: ``TopK(sorted)(x, k)``."""
 
     def compute(self, x: Any, k: int) -> Any:
         return tuple(x.topk(k, -1, sorted=self.sorted))
@@ -88,7 +88,7 @@ class TopK(OfSettings, sorted=True):
 
 
 class Sort(OfSettings, axis=-1, descending=False):
-    """The elements of a dim in order, and where they were."""
+    """The sorted elements of a dim and their indices."""
 
     def compute(self, x: Any) -> Any:
         return tuple(x.sort(self.axis, descending=self.descending))

@@ -1,4 +1,4 @@
-"""Pooling, padding by what is there, and other sizes of images, as the reference counts elements."""
+"""Pooling, mirror padding and resizing of images, with the reference's index conventions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from shardwise.errors import problem
 from shardwise.mindspore.checks import closest
 
 MODES = ("valid", "same", "pad")
-AVERAGES: dict[Any, int] = {F.avg_pool1d: 1, F.avg_pool2d: 2, F.avg_pool3d: 3}  # over how many dims
+AVERAGES: dict[Any, int] = {F.avg_pool1d: 1, F.avg_pool2d: 2, F.avg_pool3d: 3}  # number of dims
 DIMS = {**AVERAGES, F.max_pool1d: 1, F.max_pool2d: 2, F.max_pool3d: 3}
 
 
 def same_padding(size: int, kernel: int, stride: int) -> tuple[int, int]:
-    """The padding before and behind with which ``ceil(size / stride)`` windows fit; the odd one is behind."""
+    """Return the padding (before, behind) that fits ``ceil(size / stride)`` windows. An odd element goes behind."""
     total = max((-(-size // stride) - 1) * stride + kernel - size, 0)
     return total // 2, total - total // 2
 
@@ -28,8 +28,8 @@ def _each(size: Any, dims: int) -> tuple[int, ...]:
 
 
 def pool(function: Any, x: Any, kernel: Any, stride: Any, mode: str, padding: Any = 0, **settings: Any) -> Any:
-    """Torch's pooling of (N, C, ...) or (C, ...) with a ``pad_mode``: "valid", "pad" by ``padding``, or "same": as many
-    windows as strides, and means over what is inside. Raises ValueError for ``padding`` in other modes than "pad"."""
+    """Pool (N, C, ...) or (C, ...) with torch and a ``pad_mode``: "valid", "pad" by ``padding``, or "same": one window
+    per stride, and means over elements inside. Raises ValueError for ``padding`` in other modes than "pad"."""
     mode, dims = mode.lower(), DIMS[function]
     if mode not in MODES:
         raise ValueError(problem(f"pad_mode is {mode!r}", fix=f"one of {', '.join(MODES)}"))
@@ -53,7 +53,7 @@ def pool(function: Any, x: Any, kernel: Any, stride: Any, mode: str, padding: An
 
 
 def _unpadded(indices: Any, pairs: Sequence[tuple[int, int]], sizes: Sequence[int]) -> Any:
-    """Places of padded dims, counted through, as places of the dims themselves."""
+    """Convert flat indices into padded dims to flat indices into the dims themselves."""
     padded = [size + sum(pair) for size, pair in zip(sizes, pairs, strict=True)]
     places = torch.zeros_like(indices)
     for dim, (size, (before, _)) in enumerate(zip(sizes, pairs, strict=True)):
@@ -64,37 +64,37 @@ def _unpadded(indices: Any, pairs: Sequence[tuple[int, int]], sizes: Sequence[in
 def transposed(
     x: Any, weight: Any, stride: Any, mode: str, sides: Sequence[int], more: Any, dilation: Any, group: int
 ) -> Any:
-    """The gradient of a convolution by its input (N, C, ...), of the weight (in, out / group, ...). In mode "same"
-    each dim grows by the stride, in mode "pad" ``sides`` are cut off before and behind each dim and ``more`` is added
-    behind: what padding would have given."""
+    """Compute a transposed convolution (N, C, ...) with a weight of (in, out / group, ...). In mode "same" each dim
+    grows by the stride. In mode "pad" ``sides`` are cropped before and behind each dim and ``more`` is added behind,
+    which equals the padded result."""
     dims = weight.dim() - 2
     stride, more, dilation = (_each(value, dims) for value in (stride, more, dilation))
     function = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}[dims]
     whole = function(x, weight, None, stride, 0, 0, group, dilation)
     for dim in range(dims):
         size, reach = x.shape[2 + dim], (weight.shape[2 + dim] - 1) * dilation[dim] + 1
-        begin, wanted = 0, size * stride[dim] + max(reach - stride[dim], 0)
+        begin, length = 0, size * stride[dim] + max(reach - stride[dim], 0)
         if mode == "same":
-            wanted = size * stride[dim]
-            begin = same_padding(wanted, reach, stride[dim])[0]
+            length = size * stride[dim]
+            begin = same_padding(length, reach, stride[dim])[0]
         elif mode == "pad":
             begin = sides[2 * dim]
-            wanted = (size - 1) * stride[dim] + reach - begin - sides[2 * dim + 1] + more[dim]
-        missing = max(begin + wanted - whole.shape[2 + dim], 0)
+            length = (size - 1) * stride[dim] + reach - begin - sides[2 * dim + 1] + more[dim]
+        missing = max(begin + length - whole.shape[2 + dim], 0)
         whole = F.pad(whole, (0, 0) * (dims - 1 - dim) + (0, missing)) if missing else whole
-        whole = whole.narrow(2 + dim, begin, wanted)
+        whole = whole.narrow(2 + dim, begin, length)
     return whole
 
 
 def pairs_of(paddings: Any) -> list[tuple[int, int]]:
-    """Before and behind each dim. Numbers stay Python's: in a captured cell those of a new tensor are not known."""
+    """Return (before, behind) per dim as Python numbers, as the values of a new tensor are unknown during capture."""
     pairs = paddings.tolist() if isinstance(paddings, torch.Tensor) else paddings
     return [(int(before), int(behind)) for before, behind in pairs]
 
 
 def mirrored(x: Any, paddings: Any, mode: str) -> Any:
-    """``x`` padded by pairs per dim: with 0 ("CONSTANT"), or with what is there, turned round, without the element at
-    the edge ("REFLECT") or with it ("SYMMETRIC")."""
+    """Pad ``x`` by pairs per dim with 0 ("CONSTANT"), or with its mirror image without the edge element ("REFLECT") or
+    with it ("SYMMETRIC")."""
     pairs = pairs_of(paddings)
     if mode == "CONSTANT":
         return F.pad(x, [n for pair in reversed(pairs) for n in pair])
@@ -114,9 +114,9 @@ def mirrored(x: Any, paddings: Any, mode: str) -> Any:
     return x
 
 
-def _between(size: int, wanted: int, like: torch.Tensor) -> torch.Tensor:
-    """[wanted, size]: in row i the shares of the elements around place i * size / wanted."""
-    places = torch.arange(wanted, dtype=torch.float64) * (size / wanted)
+def _between(size: int, count: int, like: torch.Tensor) -> torch.Tensor:
+    """Return interpolation weights [count, size]: row i has those of the elements around i * size / count."""
+    places = torch.arange(count, dtype=torch.float64) * (size / count)
     low = places.long()
     rows = torch.eye(size, dtype=torch.float64)
     shares = (places - low).unsqueeze(1)
@@ -124,8 +124,8 @@ def _between(size: int, wanted: int, like: torch.Tensor) -> torch.Tensor:
 
 
 def bilinear(x: Any, size: Sequence[int], align_corners: bool, half_pixel_centers: bool) -> Any:
-    """Images (N, C, H, W) of another size, between elements. Without either setting element i of n lies at
-    i * size / n, with ``half_pixel_centers`` at the middle of its share."""
+    """Resize images (N, C, H, W) bilinearly. By default element i of n lies at i * size / n, with
+    ``half_pixel_centers`` at the centre of its pixel."""
     sizes = tuple(int(n) for n in size)
     if align_corners or half_pixel_centers:
         return F.interpolate(x, sizes, mode="bilinear", align_corners=align_corners)
@@ -134,12 +134,12 @@ def bilinear(x: Any, size: Sequence[int], align_corners: bool, half_pixel_center
 
 
 def nearest(x: Any, size: Sequence[int], align_corners: bool) -> Any:
-    """Images of another size, by the element below; ``align_corners``: by the nearest, the ends being the ends."""
+    """Resize images by the element below, or with ``align_corners`` by the nearest one with aligned ends."""
     sizes = tuple(int(n) for n in size)
     if not align_corners:
         return F.interpolate(x, sizes)
-    for dim, wanted in zip((2, 3), sizes, strict=True):
-        scale = (x.shape[dim] - 1) / max(wanted - 1, 1)
-        places = torch.arange(wanted, dtype=torch.float64, device=x.device)
+    for dim, length in zip((2, 3), sizes, strict=True):
+        scale = (x.shape[dim] - 1) / max(length - 1, 1)
+        places = torch.arange(length, dtype=torch.float64, device=x.device)
         x = x.index_select(dim, places.mul(scale).add(0.5).long())
     return x

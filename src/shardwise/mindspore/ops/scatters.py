@@ -1,7 +1,7 @@
-"""Updates at indices that combine with what is there: max, min, product, quotient, sum and difference.
+"""Updates at indices that combine with the present values: max, min, product, quotient, sum and difference.
 
-``tensor_scatter_*`` and ``scatter_nd_*`` find elements (or slices) by the last dim of ``indices``, ``scatter_*`` slices
-along dim 0, ``unsorted_segment_*`` the sums of slices that share a number.
+``tensor_scatter_*`` and ``scatter_nd_*`` address elements (or slices) by the last dim of ``indices``, ``scatter_*``
+slices along dim 0. ``unsorted_segment_*`` reduce slices that share an id.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from shardwise.mindspore.named import Function
 
 Tensor = torch.Tensor
-# By name: torch's reduction, and what it is given of the updates.
+# Name -> torch's reduction, and the function applied to the updates.
 _KINDS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
     "add": ("sum", lambda x: x),
     "sub": ("sum", torch.neg),
@@ -28,7 +28,7 @@ _KINDS: dict[str, tuple[str, Callable[[Tensor], Tensor]]] = {
 
 
 def _combined(rows: Tensor, numbers: Tensor, updates: Tensor, kind: str) -> Tensor:
-    """``rows`` (n, ...), of which the rows ``numbers`` (m) are combined with ``updates`` (m, ...)."""
+    """Combine the rows ``numbers`` (m) of ``rows`` (n, ...) with ``updates`` (m, ...)."""
     reduction, change = _KINDS[kind]
     index = numbers.long().reshape(-1, *(1,) * (rows.dim() - 1)).expand(-1, *rows.shape[1:])
     return rows.scatter_reduce(0, index, change(updates).to(rows), reduction)
@@ -48,7 +48,7 @@ def _at_elements(input_x: Tensor, indices: Tensor, updates: Tensor, kind: str = 
 
 
 def _segments(input_x: Tensor, segment_ids: Tensor, num_segments: Any, kind: str = "max") -> Tensor:
-    """Slices of empty segments: the least number of the dtype for "max", the largest for "min", 1 for "mul"."""
+    """Reduce segments. Empty ones hold the least number of the dtype for "max", the largest for "min", 1 for "mul"."""
     slices = input_x.shape[segment_ids.dim() :]
     info = torch.finfo(input_x.dtype) if input_x.is_floating_point() else torch.iinfo(input_x.dtype)
     start = {"max": info.min, "min": info.max, "mul": 1}[kind]
@@ -61,7 +61,7 @@ TENSOR_SCATTERS: dict[str, Function] = {
     "unsorted_segment_min": partial(_segments, kind="min"),
     "unsorted_segment_prod": partial(_segments, kind="mul"),
 }
-SCATTERS: dict[str, Function] = {  # which change a parameter
+SCATTERS: dict[str, Function] = {  # these change a parameter
     **{f"scatter_{kind}": partial(_at_rows, kind=kind) for kind in _KINDS if kind != "add"},
     **{f"scatter_nd_{kind}": partial(_at_elements, kind=kind) for kind in _KINDS},
 }

@@ -1,4 +1,4 @@
-"""Operators that rearrange, repeat, join or cut tensors, and that make them."""
+"""Operators that rearrange, repeat, join, cut or create tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _squeezed(x: Any, axis: Any) -> Any:
 
 
 class BroadcastTo(OfSettings, shape=...):
-    """``BroadcastTo((4, 3))(x)``; -1 keeps the size of a dim."""
+    """A broadcast: ``BroadcastTo((4, 3))(x)``; -1 keeps the size of a dim."""
 
     def _settle(self) -> None:
         self.attrs["shape"] = tuple(self.shape)
@@ -34,7 +34,7 @@ class BroadcastTo(OfSettings, shape=...):
 
 
 class _Joined(OfSettings, axis=0):
-    """Of several tensors one: all are split alike, and not along ``axis``."""
+    """Base of operators along ``axis``, which must not be split."""
 
     why = "along which the inputs are joined"
 
@@ -45,20 +45,20 @@ class _Joined(OfSettings, axis=0):
 
 
 class Concat(_Joined):
-    """``Concat(1)((x, y))``: tensors one behind the other along ``axis``."""
+    """A concatenation along ``axis``: ``Concat(1)((x, y))``."""
 
     def compute(self, tensors: Any) -> Any:
         return torch.cat(tuple(tensors), self.axis)
 
 
 class Stack(_Joined):
-    """``Stack(0)((x, y))``: tensors along a new dim."""
+    """A stack of tensors along a new dim: ``Stack(0)((x, y))``."""
 
     def compute(self, tensors: Any) -> Any:
         return torch.stack(tuple(tensors), self.axis)
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        """Along a new dim nothing is split."""
+        """Accept any strategy: the new dim cannot be split."""
 
 
 class Pack(Stack):
@@ -66,18 +66,18 @@ class Pack(Stack):
 
 
 class Unstack(_Joined, axis=0, num=None):
-    """A tuple of the slices along ``axis``."""
+    """The slices along ``axis``, as a tuple."""
 
-    why = "which is taken apart"
+    why = "which is cut into parts"
 
     def compute(self, x: Any) -> Any:
         return x.unbind(self.axis)
 
 
 class Split(_Joined, axis=0, output_num=1):
-    """``output_num`` equal parts of ``axis``, as a tuple."""
+    """The parts of a dim in ``output_num`` equal sizes, as a tuple."""
 
-    why = "which is taken apart"
+    why = "which is cut into parts"
 
     def compute(self, x: Any) -> Any:
         size, count = x.shape[self.axis], self.output_num
@@ -88,7 +88,7 @@ class Split(_Joined, axis=0, output_num=1):
 
 
 class _Cut(Primitive):
-    """A part of a tensor, by slices. A dim that is split is taken whole."""
+    """A part of a tensor, by slices. A dim that is split must be taken whole."""
 
     lead = 0
 
@@ -102,16 +102,16 @@ class _Cut(Primitive):
         (counts,), (shape,) = strategy, shapes
         taken = self.slices(shape, *args[1:])
         plain = [cut for cut in taken if cut is not None and cut is not Ellipsis]
-        if len(plain) < len(taken):  # new dims and ellipses: positions shift
+        if len(plain) < len(taken):  # new dims and ellipses shift positions
             strict.whole(self.title, counts, range(len(shape)), "and a mask is not 0")
         for dim, cut in enumerate(plain):
             if not isinstance(cut, slice) or cut.indices(shape[dim]) != (0, shape[dim], 1):
                 text = f"{cut.start}:{cut.stop}:{cut.step}" if isinstance(cut, slice) else cut
-                strict.whole(self.title, counts, (dim,), f"of which {text} is taken (a split dim is taken whole)")
+                strict.whole(self.title, counts, (dim,), f"of which {text} is taken (a split dim must be taken whole)")
 
 
 class StridedSlice(OfSettings, _Cut, begin_mask=0, end_mask=0, ellipsis_mask=0, new_axis_mask=0, shrink_axis_mask=0):
-    """``StridedSlice()(x, begin, end, strides)``. Bit i of a mask speaks of entry i: ``begin_mask`` and ``end_mask``
+    """``StridedSlice()(x, begin, end, strides)``. Bit i of a mask applies to entry i: ``begin_mask`` and ``end_mask``
     ignore it, ``ellipsis_mask`` makes it "...", ``new_axis_mask`` a new dim, ``shrink_axis_mask`` an index."""
 
     def slices(self, shape: Sequence[int], *args: Any) -> tuple[Any, ...]:
@@ -131,7 +131,7 @@ class StridedSlice(OfSettings, _Cut, begin_mask=0, end_mask=0, ellipsis_mask=0, 
 
 
 class Slice(_Cut):
-    """``Slice()(x, begin, size)``; a size of -1 takes the rest."""
+    """A slice: ``Slice()(x, begin, size)``; a size of -1 takes the rest."""
 
     def slices(self, shape: Sequence[int], *args: Any) -> tuple[Any, ...]:
         begin, size = args
@@ -140,8 +140,8 @@ class Slice(_Cut):
         )
 
 
-# Those of the second table take no strategy: their layout follows from their neighbours', or every device makes what it
-# needs of a new tensor.
+# The operators of the last table take no strategy: their layout follows from their neighbours', or every device makes
+# its part of a new tensor.
 CLASSES = {
     **classes_of({"Squeeze": lambda x, *, axis=(): _squeezed(x, axis)}, Simple, __name__, lead=None),
     **classes_of({

@@ -1,6 +1,6 @@
 """Primitives that are one function of torch or of ``ops.functions``, each a line of a table.
 
-Positional arguments are those of the call, keyword-only ones those of the constructor (``named.settings_of``).
+Positional arguments are those of the call, keyword-only arguments those of the constructor (``named.settings_of``).
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def _print(*values: Any) -> Any:
 
 def _depth_to_space(x: Any, block: int) -> Any:
     n, c, h, w = x.shape
-    apart = x.reshape(n, block, block, c // block**2, h, w).permute(0, 3, 4, 1, 5, 2)
-    return apart.reshape(n, c // block**2, h * block, w * block)
+    blocks = x.reshape(n, block, block, c // block**2, h, w).permute(0, 3, 4, 1, 5, 2)
+    return blocks.reshape(n, c // block**2, h * block, w * block)
 
 
 def _momentum(variable: Any, sums: Any, rate: Any, gradient: Any, momentum: Any, nesterov: bool) -> Any:
@@ -45,8 +45,8 @@ def _momentum(variable: Any, sums: Any, rate: Any, gradient: Any, momentum: Any,
 
 
 def _hooked(x: Any, hook: Function) -> Any:
-    """``x``, whose gradient is what ``hook`` makes of it, given as a tuple of one; None leaves it as it is. Raises
-    CaptureError in a split cell, where hooks of tensors do not fire."""
+    """Return ``x`` with a gradient hook, which takes a tuple of one gradient; None keeps the gradient. Raises
+    CaptureError in a split cell, where tensor hooks do not fire."""
     if torch.compiler.is_exporting():
         fix = "a cell of its own with bprop(self, x, out, dout), which returns (dx,)"
         raise CaptureError(
@@ -64,15 +64,15 @@ def _hooked(x: Any, hook: Function) -> Any:
 
 
 def _unwritten(name: Any, value: Any) -> None:
-    note("summaries inside of cells write nothing: train.SummaryCollector, and SummaryRecord.add_value, do")
+    note("summary operators in cells write nothing; use train.SummaryCollector or SummaryRecord.add_value")
 
 
 def _flat(paddings: Any) -> list[int]:
-    """Pairs of a padding per dim, as torch takes them: last dim first."""
+    """Return the padding pairs per dim in torch's order: last dim first."""
     return [n for pair in reversed(pairs_of(paddings)) for n in pair]
 
 
-# Primitives that compute a function of ``ops.functions``: its name, and the settings that the constructor takes.
+# Primitives that compute a function of ``ops.functions``: its name, and the settings of the constructor.
 _OF_FUNCTIONS = {
     "Acosh": "acosh", "Asinh": "asinh", "Atanh": "atanh", "Addcdiv": "addcdiv", "Addcmul": "addcmul",
     "BitwiseAnd": "bitwise_and", "BitwiseOr": "bitwise_or", "BitwiseXor": "bitwise_xor", "Conj": "conj",
@@ -138,7 +138,7 @@ _OF_FUNCTIONS = {
 
 
 class OfFunction:
-    """The function of a line, whose settings are its keyword-only arguments (``named.settings_of``)."""
+    """The function of a table line. Its keyword-only arguments are the settings (``named.settings_of``)."""
 
     def __init__(self, line: str) -> None:
         self.name, *settings = line.split()

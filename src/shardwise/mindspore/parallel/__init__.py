@@ -1,4 +1,4 @@
-"""What programs ask about their own parallelism, and what newer ones import from here."""
+"""Names of ``mindspore.parallel``: reports, and functions that newer programs import from here."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from shardwise.mindspore.train import (
 
 
 def sync_pipeline_shared_parameters(net: Any) -> None:
-    """Kept for programs that call it: stages that share a parameter have the same values."""
+    """Do nothing; kept for programs that call it. Stages that share a parameter have the same values."""
 
 
 __all__ = [

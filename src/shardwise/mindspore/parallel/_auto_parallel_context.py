@@ -1,4 +1,4 @@
-"""The options of ``set_auto_parallel_context`` as an object, which training cells of programs ask."""
+"""The options of ``set_auto_parallel_context`` as an object that training cells of programs read."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from shardwise.mindspore.options import ALIASES, CHECKS
 
 
 class _AutoParallelContext:
-    """``get_NAME()``, ``set_NAME(value)`` and ``get_NAME_is_set()`` of every option."""
+    """Access to every option by ``get_NAME()``, ``set_NAME(value)`` and ``get_NAME_is_set()``."""
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         verb, _, name = method.partition("_")
-        asked = name.removesuffix("_is_set")
-        if verb not in ("get", "set") or (ALIASES.get(asked, asked) not in CHECKS):
+        option = name.removesuffix("_is_set")
+        if verb not in ("get", "set") or (ALIASES.get(option, option) not in CHECKS):
             raise AttributeError(method)
         if verb == "set":
             return lambda value: context.set_auto_parallel_context(**{name: value})
-        if asked != name:
-            return lambda: ALIASES.get(asked, asked) in context.options().names_set
+        if option != name:
+            return lambda: ALIASES.get(option, option) in context.options().names_set
         return lambda: context.get_auto_parallel_context(name)
 
 
@@ -28,5 +28,5 @@ _options = _AutoParallelContext()
 
 
 def auto_parallel_context() -> _AutoParallelContext:
-    """The one object."""
+    """Return the only instance."""
     return _options

@@ -1,4 +1,4 @@
-"""What programs tell the reference's search about its cost model: nothing is kept, as prices are the cluster's."""
+"""Settings of the reference's cost model. They have no effect, as prices are those of the cluster."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from shardwise.mindspore.notes import note
 
 
 def set_cost_model_context(**settings: Any) -> None:
-    """Taken, with a note: prices are those of the cluster."""
+    """Print a note: prices are those of the cluster."""
     note(f"set_cost_model_context({', '.join(settings)}) has no effect here: prices are those of the cluster")
 
 
 def reset_cost_model_context() -> None:
-    """Kept for programs that call it: nothing was set."""
+    """Do nothing; kept for programs that call it, as nothing was set."""
 
 
 def _set_multi_subgraphs(multi_subgraph: bool = True) -> None:
-    """Kept for programs that call it: a network is one graph, of any number of parts."""
+    """Do nothing; kept for programs that call it. A network is one graph, of any number of parts."""

@@ -1,4 +1,4 @@
-"""What training steps that are written by hand ask about the ranks (document 004 imports these names)."""
+"""Queries of hand-written training steps about the ranks (document 004 imports these names)."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from shardwise.mindspore.options import ParallelMode
 
 
 def _get_parallel_mode() -> str:
-    """The option parallel_mode."""
+    """Return the option parallel_mode."""
     return context.options().parallel_mode
 
 
 def _get_device_num() -> int:
-    """On how many devices the program runs: 1 in stand-alone mode."""
+    """Return the number of devices on which the program runs: 1 in stand-alone mode."""
     alone = _get_parallel_mode() == ParallelMode.STAND_ALONE and "device_num" not in context.options().names_set
     return 1 if alone else context.options().devices
 
 
 def _get_global_rank() -> int:
-    """This process's number among all ranks, or the option global_rank of a single process."""
+    """Return this process's global rank, or the option global_rank of a single process."""
     return 0 if _get_parallel_mode() == ParallelMode.STAND_ALONE else context.options().rank
 
 
@@ -39,23 +39,23 @@ _get_gradients_mean, _get_full_batch, _get_pipeline_stages, _get_parameter_broad
 
 
 def _is_in_auto_parallel_mode() -> bool:
-    """Whether operators are split: semi-auto or auto mode."""
+    """Return whether operators are split: in semi-auto or auto mode."""
     return context.options().distributed
 
 
 def _is_sharding_propagation() -> bool:
-    """Whether auto mode lets strategies that are set spread to other operators."""
+    """Return whether auto mode propagates strategies to other operators."""
     is_auto = _get_parallel_mode() == ParallelMode.AUTO_PARALLEL
     return is_auto and context.options().search_mode == "sharding_propagation"
 
 
 def _is_in_data_parallel_mode() -> bool:
-    """Whether every rank has the whole network and a part of the batch."""
+    """Return whether every rank has the whole network and a part of the batch."""
     return _get_parallel_mode() == ParallelMode.DATA_PARALLEL
 
 
 def _broadcast_parameters(parameters: Iterable[torch.Tensor], root: int = 0) -> None:
-    """Give every rank the values of one, as the option parameter_broadcast asks before training."""
+    """Broadcast one rank's parameters, as the option parameter_broadcast does before training."""
     group = find_group()
     with torch.no_grad():
         for parameter in parameters:

@@ -19,8 +19,8 @@ MODES: dict[str, dict[str, str]] = {
 
 
 class AutoParallel(PipelineCell):
-    """``AutoParallel(network, parallel_mode="semi_auto")``: the network (or a function), called as it is. It sets the
-    options of the process anew: those of the last one made hold for all cells."""
+    """A wrapper of a network (or a function) that sets the options of the process: ``AutoParallel(network,
+    parallel_mode="semi_auto")``. It resets all options first, so the latest instance decides for all cells."""
 
     def __init__(self, network: Any, parallel_mode: str = "semi_auto") -> None:
         nn.Module.__init__(self)
@@ -28,7 +28,7 @@ class AutoParallel(PipelineCell):
         if parallel_mode not in MODES:
             what = f"AutoParallel(parallel_mode={parallel_mode!r})"
             raise ValueError(problem(what, fix=closest(parallel_mode, MODES)))
-        self._called = [network]  # which a call goes to
+        self._called = [network]  # in a list, so that it is not registered as a submodule
         if isinstance(network, PipelineCell):
             network, self.micro_size = network.network, network.micro_size
         if isinstance(network, nn.Module):
@@ -40,7 +40,7 @@ class AutoParallel(PipelineCell):
         return self._called[0](*inputs, **kwargs)
 
     def train(self, mode: bool = True) -> AutoParallel:
-        """The mode of the network that is called, too."""
+        """Set the mode of this cell and of the network that is called."""
         if isinstance(self._called[0], nn.Module):
             self._called[0].train(mode)
         super().train(mode)
@@ -50,11 +50,17 @@ class AutoParallel(PipelineCell):
         return super().construct(*inputs) if hasattr(self, "micro_size") else self.network(*inputs, **kwargs)
 
     def dataset_strategy(self, config: Any) -> None:
-        """``"data_parallel"``, ``"full_batch"``, or a tuple per input."""
+        """Set how inputs are split: ``"data_parallel"``, ``"full_batch"``, or a tuple per input."""
         context.set_auto_parallel_context(dataset_strategy=config)
 
     def hsdp(self, shard_size: int = -1, threshold: int = 64, optimizer_level: str = "level1") -> None:
-        """The parallel optimizer: over how many ranks, from how many KB on, and what it splits."""
+        """Enable the parallel optimizer.
+
+        Args:
+            shard_size: number of ranks over which it shards; -1: all.
+            threshold: least size of a sharded parameter in KB.
+            optimizer_level: what it shards.
+        """
         config = {
             "optimizer_weight_shard_size": shard_size,
             "parallel_optimizer_threshold": threshold,
@@ -65,7 +71,7 @@ class AutoParallel(PipelineCell):
     def pipeline(
         self, stages: int = 1, output_broadcast: bool = False, interleave: bool = False, scheduler: str = "1f1b"
     ) -> None:
-        """Stages, and their schedule."""
+        """Set the number of stages and their schedule."""
         context.set_auto_parallel_context(
             pipeline_stages=stages,
             pipeline_result_broadcast=output_broadcast,
@@ -73,15 +79,15 @@ class AutoParallel(PipelineCell):
         )
 
     def comm_fusion(self, config: dict[str, Any]) -> None:
-        """How gradients share messages."""
+        """Set how gradients share messages."""
         context.set_auto_parallel_context(comm_fusion=config)
 
     def load_param_strategy_file(self, file_path: str) -> None:
-        """The strategies of an earlier run."""
+        """Load the strategies of an earlier run."""
         context.set_auto_parallel_context(strategy_ckpt_load_file=file_path)
 
     def save_param_strategy_file(self, file_path: str) -> None:
-        """Where strategies are written."""
+        """Set the file to which strategies are written."""
         context.set_auto_parallel_context(strategy_ckpt_save_file=file_path)
 
     load_operator_strategy_file, save_operator_strategy_file = load_param_strategy_file, save_param_strategy_file
@@ -105,7 +111,7 @@ class AutoParallel(PipelineCell):
         context.set_auto_parallel_context(strategy_ckpt_config={"only_trainable_params": False})
 
     def no_init_parameters_in_compile(self) -> None:
-        """Kept for programs that call it: parameters have their values before anything is split."""
+        """Do nothing; kept for programs that call it. Parameters have their values before anything is split."""
 
 
 __all__ = ["AutoParallel"]

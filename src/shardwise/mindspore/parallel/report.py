@@ -1,4 +1,4 @@
-"""What a split cell's plan says of copies and of redistributions, for people."""
+"""Readable reports on the copies and redistributions in a split cell's plan."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.plans.quantities import format_bytes
 
 # How the reference makes each collective of a redistribution: collectives, splits and concatenations.
 PARTS = {
-    "all_gather": "AllGather, Split and Concat where it is not dim 0",
+    "all_gather": "AllGather, with Split and Concat if it is not dim 0",
     "all_to_all": "AlltoAll",
     "all_reduce": "AllReduce",
     "reduce_scatter": "ReduceScatter",
@@ -22,14 +22,14 @@ PARTS = {
 
 
 def _plan_of(network: Any) -> sw.Plan:
-    """Of a plan itself, or of a cell that has been split."""
+    """Return a plan itself, or the plan of a cell that has been split."""
     if isinstance(network, sw.Plan):
         return network
     return engine.plan_of(network)
 
 
 def copies_report(network: Any) -> str:
-    """How often each parameter is held, and what the copies take: of a cell that has run split, or of a plan."""
+    """Report the copies of each parameter and their total size, for a cell that has run split or for a plan."""
     plan = _plan_of(network)
     devices, lines, whole, stored = plan.mesh.num_devices, [], 0, 0
     for entry in plan.parameters:
@@ -39,18 +39,18 @@ def copies_report(network: Any) -> str:
         whole, stored = whole + num_bytes, stored + num_bytes * devices // parts
         lines.append(f"{entry.name}: {format_bytes(num_bytes)}, {devices // parts} copies, {layout}")
     redundant = f"{stored / whole - 1:.3g} times the parameters" if whole else "nothing"
-    total = f"{devices} devices hold {format_bytes(stored)} of {format_bytes(whole)}: redundant are {redundant}"
+    total = f"{devices} devices hold {format_bytes(stored)} of {format_bytes(whole)}: redundancy: {redundant}"
     return "\n".join((*lines, total))
 
 
 def redistribution_report(network: Any) -> str:
-    """Every redistribution between operators with the collectives and slices that it is made of, and how the reference
-    says them: of a cell that has run split, or of a plan."""
+    """Report every redistribution between operators with its collectives and slices, and the reference's names for
+    them, for a cell that has run split or for a plan."""
     plan, lines = _plan_of(network), []
     for entry in plan.conversions:
         moves = [move.split("(")[0].split("@")[0].strip() for move in entry.path] or [c.kind for c in entry.forward]
-        said = "; ".join(f"{PARTS[word]}" for word in (c.kind for c in entry.forward) if word in PARTS)
-        lines.append(f"{entry} [{', '.join(moves)}]" + (f" ({said})" if said else ""))
+        names = "; ".join(f"{PARTS[word]}" for word in (c.kind for c in entry.forward) if word in PARTS)
+        lines.append(f"{entry} [{', '.join(moves)}]" + (f" ({names})" if names else ""))
     return "\n".join(lines) or "no redistribution"
 
 

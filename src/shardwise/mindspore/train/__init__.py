@@ -13,5 +13,5 @@ from shardwise.mindspore.train.transforms import *
 __all__ = ["DynamicLossScaleManager", "FixedLossScaleManager", "LossScaleManager"]
 for _family in (callback, metrics, model, recording, serialization, transforms):
     __all__ += _family.__all__
-__all__ = [*dict.fromkeys(__all__)]  # callback gathers those of other modules, too
+__all__ = [*dict.fromkeys(__all__)]  # callback also exports names of other modules
 __getattr__ = absent(__name__, lambda: __all__)

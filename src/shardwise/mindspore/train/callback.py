@@ -24,8 +24,8 @@ from shardwise.mindspore.train.serialization import save_checkpoint
 
 @dataclass
 class CallbackParams:
-    """What callbacks may read: ``run_context.original_args()``. Numbers count from 1; ``cur_step_num`` goes on over
-    epochs."""
+    """State of training that callbacks may read: ``run_context.original_args()``. Numbers count from 1;
+    ``cur_step_num`` continues over epochs."""
 
     network: Any = None
     train_network: Any = None
@@ -36,7 +36,7 @@ class CallbackParams:
     epoch_num: int = 0
     batch_num: int = 0
     cur_epoch_num: int = 0
-    begin_epoch: int = 0  # how many are done when a run goes on
+    begin_epoch: int = 0  # epochs already done when a run resumes
     cur_step_num: int = 0
     net_outputs: Any = None
     dataset_sink_mode: bool = False
@@ -50,7 +50,7 @@ class CallbackParams:
     metrics: dict[str, Any] = field(default_factory=dict)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """One of them by its name, as of a dictionary."""
+        """Return an attribute by its name, like a dictionary."""
         return getattr(self, name, default)
 
     def __getitem__(self, name: str) -> Any:
@@ -62,7 +62,7 @@ class CallbackParams:
 
 
 class RunContext:
-    """What a callback is given: the parameters, and a way to stop."""
+    """The argument of callbacks: the parameters, and a way to stop."""
 
     def __init__(self, params: CallbackParams) -> None:
         self._params, self._stop = params, False
@@ -78,8 +78,8 @@ class RunContext:
 
 
 class Callback:
-    """Override what you need; the old names (``begin``, ``epoch_end``) are those that the rest calls. Training and
-    evaluation happen inside of ``with callback:``, whatever ends them."""
+    """Base of callbacks: override methods as needed. The new methods call those with old names (``begin``,
+    ``epoch_end``). Training and evaluation run inside ``with callback:``, however they end."""
 
     def begin(self, run_context: RunContext) -> None: ...
     def epoch_begin(self, run_context: RunContext) -> None: ...
@@ -115,36 +115,35 @@ class Callback:
     def __exit__(self, *error: object) -> None: ...
 
 
-def told(callbacks: Iterable[Callback], moment: str, run_context: RunContext) -> None:
+def notify(callbacks: Iterable[Callback], moment: str, run_context: RunContext) -> None:
     """Call a method of all callbacks."""
     for callback in callbacks:
         getattr(callback, moment)(run_context)
 
 
 class WhileTraining(Callback):
-    """What ``Model.fit`` tells a callback of an evaluation: what it overrides. The old names are those of training."""
+    """A wrapper that passes evaluation events of ``Model.fit`` to the ``on_eval_*`` methods of a callback."""
 
     def __init__(self, callback: Callback) -> None:
         for moment in ("on_eval_begin", "on_eval_step_begin", "on_eval_step_end", "on_eval_end"):
-            own = getattr(callback, moment)
-            if getattr(own, "__func__", own) is not getattr(Callback, moment):
-                setattr(self, moment, own)
+            method = getattr(callback, moment)
+            if getattr(method, "__func__", method) is not getattr(Callback, moment):
+                setattr(self, moment, method)
 
 
 def callbacks_of(argument: Any) -> list[Callback]:
-    """One callback, several or none, as a list. Raises TypeError for what is none."""
+    """Return one callback, several or none as a list. Raises TypeError for other objects."""
     listed = [] if argument is None else list(argument) if isinstance(argument, Iterable) else [argument]
     for entry in listed:
         if not isinstance(entry, Callback):
-            raise TypeError(problem(f"{entry!r} is no callback", fix="objects of classes made from train.Callback"))
+            raise TypeError(problem(f"{entry!r} is not a callback", fix="instances of subclasses of train.Callback"))
     return listed
 
 
 class LossMonitor(WithSettings, Callback, per_print_times=1):
-    """Prints ``epoch: 3 step: 2, loss is 0.367389976978302`` on every rank, every ``per_print_times`` steps: the
-    network's loss, of a loss vector the mean of this rank's part. Of the ranks of a pipeline those of the last stage
-    print (with ``pipeline_result_broadcast`` all). Raises ValueError when it is not a number any more.
-    """
+    """Printer of ``epoch: 3 step: 2, loss is 0.367389976978302`` on every rank, every ``per_print_times`` steps. A loss
+    vector is averaged over this rank's part. In a pipeline the ranks of the last stage print (with
+    ``pipeline_result_broadcast`` all). Raises ValueError when the loss is not finite."""
 
     def _settle(self, per_print_times: int) -> None:
         self._every = from_on("per_print_times", per_print_times, 0)
@@ -167,13 +166,13 @@ class LossMonitor(WithSettings, Callback, per_print_times=1):
 
 
 def print_line(text: str) -> None:
-    """Print a line by one call of the system, so that lines of ranks that share a log stay whole (unbuffered, ``print``
-    writes a line and its end separately)."""
+    """Print a line with one write, so that lines of ranks that share a log stay whole. (Unbuffered, ``print`` writes a
+    line and its end separately.)"""
     print(f"{text}\n", end="", flush=True)
 
 
 def loss_value(outputs: Any) -> float:
-    """The loss (the first output) as a number: of a vector, the mean."""
+    """Return the loss (the first output) as a number; for a vector, the mean."""
     loss = outputs[0] if isinstance(outputs, (tuple, list)) else outputs
     if isinstance(loss, torch.Tensor):
         loss = loss.detach().as_subclass(torch.Tensor).cpu().numpy()
@@ -181,7 +180,7 @@ def loss_value(outputs: Any) -> float:
 
 
 class TimeMonitor(WithSettings, Callback, data_size=None, data_time=False):
-    """Prints how long an epoch and its steps took. ``data_size``: steps of an epoch."""
+    """Printer of the time of an epoch and its steps. ``data_size``: steps of an epoch."""
 
     _began = 0.0
 
@@ -200,18 +199,24 @@ class LambdaCallback(Callback):
     def __init__(self, **functions: Any) -> None:
         for name, function in functions.items():
             if not hasattr(Callback, name):
-                raise ValueError(problem(f"there is no moment {name!r}", fix="such as on_train_step_end"))
+                raise ValueError(problem(f"callbacks have no method {name!r}", fix="such as on_train_step_end"))
             if function is not None:
                 setattr(self, name, function)
 
 
 @dataclass
 class CheckpointConfig:
-    """How often, how many and what: every ``save_checkpoint_steps`` steps (0: not) or ``save_checkpoint_seconds``,
-    at most ``keep_checkpoint_max`` files. ``integrated_save``: whole tensors, which all ranks gather, else each
-    rank saves what it holds. ``append_info``: ``"epoch_num"``, ``"step_num"`` or a dict. ``exception_save``: also when
-    training ends with an error. Files are written before training goes on (``async_save`` changes that nowhere), and
-    not encrypted: ValueError for a key."""
+    """Settings of checkpoints. Files are written before training goes on, and are not encrypted: ValueError for a key.
+
+    Attributes:
+        save_checkpoint_steps: steps between checkpoints; 0: none.
+        save_checkpoint_seconds: seconds between checkpoints; 0: none.
+        keep_checkpoint_max: the largest number of files.
+        integrated_save: save whole tensors, which all ranks gather; else each rank saves its own parts.
+        async_save: accepted without effect.
+        append_info: ``"epoch_num"``, ``"step_num"`` or a dict.
+        exception_save: save also when training ends with an error.
+    """
 
     save_checkpoint_steps: int = 1
     save_checkpoint_seconds: int = 0
@@ -237,9 +242,9 @@ class CheckpointConfig:
 
 
 class ModelCheckpoint(Callback):
-    """Writes ``<directory>/<prefix>-<epoch>_<step>.ckpt``: what this rank holds. Give each rank a directory of its
-    own, as the documents do: ``ModelCheckpoint(directory=f"{rank_id}")``. Where files of another run lie, the prefix
-    gets ``_1``."""
+    """Writer of ``<directory>/<prefix>-<epoch>_<step>.ckpt`` with this rank's tensors. Give each rank a directory of
+    its own, as the documents do: ``ModelCheckpoint(directory=f"{rank_id}")``. If the directory has files of another
+    run, the prefix gets ``_1``."""
 
     def __init__(
         self, prefix: str = "CKP", directory: str | None = None, config: CheckpointConfig | None = None
@@ -250,7 +255,7 @@ class ModelCheckpoint(Callback):
         self._config = config or CheckpointConfig()
         self._files: list[Path] = []
         self._last_step, self._last_seconds = 0, time.monotonic()
-        self._params: CallbackParams | None = None  # of the training that goes on
+        self._params: CallbackParams | None = None  # of the current training
 
     @property
     def latest_ckpt_file_name(self) -> str:
@@ -289,7 +294,7 @@ class ModelCheckpoint(Callback):
     def __exit__(self, *error: object) -> None:
         params = self._params
         if self._config.exception_save and error[0] is not None and params and params.cur_step_num > self._last_step:
-            self._save(params, integrated=False)  # other ranks may be elsewhere
+            self._save(params, integrated=False)  # other ranks may not come to a collective
 
     def _save(self, params: CallbackParams, integrated: bool | None = None) -> None:
         path = self._directory / f"{self._prefix}-{params.cur_epoch_num}_{params.step_in_epoch}.ckpt"

@@ -1,5 +1,5 @@
-"""Metrics of ``Model.eval``, which see (loss, output, label) of every batch; and by hand: ``clear``, ``update``,
-``eval``."""
+"""Metrics of ``Model.eval``, which are updated with (loss, output, label) of every batch, or by hand: ``clear``,
+``update``, ``eval``."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def _array(x: Any) -> Array:
 
 
 class Metric:
-    """Base: ``clear``, ``update(output, label)`` and ``eval``."""
+    """Base of metrics: ``clear``, ``update(output, label)`` and ``eval``."""
 
     wants_loss = False
     _indexes: Sequence[int] | None = None
     _convert_data = staticmethod(_array)
-    is_told = False  # by Model.eval, which has chosen the inputs of update
+    has_selected_inputs = False  # True while Model.eval calls update with selected inputs
 
     def clear(self) -> None:
         raise NotImplementedError
@@ -43,27 +43,27 @@ class Metric:
         return self._indexes
 
     def set_indexes(self, indexes: Sequence[int]) -> Metric:
-        """Which of the outputs are given to ``update``, by their places: those of (loss, output, label)."""
+        """Set the inputs of ``update`` by their positions in (loss, output, label)."""
         self._indexes = list(indexes)
         return self
 
     def update_from(self, outputs: tuple[Any, ...], all_of_them: bool = False) -> None:
-        """Of (loss, output, label) what it is about; ``all_of_them``: all that a network of one's own returns."""
+        """Update with entries of (loss, output, label). ``all_of_them``: with all results of a user's network."""
         if self._indexes is not None:
-            self.is_told = True
+            self.has_selected_inputs = True
             self.update(*(outputs[place] for place in self._indexes))
-            self.is_told = False
+            self.has_selected_inputs = False
         else:
             self.update(*(outputs[:1] if self.wants_loss else outputs if all_of_them else outputs[1:] or outputs))
 
 
 def rearrange_inputs(update: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a method ``update``: it is given its inputs in the order of ``set_indexes``, also where it is called by
+    """Wrap a method ``update`` so that it gets its inputs in the order of ``set_indexes``, also when it is called by
     hand."""
 
     @wraps(update)
     def ordered(metric: Metric, *inputs: Any) -> Any:
-        if metric.indexes is not None and len(inputs) > max(metric.indexes) and not metric.is_told:
+        if metric.indexes is not None and len(inputs) > max(metric.indexes) and not metric.has_selected_inputs:
             inputs = tuple(inputs[place] for place in metric.indexes)
         return update(metric, *inputs)
 
@@ -71,7 +71,7 @@ def rearrange_inputs(update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Kept(WithSettings, Metric):
-    """A function of all that was seen: lists of the arrays of ``update``."""
+    """A metric of all updates: it keeps lists of the arrays of ``update``."""
 
     def _settle(self) -> None:
         self.clear()
@@ -87,7 +87,7 @@ class _Kept(WithSettings, Metric):
             kept.append(_array(value))
 
     def seen(self) -> list[Array]:
-        """Every input of ``update``, batches joined. Raises RuntimeError where there was none."""
+        """Return every input of ``update``, with batches concatenated. Raises RuntimeError if there was none."""
         if not self._seen:
             raise RuntimeError(f"{type(self).__name__} has seen no batch")
         return [np.concatenate([np.atleast_1d(batch) for batch in kept]) for kept in self._seen]
@@ -126,13 +126,13 @@ class MSE(_Kept):
 
 
 def _classes(output: Array, label: Array) -> Array:
-    """Labels as class numbers, which may be one-hot."""
+    """Return labels, which may be one-hot, as class indices."""
     return label.argmax(1) if label.ndim == output.ndim else label
 
 
 class _Typed(_Kept, eval_type="classification"):
-    """``eval_type``: "classification" (outputs per class; labels as numbers or one-hot), or "multilabel" (zeros and
-    ones)."""
+    """A metric with an ``eval_type``: "classification" (outputs per class; labels as indices or one-hot), or
+    "multilabel" (zeros and ones)."""
 
     def _settle(self) -> None:
         if self.eval_type not in ("classification", "multilabel"):
@@ -140,19 +140,19 @@ class _Typed(_Kept, eval_type="classification"):
         super()._settle()
 
     def counts(self) -> tuple[Array, Array, Array]:
-        """True positives, predictions and labels of each class."""
+        """Return true positives, predictions and labels of each class."""
         output, label = self.seen()
         if self.eval_type == "multilabel":
             dims = tuple(dim for dim in range(output.ndim) if dim != 1)
             return (output * label).sum(dims), output.sum(dims), label.sum(dims)
-        number, wanted = output.shape[1], _classes(output, label).reshape(-1).astype(int)
+        number, labels = output.shape[1], _classes(output, label).reshape(-1).astype(int)
         guess = output.argmax(1).reshape(-1)
-        right, every, wanted = (np.bincount(x, minlength=number) for x in (guess[guess == wanted], guess, wanted))
-        return right, every, wanted
+        right, every, labels = (np.bincount(x, minlength=number) for x in (guess[guess == labels], guess, labels))
+        return right, every, labels
 
 
 class Accuracy(_Typed):
-    """The share of rows that are right."""
+    """The fraction of rows that are right."""
 
     def of(self, *arrays: Array) -> Any:
         output, label = arrays
@@ -167,28 +167,28 @@ def _ratio(part: Array, whole: Array) -> Array:
 
 
 class _OfClasses(_Typed):
-    """A number of each class, with ``average`` their mean: of true positives, predictions and labels."""
+    """A score per class from true positives, predictions and labels; with ``average`` the mean over classes."""
 
     def eval(self, average: bool = False) -> Any:
         score = self.score(*self.counts())
         return score.mean() if average else score
 
-    def score(self, right: Array, predicted: Array, wanted: Array) -> Array:
+    def score(self, right: Array, predicted: Array, labels: Array) -> Array:
         raise NotImplementedError
 
 
 class Precision(_OfClasses):
-    """Of the predictions of each class the share that is right; with ``average`` the mean over classes."""
+    """The fraction of each class's predictions that are right; with ``average`` the mean over classes."""
 
-    def score(self, right: Array, predicted: Array, wanted: Array) -> Array:
+    def score(self, right: Array, predicted: Array, labels: Array) -> Array:
         return _ratio(right, predicted)
 
 
 class Recall(_OfClasses):
-    """Of the labels of each class the share that was found; with ``average`` the mean over classes."""
+    """The fraction of each class's labels that were predicted; with ``average`` the mean over classes."""
 
-    def score(self, right: Array, predicted: Array, wanted: Array) -> Array:
-        return _ratio(right, wanted)
+    def score(self, right: Array, predicted: Array, labels: Array) -> Array:
+        return _ratio(right, labels)
 
 
 class Fbeta(_OfClasses, beta=...):
@@ -196,8 +196,8 @@ class Fbeta(_OfClasses, beta=...):
 
     eval_type = "classification"
 
-    def score(self, right: Array, predicted: Array, wanted: Array) -> Array:
-        return _ratio((1 + self.beta**2) * right, self.beta**2 * wanted + predicted)
+    def score(self, right: Array, predicted: Array, labels: Array) -> Array:
+        return _ratio((1 + self.beta**2) * right, self.beta**2 * labels + predicted)
 
 
 class F1(Fbeta):
@@ -208,7 +208,7 @@ class F1(Fbeta):
 
 
 class TopKCategoricalAccuracy(_Kept, k=...):
-    """The share of rows whose label is among the k largest outputs."""
+    """The fraction of rows whose label is among the k largest outputs."""
 
     def _settle(self) -> None:
         from_on("k", self.k, 1)
@@ -221,22 +221,22 @@ class TopKCategoricalAccuracy(_Kept, k=...):
 
 
 class Top1CategoricalAccuracy(TopKCategoricalAccuracy):
-    """k = 1."""
+    """Top-k accuracy with k = 1."""
 
     def __init__(self) -> None:
         super().__init__(1)
 
 
 class Top5CategoricalAccuracy(TopKCategoricalAccuracy):
-    """k = 5."""
+    """Top-k accuracy with k = 5."""
 
     def __init__(self) -> None:
         super().__init__(5)
 
 
 class Perplexity(_Kept, ignore_label=None):
-    """e to the mean of minus the logarithms of the probabilities of the labels. ``ignore_label``: one that does not
-    count."""
+    """The exponential of the mean negative log-probability of the labels. ``ignore_label``: a label that is not
+    counted."""
 
     def of(self, *arrays: Array) -> Any:
         output, label = arrays[0].reshape(-1, arrays[0].shape[-1]), arrays[1].reshape(-1).astype(int)
@@ -246,8 +246,8 @@ class Perplexity(_Kept, ignore_label=None):
 
 
 class CosineSimilarity(_Kept, similarity="cosine", reduction="none", zero_diagonal=True):
-    """The cosines of every pair of rows. ``similarity``: "cosine" or "dot"; ``reduction``: "none", "sum" or "mean" over
-    rows; ``zero_diagonal``: a row and itself count as 0."""
+    """The cosines of all pairs of rows. ``similarity``: "cosine" or "dot"; ``reduction``: "none", "sum" or "mean" over
+    rows; ``zero_diagonal``: set the similarity of a row with itself to 0."""
 
     def of(self, *arrays: Array) -> Any:
         rows = arrays[0]
@@ -260,7 +260,7 @@ class CosineSimilarity(_Kept, similarity="cosine", reduction="none", zero_diagon
 
 
 class Dice(_Kept, smooth=1e-5):
-    """2 |both| / (|output| + |label|) of each batch, on average."""
+    """The mean of 2 |both| / (|output| + |label|) over batches."""
 
     def update(self, *inputs: Any) -> None:
         output, label = (_array(value) for value in inputs)
@@ -272,7 +272,7 @@ class Dice(_Kept, smooth=1e-5):
 
 
 class ConfusionMatrix(_Kept, num_classes=..., normalize="no_norm", threshold=0.5):
-    """How often (label, prediction) was seen. ``normalize``: "no_norm", "target", "prediction" or "all"."""
+    """Counts of (label, prediction). ``normalize``: "no_norm", "target", "prediction" or "all"."""
 
     def _settle(self) -> None:
         if self.normalize not in ("no_norm", "target", "prediction", "all"):
@@ -294,8 +294,8 @@ class ConfusionMatrix(_Kept, num_classes=..., normalize="no_norm", threshold=0.5
 
 
 class ROC(_Kept, class_num=None, pos_label=None):
-    """The curve of a score: false positive rates, true positive rates, thresholds. ``class_num``: of outputs with
-    several classes a list of each; ``pos_label``: the label of what is right."""
+    """The ROC curve of a score: false positive rates, true positive rates, thresholds. ``class_num``: number of
+    classes; with several, each result is a list with one entry per class. ``pos_label``: the positive label."""
 
     def of(self, *arrays: Array) -> Any:
         output, label = arrays
@@ -316,7 +316,7 @@ def _curve(score: Array, right: Array) -> tuple[Array, Array, Array]:
 
 
 def auc(x: Any, y: Any, reorder: bool = False) -> float:
-    """The area under a curve, by trapezoids."""
+    """Return the area under a curve by the trapezoidal rule."""
     x, y = np.asarray(x), np.asarray(y)
     if reorder:
         order = np.lexsort((y, x))
@@ -333,19 +333,19 @@ NAMES: dict[str, Callable[..., Metric]] = {
 
 
 def names() -> list[str]:
-    """The names that ``Model(metrics=)`` knows."""
+    """Return the names of metrics for ``Model(metrics=)``."""
     return list(NAMES)
 
 
 def get_metric_fn(name: str, *args: Any, **kwargs: Any) -> Metric:
-    """A metric by its name."""
+    """Return a metric by its name."""
     if name not in NAMES:
         raise ValueError(problem(f"there is no metric {name!r}", fix=closest(name, NAMES)))
     return NAMES[name](*args, **kwargs)
 
 
 def metrics_of(argument: Any) -> dict[str, Metric]:
-    """From a name, several, or a dict of name -> Metric."""
+    """Return metrics by name, from a name, several, or a dict of name -> Metric."""
     if argument is None:
         return {}
     if isinstance(argument, dict):

@@ -14,24 +14,30 @@ from shardwise.errors import problem
 from shardwise.mindspore import context
 from shardwise.mindspore.amp import DynamicLossScaleManager, at_level
 from shardwise.mindspore.checks import from_on
-from shardwise.mindspore.context import ParallelMode as ParallelMode  # programs import it from here
+from shardwise.mindspore.context import ParallelMode as ParallelMode  # programs import this name from here
 from shardwise.mindspore.engine import layouts_of
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.nn.wrap import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithEvalCell, WithLossCell
-from shardwise.mindspore.train.callback import Callback, CallbackParams, RunContext, WhileTraining, callbacks_of, told
+from shardwise.mindspore.train.callback import Callback, CallbackParams, RunContext, WhileTraining, callbacks_of, notify
 from shardwise.mindspore.train.metrics import metrics_of
 from shardwise.mindspore.train.rows import size_of, steps_of
 
 
 class Model:
-    """``Model(net, loss_fn=loss, optimizer=opt)``; loss and optimizer are told apart in any order.
+    """A network with loss, optimizer and metrics: ``Model(net, loss_fn=loss, optimizer=opt)``.
 
-    ``metrics``: names or Metric objects, for ``eval``. ``loss_scale_manager``: scales the loss before backward;
-    with ``drop_overflow_update`` gradients are divided by the scale, and checked, here, else only by the optimizer's
-    ``loss_scale``, as in the reference. Without ``loss_fn`` the network returns its loss; without an optimizer, too, it
-    may be a training cell. ``amp_level``: ``amp.auto_mixed_precision``; O2 scales losses dynamically by default;
-    ``settings`` beside it: ``amp.at_level``. ``eval_indexes``: where loss, output and label are in what
-    ``eval_network`` returns.
+    Loss and optimizer may be given in either order.
+
+    Args:
+        network: the network; without ``loss_fn`` it returns its loss; without an optimizer too, it may be a training
+            cell.
+        metrics: names or Metric objects, for ``eval``.
+        eval_network: the network for ``eval``.
+        eval_indexes: positions of loss, output and label in the results of ``eval_network``.
+        amp_level: level of ``amp.auto_mixed_precision``; O2 scales losses dynamically by default.
+        loss_scale_manager: scales the loss before backward. With ``drop_overflow_update`` gradients are divided by the
+            scale, and checked, here; else only the optimizer's ``loss_scale`` divides, as in the reference.
+        settings: further settings of ``amp.at_level``.
     """
 
     def __init__(
@@ -50,9 +56,9 @@ class Model:
             loss_fn, optimizer = optimizer, loss_fn
         order = "Model(net, loss_fn=loss, optimizer=opt)"
         if not isinstance(network, nn.Module):
-            raise TypeError(problem(f"{_told(network)} is no network", fix=order))
+            raise TypeError(problem(f"{_description(network)} is not a network", fix=order))
         if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise TypeError(problem(f"{_told(optimizer)} is no optimizer", fix=order))
+            raise TypeError(problem(f"{_description(optimizer)} is not an optimizer", fix=order))
         if isinstance(loss_fn, Optimizer):
             raise TypeError(problem("Model was given two optimizers", fix=order))
         if amp_level == "O2" and loss_scale_manager is None:
@@ -64,7 +70,7 @@ class Model:
         inner_optimizer = next((x for x in vars(network).values() if isinstance(x, Optimizer)), None)
         if optimizer is not None:
             self._train_network: nn.Module | None = training_cell(self._loss_network, optimizer, loss_scale_manager)
-        elif loss_fn is None and inner_optimizer is not None:  # a training cell already
+        elif loss_fn is None and inner_optimizer is not None:  # the network is already a training cell
             self._train_network, self._optimizer = network, inner_optimizer
         else:
             self._train_network = None
@@ -97,8 +103,13 @@ class Model:
         sink_size: int = -1,
         initial_epoch: int = 0,
     ) -> None:
-        """Train for ``epoch`` epochs. ``dataset_sink_mode`` is accepted and changes nothing: data is fed step by step.
-        ``sink_size``: steps of an epoch (-1: the dataset's)."""
+        """Train the network.
+
+        Args:
+            epoch: number of epochs.
+            dataset_sink_mode: accepted without effect; data is fed step by step.
+            sink_size: steps of an epoch; -1: those of the dataset.
+        """
         self._run(epoch, train_dataset, callbacks, dataset_sink_mode, sink_size, initial_epoch, None)
 
     def fit(
@@ -114,7 +125,7 @@ class Model:
         initial_epoch: int = 0,
     ) -> None:
         """Train, and evaluate on ``valid_dataset`` after every ``valid_frequency`` epochs, or after those listed.
-        Callbacks find the metrics as ``eval_results`` of what they are given."""
+        Callbacks read the metrics as ``eval_results`` of their parameters."""
         if valid_dataset is not None and self._eval_network is None:
             raise ValueError(problem("Model.fit has nothing to measure", fix="Model(..., metrics={'loss'})"))
 
@@ -153,36 +164,36 @@ class Model:
         with ExitStack() as opened:
             for callback in listed:
                 opened.enter_context(callback)
-            told(listed, "on_train_begin", run)
+            notify(listed, "on_train_begin", run)
             first = max(initial_epoch, params.begin_epoch) + 1
             done = max(params.cur_step_num - params.begin_epoch * params.batch_num, 0)  # steps of the first epoch
             for number in range(first, epoch + 1):
                 params.cur_epoch_num = number
-                told(listed, "on_train_epoch_begin", run)
+                notify(listed, "on_train_epoch_begin", run)
                 for inputs in islice(steps_of(train_dataset, sink_size), done if number == first else 0, None):
                     params.cur_step_num += 1
                     params.train_dataset_element = inputs
-                    told(listed, "on_train_step_begin", run)
+                    notify(listed, "on_train_step_begin", run)
                     params.net_outputs = network(*inputs)
-                    told(listed, "on_train_step_end", run)
+                    notify(listed, "on_train_step_end", run)
                     if run.get_stop_requested():
                         break
                 params.eval_results = {}
                 if evaluated is not None and evaluated[1](number):
-                    told_too = [WhileTraining(callback) for callback in listed]
-                    params.eval_results = params.metrics = self._evaluated(evaluated[0], told_too, number)
+                    wrapped_callbacks = [WhileTraining(callback) for callback in listed]
+                    params.eval_results = params.metrics = self._evaluated(evaluated[0], wrapped_callbacks, number)
                     network.train()
-                told(listed, "on_train_epoch_end", run)
+                notify(listed, "on_train_epoch_end", run)
                 if run.get_stop_requested():
                     break
-            told(listed, "on_train_end", run)
+            notify(listed, "on_train_end", run)
 
     def eval(self, valid_dataset: Any, callbacks: Any = None, dataset_sink_mode: bool = False) -> dict[str, Any]:
-        """The metrics over a dataset: name -> value."""
+        """Evaluate over a dataset and return the metrics: name -> value."""
         return self._evaluated(valid_dataset, callbacks_of(callbacks), 0)
 
     def _evaluated(self, valid_dataset: Any, listed: Sequence[Callback], epoch: int) -> dict[str, Any]:
-        """``epoch``: the number of the one that training is in."""
+        """Evaluate the network. ``epoch``: number of the current epoch of training."""
         if self._eval_network is None:
             raise ValueError(problem("Model.eval has nothing to measure", fix="Model(..., metrics={'loss'})"))
         network = self._eval_network
@@ -195,10 +206,10 @@ class Model:
                 opened.enter_context(callback)
             for metric in self._metrics.values():
                 metric.clear()
-            told(listed, "on_eval_begin", run)
+            notify(listed, "on_eval_begin", run)
             for inputs in steps_of(valid_dataset, -1):
                 params.cur_step_num += 1
-                told(listed, "on_eval_step_begin", run)
+                notify(listed, "on_eval_step_begin", run)
                 with torch.no_grad():
                     params.net_outputs = network(*inputs)
                 outputs = params.net_outputs if isinstance(params.net_outputs, tuple) else (params.net_outputs,)
@@ -206,41 +217,41 @@ class Model:
                     outputs = tuple(outputs[place] for place in self._eval_indexes if place >= 0)
                 for metric in self._metrics.values():
                     metric.update_from(outputs, self._is_own and self._eval_indexes is None)
-                told(listed, "on_eval_step_end", run)
+                notify(listed, "on_eval_step_end", run)
             params.metrics = {name: metric.eval() for name, metric in self._metrics.items()}
-            told(listed, "on_eval_end", run)
+            notify(listed, "on_eval_end", run)
         return params.metrics
 
     def build(self, train_dataset: Any = None, valid_dataset: Any = None, sink_size: int = -1, epoch: int = 1) -> None:
-        """Kept for programs that call it: networks are captured in their first step."""
+        """Do nothing; kept for programs that call it. Networks are captured in their first step."""
 
     def infer_predict_layout(self, *predict_data: Any, skip_backend_compile: bool = False) -> dict[str, Any]:
-        """Parameter -> how it is split for predictions, into which the network is split now: before a checkpoint is
-        loaded (``load_distributed_checkpoint(model.predict_network, files, layout)``)."""
+        """Split the network for predictions and return its layouts by parameter, before a checkpoint is loaded
+        (``load_distributed_checkpoint(model.predict_network, files, layout)``)."""
         self._network.eval()
         return layouts_of(self._network, predict_data)
 
     def infer_train_layout(
         self, train_dataset: Any, dataset_sink_mode: bool = True, sink_size: int = -1
     ) -> dict[str, Any]:
-        """The same for training, by the first row of a dataset."""
+        """Split the network for training, by the first row of a dataset, and return its layouts by parameter."""
         network = getattr(self._train_network, "network", None)
         if network is None:
             what = f"{type(self._train_network).__name__} holds no network to train"
-            fix = "Model(network, loss, optimizer), or a cell made from TrainOneStepCell"
+            fix = "Model(network, loss, optimizer), or a subclass of TrainOneStepCell"
             raise RuntimeError(problem(what, fix=fix))
         network.train()
         return layouts_of(network, next(iter(steps_of(train_dataset, -1))))
 
     def predict(self, *predict_data: Any, backend: Any = None, config: Any = None) -> Any:
-        """What the network returns in evaluation mode."""
+        """Return the network's results in evaluation mode."""
         self._network.eval()
         with torch.no_grad():
             return self._network(*predict_data)
 
     def _broadcast(self) -> None:
-        """``parameter_broadcast``: rank 0's parameters on every rank, before data-parallel training. (Where cells are
-        split, rank 0's values are taken anyway.)"""
+        """Broadcast rank 0's parameters before data-parallel training, with ``parameter_broadcast``. (Split cells take
+        rank 0's values anyway.)"""
         options = context.options()
         if options.parameter_broadcast and not options.distributed and torch.distributed.is_initialized():
             for tensor in [*self._network.parameters(), *self._network.buffers()]:
@@ -248,8 +259,8 @@ class Model:
 
 
 def data_sink(fn: Callable[..., Any], dataset: Any, sink_size: int = 1, **settings: Any) -> Callable[[], Any]:
-    """A function without arguments that calls ``fn`` with the next ``sink_size`` rows of a dataset, pass after pass,
-    and returns what it returned last."""
+    """Return a function without arguments that calls ``fn`` with the next ``sink_size`` rows of a dataset, epoch after
+    epoch, and returns the last result."""
 
     def endless() -> Iterator[tuple[Any, ...]]:
         while True:
@@ -263,12 +274,12 @@ def data_sink(fn: Callable[..., Any], dataset: Any, sink_size: int = 1, **settin
     return run
 
 
-def _told(argument: Any) -> str:
+def _description(argument: Any) -> str:
     return type(argument).__name__ if isinstance(argument, (Optimizer, nn.Module)) else repr(argument)
 
 
 def training_cell(network: nn.Module, optimizer: Optimizer, manager: Any) -> TrainOneStepCell:
-    """A network, which returns its loss, with its update, and a loss scale manager or None."""
+    """Return the training cell of a network that returns its loss. ``manager``: a loss scale manager or None."""
     if manager is None:
         return TrainOneStepCell(network, optimizer)
     if manager.get_drop_overflow_update():

@@ -1,4 +1,4 @@
-"""Callbacks that write what a run does: curves for TensorBoard, and a place to go on from when it was stopped."""
+"""Callbacks that record a run: curves for TensorBoard, and backups from which it can resume."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ TENSORBOARD = "pip install tensorboard, which torch.utils.tensorboard writes wit
 
 
 class SummaryRecord:
-    """A folder of curves, which TensorBoard shows. ``add_value("scalar", "loss", value)`` adds to the present step,
-    ``record(step)`` writes it. Raises ImportError where tensorboard is not installed.
+    """A TensorBoard log folder. ``add_value("scalar", "loss", value)`` adds to the present step, ``record(step)``
+    writes it. Raises ImportError if tensorboard is not installed.
 
-    As a context it closes its file.
+    As a context manager it closes its file.
     """
 
     def __init__(self, log_dir: str, *, network: nn.Module | None = None, **settings: Any) -> None:
@@ -46,14 +46,14 @@ class SummaryRecord:
         self._values: list[tuple[str, str, Any]] = []
 
     def add_value(self, plugin: str, name: str, value: Any) -> None:
-        """A value of the present step. ``plugin``: "scalar", "tensor", "histogram" or "image" (batch, channels, height,
-        width)."""
+        """Add a value to the present step. ``plugin``: "scalar", "tensor", "histogram" or "image" (batch, channels,
+        height, width)."""
         if plugin not in KINDS:
             raise ValueError(problem(f"there is no summary {plugin!r}", fix=closest(plugin, KINDS)))
         self._values.append((plugin, name, asnumpy(value) if isinstance(value, torch.Tensor) else np.asarray(value)))
 
     def record(self, step: int, train_network: Any = None, plugin_filter: Any = None) -> bool:
-        """Write the values that were added, under a step."""
+        """Write the added values under a step."""
         for plugin, name, value in self._values:
             if plugin_filter is None or plugin_filter(plugin):
                 single = float(value.reshape(-1)[0]) if plugin == "scalar" else value
@@ -75,11 +75,11 @@ class SummaryRecord:
 
 
 class SummaryCollector(Callback):
-    """Writes every ``collect_freq`` steps the loss, the learning rate, metrics and histograms of parameters to
-    ``summary_dir``: rank 0 of a run writes there, another rank r to its folder ``rank_r``.
+    """Recorder of the loss, the learning rate, metrics and histograms of parameters, every ``collect_freq`` steps. Rank
+    0 writes to ``summary_dir``, any other rank r to its folder ``rank_r``.
 
     ``collect_specified_data``: switches by name (``collect_metric``, ``histogram_regular``, a pattern of names of
-    parameters). Graphs, landscapes and lineage are not written; a note says so where they are asked for.
+    parameters). Graphs, landscapes and lineage are not written; a request for graphs or landscapes prints a note.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class SummaryCollector(Callback):
         due = params.cur_step_num == 1 or params.cur_step_num % self._every == 0
         if params.mode != "train" or not due or self._record is None:
             return
-        if self._asked("collect_metric"):
+        if self._is_enabled("collect_metric"):
             self._record.add_value("scalar", "loss", loss_value(params.net_outputs))
             if params.optimizer is not None:
                 self._record.add_value("scalar", "learning_rate", params.optimizer.rate_now())
@@ -118,7 +118,7 @@ class SummaryCollector(Callback):
             self._add_parameters(params.network, str(pattern))
         self._record.record(params.cur_step_num)
 
-    def _asked(self, name: str) -> bool:
+    def _is_enabled(self, name: str) -> bool:
         return bool(self._wanted.get(name, self._default))
 
     def _add_parameters(self, network: Any, pattern: str) -> None:
@@ -145,9 +145,9 @@ class SummaryCollector(Callback):
 
 
 class BackupAndRestore(Callback):
-    """Writes the network, its optimizer's states and the number of the epoch to ``backup_dir`` at the end of epochs
-    (``save_freq="epoch"``) or every ``save_freq`` steps, and takes them from there when training begins.
-    ``delete_checkpoint``: a run that ends removes its file. Each rank needs a folder of its own."""
+    """Backup of the network, its optimizer's states and the epoch number in ``backup_dir`` at the end of epochs
+    (``save_freq="epoch"``) or every ``save_freq`` steps. They are restored when training begins. ``delete_checkpoint``:
+    remove the file at the end of a run. Each rank needs a folder of its own."""
 
     def __init__(self, backup_dir: str, save_freq: str | int = "epoch", delete_checkpoint: bool = True) -> None:
         if save_freq != "epoch" and (isinstance(save_freq, bool) or not isinstance(save_freq, int) or save_freq < 1):
@@ -184,19 +184,19 @@ class BackupAndRestore(Callback):
         beside = self._file.with_name("new.ckpt")
         info = {"epoch_num": epochs, "step_num": params.cur_step_num}
         save_checkpoint(params.network, str(beside), append_dict=info, optimizer=params.optimizer)
-        os.replace(beside, self._file)  # the file is whole at every moment
+        os.replace(beside, self._file)  # replace the file atomically
 
 
 class OnRequestExit(
     WithSettings, Callback, save_ckpt=True, save_mindir=False, file_name="Net", directory="./", sig=signal.SIGTERM
 ):
-    """On a signal, by default SIGTERM, the run ends after its step, or its epoch; every rank does, on the same one.
+    """Stop on a signal, by default SIGTERM. All ranks end after the same step.
 
-    ``save_ckpt``: then a checkpoint ``<directory>/<file_name>_train.ckpt`` is written; ``save_mindir`` is not done.
+    ``save_ckpt``: write a checkpoint ``<directory>/<file_name>_train.ckpt`` then. ``save_mindir`` is not supported.
     """
 
-    _asked = False
-    _before: Any = None  # the handler of the signal
+    _is_requested = False
+    _before: Any = None  # the previous signal handler
 
     def _settle(self) -> None:
         if self.sig == signal.SIGKILL:
@@ -211,16 +211,16 @@ class OnRequestExit(
         self._before = signal.signal(self.sig, self._request) or signal.SIG_DFL
 
     def _request(self, number: int, frame: Any) -> None:
-        self._asked = True
+        self._is_requested = True
 
     def step_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
-        if params.mode != "train" or not _on_any_rank(self._asked):
+        if params.mode != "train" or not _on_any_rank(self._is_requested):
             return
         if self.save_ckpt:
             self._file.parent.mkdir(parents=True, exist_ok=True)
             save_checkpoint(params.network, str(self._file), optimizer=params.optimizer)
-        print_line(f"epoch: {params.cur_epoch_num} step: {params.step_in_epoch}: training ends as asked")
+        print_line(f"epoch: {params.cur_epoch_num} step: {params.step_in_epoch}: training ends on request")
         run_context.request_stop()
 
     def end(self, run_context: RunContext) -> None:
@@ -233,7 +233,7 @@ class OnRequestExit(
 
 
 def _on_any_rank(flag: bool) -> bool:
-    """Whether it is true on one of the ranks: one small message."""
+    """Return whether the flag is true on any rank (one small message)."""
     if not rank_groups.is_connected():
         return flag
     device = "cuda" if rank_groups.backend() == "nccl" else "cpu"
@@ -241,7 +241,7 @@ def _on_any_rank(flag: bool) -> bool:
 
 
 class DatasetHelper:
-    """The rows of a dataset, one after the other, as tuples. ``sink_size`` rows are an epoch."""
+    """An iterator over the rows of a dataset, as tuples. ``sink_size``: rows per epoch."""
 
     def __init__(self, dataset: Any, dataset_sink_mode: bool = True, sink_size: int = -1, epoch_num: int = 1) -> None:
         self.dataset, self._size = dataset, sink_size
@@ -250,7 +250,7 @@ class DatasetHelper:
         return steps_of(self.dataset, self._size)
 
     def sink_size(self) -> int:
-        """Rows of an epoch."""
+        """Return the rows per epoch."""
         return size_of(self.dataset, self._size)
 
 

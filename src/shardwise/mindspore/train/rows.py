@@ -1,4 +1,4 @@
-"""The rows of what is trained on: a dataset, or anything that can be iterated over."""
+"""Rows of training data: of a dataset, or of any iterable."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 
 def size_of(dataset: Any, sink_size: int) -> int:
-    """The number of rows of an epoch."""
+    """Return the number of rows of an epoch."""
     if sink_size > 0:
         return sink_size
     return int(dataset.get_dataset_size() if hasattr(dataset, "get_dataset_size") else len(dataset))
 
 
 def steps_of(dataset: Any, sink_size: int) -> Iterator[tuple[Any, ...]]:
-    """The rows of an epoch, each a tuple."""
+    """Yield the rows of an epoch as tuples."""
     rows: Iterable[Any] = (
         dataset.create_tuple_iterator(num_epochs=1) if hasattr(dataset, "create_tuple_iterator") else dataset
     )

@@ -1,4 +1,4 @@
-"""Checkpoints of what a rank holds: its part of every parameter, with the layout that says which part it is."""
+"""Checkpoints of ranks: a rank's part of every parameter, with its layout."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ FORMAT = "shardwise-rank-checkpoint"
 
 
 class Slice(Parameter):
-    """A parameter of a checkpoint. ``held``: of which whole it is which part; None for a whole one. ``is_state``: of an
-    optimizer; ``is_info``: appended. ``path``: where it is, or its parameter, in the network that was saved."""
+    """A parameter of a checkpoint. ``held``: its distribution; None if it is whole. ``is_state``: it is a state of an
+    optimizer; ``is_info``: it was appended. ``path``: path of it, or of its parameter, in the saved network."""
 
     held: Held | None = None
     is_state = is_info = False
@@ -49,12 +49,19 @@ def save_checkpoint(
     format: str = "ckpt",
     **settings: Any,
 ) -> None:
-    """Write the parameters of a cell (or a dict, or ``[{"name": ..., "data": ...}]``) as this rank holds them; with
-    ``integrated_save`` whole: all ranks call it then.
+    """Write the parameters of a cell to the checkpoint of this rank.
 
-    Buffers (running statistics) are saved, too, and the states of an optimizer: of ``optimizer``, or of a cell that
-    trains (``nn.TrainOneStepCell``). ``choice_func``: whether a parameter of this name is saved. ``async_save`` is
-    taken; the file is written when this returns. NotImplementedError for ``enc_key``: files are not encrypted.
+    Buffers (running statistics) are saved too, and the states of an optimizer: of ``optimizer``, or of a training cell
+    (``nn.TrainOneStepCell``).
+
+    Args:
+        save_obj: a cell, a dict, or ``[{"name": ..., "data": ...}]``.
+        integrated_save: save whole tensors; all ranks must call it then.
+        async_save: accepted; the file is written before this returns.
+        choice_func: returns whether to save the parameter of a name.
+
+    Raises:
+        NotImplementedError: for ``enc_key``, as files are not encrypted.
     """
     _check_settings(settings)
     if format != "ckpt":
@@ -94,11 +101,11 @@ def save_checkpoint(
 
 
 def async_ckpt_thread_status() -> bool:
-    """Whether a checkpoint is still being written: never, they are written at once."""
+    """Return whether a checkpoint is still being written: always False, as they are written at once."""
     return False
 
 
-# Settings of the reference that change nothing here, but for the keys, which are refused.
+# Settings of the reference without effect here, except the keys, which are refused.
 _SETTINGS = ("crc_check", "enc_mode", "dec_mode", "format", "remove_redundancy", "enc_key", "dec_key")
 
 
@@ -111,7 +118,7 @@ def _check_settings(settings: dict[str, Any]) -> None:
 
 
 def write(path: Path, entries: dict[str, dict[str, Any]], info: dict[str, Any], writer: int) -> None:
-    """Write the file of a rank: whole, or as it was, also where another process writes it."""
+    """Write a rank's file atomically, even if another process writes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{uuid4().hex}")
     try:
@@ -122,18 +129,18 @@ def write(path: Path, entries: dict[str, dict[str, Any]], info: dict[str, Any], 
         raise
 
 
-# Attributes by which cells hold the network that they wrap: they lengthen its paths.
+# Attributes in which cells hold the wrapped network: they lengthen its paths.
 WRAPPING = ("network", "_backbone", "_network")
 
 
 def unwrapped(path: str) -> str:
-    """A path in a network, without the cells around it."""
+    """Return a path in a network without the cells around it."""
     first, _, rest = path.partition(".")
     return unwrapped(rest) if first in WRAPPING and rest else path
 
 
 def _paths(module: nn.Module) -> dict[int, str]:
-    """The identity of a parameter or buffer -> where it is."""
+    """Return the path of each parameter or buffer by its identity."""
     named = (*module.named_parameters(), *module.named_buffers())
     return {id(tensor): unwrapped(path) for path, tensor in named}
 
@@ -159,9 +166,18 @@ def load_checkpoint(
     choice_func: Callable[[str], bool] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Name -> parameter, and what ``append_info`` added. ``net``: gets them at once. ``filter_prefix``: beginnings of
-    names that are left out; ``specify_prefix``: of those that are read; ``choice_func``: whether a name is. Raises
-    ValueError for another kind of file, or if nothing is left of it, NotImplementedError for ``dec_key``."""
+    """Return the parameters of a checkpoint by name, with the values of ``append_info``.
+
+    Args:
+        net: network to load at once.
+        filter_prefix: prefixes of names to skip.
+        specify_prefix: prefixes of names to read.
+        choice_func: returns whether to read a name.
+
+    Raises:
+        ValueError: for another kind of file, or if no name is left.
+        NotImplementedError: for ``dec_key``.
+    """
     _check_settings(settings)
     parameters, info, _ = read(ckpt_file_name)
     without, only = (() if prefix is None else (prefix,) if isinstance(prefix, str) else tuple(prefix)
@@ -183,7 +199,7 @@ def load_checkpoint(
 
 
 def _as_value(name: str, value: Any) -> Any:
-    """What was appended; a number as a parameter, which is no part of a network."""
+    """Return an appended value; a number becomes a parameter that is no part of a network."""
     if not isinstance(value, (int, float)):
         return value
     entry = Slice(torch.tensor(value), name, requires_grad=False)
@@ -192,7 +208,7 @@ def _as_value(name: str, value: Any) -> Any:
 
 
 def read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
-    """The parameters of a file, what was appended, and the rank that wrote it."""
+    """Return the parameters of a file, the appended values, and the rank that wrote it."""
     path = Path(file)
     if not path.exists():
         raise ValueError(problem(f"there is no checkpoint {path}", fix="each rank has its own: .../<rank>/<name>.ckpt"))
@@ -200,15 +216,13 @@ def read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
         content = torch.load(path, weights_only=True)
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
         fix = "one that save_checkpoint wrote, whole"
-        raise ValueError(problem(f"{path} can not be read as a checkpoint: {error}", fix=fix)) from error
+        raise ValueError(problem(f"{path} cannot be read as a checkpoint: {error}", fix=fix)) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ValueError(problem(f"{path} is no checkpoint of this library", fix="one that save_checkpoint wrote"))
+        raise ValueError(problem(f"{path} is not a checkpoint of this library", fix="one that save_checkpoint wrote"))
     missing = [key for key in ("parameters", "info", "rank") if key not in content]
     wrong = [name for name, entry in content.get("parameters", {}).items() if not _is_entry(entry)]
     if missing or wrong:
-        what = (
-            f"it lacks {', '.join(missing)}" if missing else f"its entry {wrong[0]} lacks data, or says half a layout"
-        )
+        what = f"it lacks {', '.join(missing)}" if missing else f"its entry {wrong[0]} lacks data, or half its layout"
         fix = "save it again with this version; torch.load(file) shows what it holds"
         raise ValueError(problem(f"{path} is a checkpoint of another version: {what}", fix=fix))
     parameters: dict[str, Slice] = {}
@@ -224,8 +238,8 @@ def read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
 
 
 def _is_entry(entry: Any) -> bool:
-    said = {"layout", "mesh", "shape"} & set(entry) if isinstance(entry, dict) else set()
-    return isinstance(entry, dict) and isinstance(entry.get("data"), torch.Tensor) and len(said) in (0, 3)
+    layout_keys = {"layout", "mesh", "shape"} & set(entry) if isinstance(entry, dict) else set()
+    return isinstance(entry, dict) and isinstance(entry.get("data"), torch.Tensor) and len(layout_keys) in (0, 3)
 
 
 def load_distributed_checkpoint(
@@ -235,9 +249,16 @@ def load_distributed_checkpoint(
     train_strategy_filename: str | None = None,
     strict_load: bool = False,
 ) -> dict[str, Any]:
-    """Join the files of all ranks, whatever their number was, and give the whole to a network, or an optimizer; None:
-    to nobody. Returns it. Raises RuntimeError where a part is missing. The two strategies are taken and not needed:
-    files say what they are parts of, and a network takes its own parts of what is whole."""
+    """Join the files of all ranks, whatever their number was, and return the whole parameters.
+
+    Args:
+        network: a network or an optimizer to load; it takes its own parts. None: load nothing.
+        predict_strategy: not needed, as files contain their layouts.
+        train_strategy_filename: not needed either.
+
+    Raises:
+        RuntimeError: if a part is missing.
+    """
     parameters, info = joined_files(checkpoint_filenames)
     if network is not None:
         load_param_into_net(network, parameters, strict_load)
@@ -245,16 +266,16 @@ def load_distributed_checkpoint(
 
 
 def joined_files(names: Sequence[str]) -> tuple[dict[str, Slice], dict[str, Any]]:
-    """Parameters and states, whole, of the files of ranks, and what was appended to the first."""
+    """Return whole parameters and states from the files of ranks, and the appended values of the first."""
     files = [read(file) for file in names]
     if not files:
         raise ValueError(problem("there is no file", fix="one of every rank: [f'{rank}/net.ckpt' for rank in ...]"))
-    known = dict.fromkeys(name for pieces, *_ in files for name in pieces)  # states may be in one file only
-    return {name: of_parts(name, [file for file in files if name in file[0]]) for name in known}, files[0][1]
+    parameter_names = dict.fromkeys(name for pieces, *_ in files for name in pieces)  # states may be in one file only
+    return {name: of_parts(name, [file for file in files if name in file[0]]) for name in parameter_names}, files[0][1]
 
 
 def of_parts(name: str, files: list[tuple[dict[str, Slice], dict[str, Any], int]]) -> Slice:
-    """The whole of a parameter of which every file has a part."""
+    """Join a parameter of which every file has a part."""
     first = files[0][0][name]
     if first.held is None or not first.held.layout.positions:
         first.held = None
@@ -262,14 +283,14 @@ def of_parts(name: str, files: list[tuple[dict[str, Slice], dict[str, Any], int]
     layout = first.held.layout
     for pieces, *_ in files:
         if (of := pieces[name].held) is None or of.layout != layout:
-            told = f"{name} is split as {layout} in one file and otherwise in another"
-            raise RuntimeError(problem(told, fix="the files of one checkpoint, one of every rank"))
+            what = f"{name} is split as {layout} in one file and differently in another"
+            raise RuntimeError(problem(what, fix="the files of one checkpoint, one of every rank"))
     parts = [(writer, pieces[name]) for pieces, _, writer in files if pieces[name].held == first.held]
     whole, missing = joined(first.held, parts)
     if missing.any():
         writers = ", ".join(str(writer) for *_, writer in files)
-        told = f"the files of ranks {writers} have {int((~missing).sum())} of the {missing.numel()} elements of {name}"
-        raise RuntimeError(problem(told, fix=f"the files of all {layout.mesh.num_devices} ranks"))
+        what = f"the files of ranks {writers} have {int((~missing).sum())} of the {missing.numel()} elements of {name}"
+        raise RuntimeError(problem(what, fix=f"the files of all {layout.mesh.num_devices} ranks"))
     parameter = Slice(whole, name, requires_grad=first.requires_grad)
     parameter.is_state, parameter.path = first.is_state, first.path
     return parameter
@@ -278,13 +299,18 @@ def of_parts(name: str, files: list[tuple[dict[str, Slice], dict[str, Any], int]
 def load_param_into_net(
     net: Any, parameter_dict: dict[str, Any], strict_load: bool = False, *, remove_redundancy: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Give a network, or an optimizer, what is its own in a checkpoint. Returns the names that the checkpoint lacks and
-    those that the network lacks.
+    """Load a checkpoint into a network or an optimizer.
 
-    A part of a parameter fits a network that is split in the same way, or not yet split: it is split so then. Whole
-    parameters fit every network. Unless ``strict_load``, names of the checkpoint may have a prefix that those of the
-    network lack, and dtypes are converted. Raises RuntimeError for other shapes, and dtypes where it is strict; nothing
-    is changed then.
+    Return the names that the checkpoint lacks and those that the network lacks. A part of a parameter fits a network
+    that is split in the same way. A network that is not split yet takes over its split. Whole parameters fit every
+    network.
+
+    Args:
+        strict_load: if False, names of the checkpoint may have a prefix that those of the network lack, and dtypes are
+            converted.
+
+    Raises:
+        RuntimeError: for other shapes, and with ``strict_load`` for other dtypes; nothing is changed then.
     """
     entries = {
         name: entry
@@ -329,7 +355,7 @@ def load_param_into_net(
 
 
 def _without_prefix(entries: dict[str, Any], missing: list[str]) -> dict[str, Any]:
-    """A checkpoint's entries, those that the network lacks without the prefix of the first that ends with a missing
+    """Remove a prefix from entries that the network lacks: the prefix of the first name that ends with a missing
     name."""
     own_names = [name for name, entry in entries.items() if not getattr(entry, "is_state", False)]
     ends = ((full_name, name) for name in missing for full_name in own_names if full_name.endswith(f".{name}"))
@@ -340,7 +366,7 @@ def _without_prefix(entries: dict[str, Any], missing: list[str]) -> dict[str, An
 
 
 def _check_part(name: str, of: Held | None, now: Held | None) -> None:
-    """Raises RuntimeError where a part of a parameter is not the one that this rank needs."""
+    """Raise RuntimeError if a part of a parameter is not the one that this rank needs."""
     if of is None or of == now:
         return
     if now is not None and of.layout == now.layout and of.is_split == now.is_split and not of.layout.positions:
@@ -356,9 +382,17 @@ def _check_part(name: str, of: Held | None, now: Held | None) -> None:
 
 
 def export(net: nn.Module, *inputs: Any, file_name: str, file_format: str = "MINDIR", **settings: Any) -> None:
-    """Write a network for inference, whole, with its parameters: ``file_name`` and ".mindir". ``inputs``: example
-    tensors; dim 0 may have other sizes later. The file is torch's (``torch.export``). Raises ValueError for another
-    format."""
+    """Write a whole network with its parameters for inference.
+
+    The file is torch's (``torch.export``).
+
+    Args:
+        inputs: example tensors; dim 0 may have other sizes later.
+        file_name: path without the ending ".mindir".
+
+    Raises:
+        ValueError: for another format.
+    """
     if file_format != "MINDIR":
         raise ValueError(problem(f"file_format is {file_format!r}", fix='"MINDIR"'))
     if split := [name for name, p in net.named_parameters() if (of := holding_of(p)) and of.is_split]:
@@ -375,8 +409,8 @@ def export(net: nn.Module, *inputs: Any, file_name: str, file_format: str = "MIN
 
 
 def load(file_name: str, **settings: Any) -> nn.Module:
-    """What ``export`` wrote, for ``nn.GraphCell``. The file is a program: load what you trust (``torch.export.load``
-    unpickles, and what the program calls is in the file)."""
+    """Load a file of ``export``, for ``nn.GraphCell``. The file is a program: load only files you trust.
+    ``torch.export.load`` unpickles, and the file decides which operators the program calls."""
     path = Path(file_name)
     if not path.exists():
         raise ValueError(problem(f"there is no file {path}", fix="one that export wrote: net.mindir"))

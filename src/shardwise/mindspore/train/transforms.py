@@ -1,5 +1,5 @@
-"""Checkpoints of ranks for other ranks: the strategy files of both sides are plans, and files say themselves what they
-are parts of."""
+"""Conversion of ranks' checkpoints to other layouts. The strategy files of both sides are plans, and checkpoints
+contain their layouts."""
 
 from __future__ import annotations
 
@@ -19,20 +19,19 @@ from shardwise.runtime.local_shards import shard
 
 
 def build_searched_strategy(strategy_filename: str) -> sw.Plan:
-    """What a strategy file says: ``strategy_ckpt_save_file`` wrote it."""
+    """Return the plan of a strategy file that ``strategy_ckpt_save_file`` wrote."""
     return sw.Plan.load(strategy_filename)
 
 
 def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str) -> None:
-    """One strategy file of those that the ranks of a pipeline wrote. Each has all stages here: they must be the
-    same."""
+    """Merge the strategy files of a pipeline's ranks into one. Each has all stages here, so they must be equal."""
     files = sorted(path for path in Path(src_strategy_dirs).glob("*") if path.is_file())
     plans = {path: sw.Plan.load(path) for path in files}
     if len({plan.digest for plan in plans.values()}) != 1:
-        told = (
+        what = (
             f"{src_strategy_dirs} has {len({plan.digest for plan in plans.values()})} strategies in {len(files)} files"
         )
-        raise ValueError(problem(told, fix="a folder with the files of one job"))
+        raise ValueError(problem(what, fix="a folder with the files of one job"))
     Path(dst_strategy_file).parent.mkdir(parents=True, exist_ok=True)
     plans[files[0]].save(dst_strategy_file)
 
@@ -40,25 +39,25 @@ def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str) -> 
 def rank_list_for_transform(
     rank_id: int, src_strategy_file: str | None = None, dst_strategy_file: str | None = None
 ) -> list[int]:
-    """The ranks whose files have together what rank ``rank_id`` of the other side needs. Without a strategy file a side
-    has whole tensors, in one file."""
+    """Return the ranks whose files together have what rank ``rank_id`` of the other side needs. Without a strategy file
+    a side has whole tensors in one file."""
     if src_strategy_file is None:
         return [0]
     source, target = _holdings(src_strategy_file), _holdings(dst_strategy_file)
     needed: set[int] = set()
     for path, holding in source.items():
-        wanted = _boxes(_matching(path, target) if target else None, rank_id, holding)
+        target_boxes = _boxes(_matching(path, target) if target else None, rank_id, holding)
         covered: set[tuple[Box, ...]] = set()
         for rank in holding.ranks:
             parts = _boxes(holding, rank, holding)
-            if parts not in covered and any(a.common(b.offsets, b.sizes) for a in parts for b in wanted):
+            if parts not in covered and any(a.common(b.offsets, b.sizes) for a in parts for b in target_boxes):
                 covered.add(parts)
                 needed.add(rank)
     return sorted(needed)
 
 
 def _boxes(holding: Held | None, rank: int, like: Held) -> tuple[Box, ...]:
-    """What a rank has of a parameter, which without a holding is all of it."""
+    """Return a rank's boxes of a parameter. Without a distribution it is the whole parameter."""
     if holding is None:
         return (Box.whole(like.shape),)
     return boxes(holding.layout, holding.coordinates(rank)) if rank in holding.ranks else ()
@@ -71,8 +70,8 @@ def transform_checkpoint_by_rank(
     src_strategy_file: str | None = None,
     dst_strategy_file: str | None = None,
 ) -> None:
-    """Write the file of one rank of the other side, from the files of this one, by their ranks. Raises RuntimeError
-    where a part is missing."""
+    """Write the file of one rank of the target side from the files of the source side, given by their ranks. Raises
+    RuntimeError if a part is missing."""
     if not save_checkpoint_file_name.endswith(".ckpt"):
         raise ValueError(problem(f"the file is {save_checkpoint_file_name!r}", fix="a name that ends with .ckpt"))
     whole, info = joined_files([checkpoint_files_map[rank] for rank in sorted(checkpoint_files_map)])
@@ -88,9 +87,9 @@ def transform_checkpoints(
     process_num: int = 1,
     output_format: str = "ckpt",
 ) -> None:
-    """Of the newest files in ``rank_0``, ``rank_1``, ... make those of the ranks of ``dst_strategy_file``:
-    ``<dst>/rank_<i>/<ckpt_prefix><i>.ckpt``; without it one whole file in ``rank_0``. ``process_num`` is taken and
-    means nothing here. Raises RuntimeError where a part is missing."""
+    """Convert the newest files in ``rank_0``, ``rank_1``, ... for the ranks of ``dst_strategy_file``:
+    ``<dst>/rank_<i>/<ckpt_prefix><i>.ckpt``; without it to one whole file in ``rank_0``. ``process_num`` has no effect.
+    Raises RuntimeError if a part is missing."""
     if output_format != "ckpt":
         raise NotImplementedError(problem(f"output_format={output_format!r}", fix="ckpt; sw.save_pretrained writes "
                                           "safetensors"))  # fmt: skip
@@ -117,7 +116,7 @@ def _write_part(
     for name, tensor in whole.items():
         holding = _matching(tensor.path, holdings) if tensor.dim() and holdings else None
         if holding is not None and holding.shape != tuple(tensor.shape):
-            holding = None  # a state of another shape
+            holding = None  # a state whose shape differs from its parameter's
         if holding is not None and number not in holding.ranks:
             continue
         part = tensor.detach().as_subclass(torch.Tensor)
@@ -128,12 +127,12 @@ def _write_part(
 
 
 def _ranks(strategy: str | None) -> int:
-    """The ranks of a strategy file; 0: there is none."""
+    """Return the number of ranks of a strategy file; 0 without a file."""
     return 0 if strategy is None else sw.Plan.load(strategy).num_ranks
 
 
 def save_group(plan: sw.Plan, rank: int, file: str) -> None:
-    """Write which ranks hold the same parts as one: any of their checkpoints stands for its own, if that is lost."""
+    """Write the ranks with the same parts as this one, whose checkpoints can replace its own if that is lost."""
     holdings = _held_by(plan).values()
     parts = {other: [_boxes(holding, other, holding) for holding in holdings] for stage in plan.stages
              for other in stage.placement.ranks}  # fmt: skip
@@ -142,12 +141,12 @@ def save_group(plan: sw.Plan, rank: int, file: str) -> None:
 
 
 def restore_group_info_list(ckpt_file_name: str) -> list[int]:
-    """The ranks of a file that ``group_ckpt_save_file`` (or the environment's GROUP_INFO_FILE) named."""
+    """Return the ranks in the file of ``group_ckpt_save_file`` (or of the environment's GROUP_INFO_FILE)."""
     return [int(rank) for rank in json.loads(Path(ckpt_file_name).read_text())]
 
 
 def _holdings(strategy: str | None) -> dict[str, Held]:
-    """Path in the network -> how the ranks hold it."""
+    """Return the distribution of each parameter by its path in the network."""
     return {} if strategy is None else _held_by(sw.Plan.load(strategy))
 
 
@@ -160,7 +159,7 @@ def _held_by(plan: sw.Plan) -> dict[str, Held]:
 
 
 def _matching(path: str, holdings: dict[str, Held]) -> Held:
-    """The parameter of a plan. Raises ValueError where there is none."""
+    """Return the distribution of a parameter in a plan. Raises ValueError if there is none."""
     if path not in holdings:
         near = listed(sorted(holdings)[:4])
         what = f"the strategy file has no parameter {path}, but {near} and so on"
@@ -169,8 +168,8 @@ def _matching(path: str, holdings: dict[str, Held]) -> Held:
 
 
 def merge_sliced_parameter(sliced_parameters: Sequence[Slice], strategy: Any = None) -> torch.Tensor:
-    """A parameter of its slices, which ``load_checkpoint`` read, in the order of their ranks; ``strategy`` is not
-    needed, as each says which part it is."""
+    """Join a parameter from its slices, which ``load_checkpoint`` read, in the order of their ranks. ``strategy`` is
+    not needed, as each slice contains its layout."""
     ranks = holding.ranks if (holding := sliced_parameters[0].held) else range(len(sliced_parameters))
     name = sliced_parameters[0].name
     return of_parts(name, [({name: part}, {}, at) for part, at in zip(sliced_parameters, ranks, strict=False)])

@@ -1,4 +1,4 @@
-"""Callbacks that watch a value and act on it: stop, lower the learning rate, keep a record."""
+"""Callbacks that watch a value and act on it: stop, reduce the learning rate, or record it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shardwise.mindspore.notes import note
 from shardwise.mindspore.train.callback import Callback, RunContext, loss_value
 
 MODES = ("auto", "min", "max")
-GROWS = ("acc", "precision", "recall", "f1", "auc")  # of names whose larger values are better
+GROWS = ("acc", "precision", "recall", "f1", "auc")  # parts of names of metrics that should grow
 
 
 class _Watching(WithSettings, Callback):
-    """``monitor``: "loss", or "eval_" and the name of a metric; ``min_delta``: what counts as better."""
+    """Base of watching callbacks. ``monitor``: "loss", or "eval_" and a metric; ``min_delta``: least improvement."""
 
     def _settle(self) -> None:
         if self.mode not in MODES:
@@ -31,7 +31,7 @@ class _Watching(WithSettings, Callback):
         self.best, self.wait = -np.inf, 0
 
     def value(self, run_context: RunContext) -> float | None:
-        """What is watched; None, with a note, where there is no such value."""
+        """Return the watched value; None, with a note, if there is no such value."""
         params = run_context.original_args()
         if self.monitor == "loss":
             return loss_value(params.net_outputs)
@@ -39,12 +39,12 @@ class _Watching(WithSettings, Callback):
         if self.monitor in results:
             return float(np.mean(results[self.monitor]))
         if params.eval_results or params.mode == "train":
-            known = ", ".join(("loss", *results))
-            note(f"{type(self).__name__} watches {self.monitor!r}, which is not among {known}")
+            choices = ", ".join(("loss", *results))
+            note(f"{type(self).__name__} watches {self.monitor!r}, which is not among {choices}")
         return None
 
     def is_better(self, value: float) -> bool:
-        """Whether a value is the best so far; then it is kept."""
+        """Return whether a value is the best so far, and store it in that case."""
         if self.sign * value - abs(self.min_delta) <= self.best:
             return False
         self.best = self.sign * value
@@ -55,8 +55,8 @@ class EarlyStopping(
     _Watching, monitor="eval_loss", min_delta=0, patience=0, verbose=False, mode="auto", baseline=None,
     restore_best_weights=False,
 ):  # fmt: skip
-    """Stop where a value has not become better for ``patience`` epochs, or is not better than ``baseline``.
-    ``restore_best_weights``: give the network those of its best epoch at the end."""
+    """Stop of training if a value has not improved for ``patience`` epochs, or is not better than ``baseline``.
+    ``restore_best_weights``: restore the weights of the best epoch at the end."""
 
     def _settle(self) -> None:
         super()._settle()
@@ -89,8 +89,8 @@ class ReduceLROnPlateau(
     _Watching, monitor="eval_loss", factor=0.1, patience=10, verbose=False, mode="auto", min_delta=1e-4, cooldown=0,
     min_lr=0,
 ):  # fmt: skip
-    """Multiply the learning rate by ``factor`` where a value has not become better for ``patience`` epochs, not below
-    ``min_lr``; then wait ``cooldown`` epochs."""
+    """Reduction of the learning rate by ``factor``, down to ``min_lr``, if a value has not improved for ``patience``
+    epochs. Then wait ``cooldown`` epochs."""
 
     def _settle(self) -> None:
         super()._settle()
@@ -118,7 +118,7 @@ class ReduceLROnPlateau(
 
 
 class LearningRateScheduler(WithSettings, Callback, learning_rate_function=...):
-    """After every step the learning rate is ``function(present rate, number of the step)``."""
+    """Schedule that sets the learning rate to ``function(present rate, step number)`` after every step."""
 
     def _settle(self) -> None:
         if not callable(self.learning_rate_function):
@@ -133,7 +133,7 @@ class LearningRateScheduler(WithSettings, Callback, learning_rate_function=...):
 
 
 class History(Callback):
-    """``epoch``: the numbers of the epochs; ``history``: the losses at their ends, and the metrics."""
+    """Record of training. ``epoch``: epoch numbers; ``history``: losses at their ends, and metrics."""
 
     def __init__(self) -> None:
         self.history: dict[str, list[Any]] = {}

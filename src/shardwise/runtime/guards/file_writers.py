@@ -80,6 +80,7 @@ def _check(value: Any, file: Any, saves: FrameType) -> None:
                 "of torch.distributed.checkpoint.state_dict on every rank, and save what rank 0 gets; or "
                 "sw.save_checkpoint or sw.save_pretrained on every rank; a file for each rank, to be loaded by the "
                 f"same rank, has the rank in its path (part-rank{rank}.pt)",
+                section="saving-shards",
             )
         )
 

@@ -1,4 +1,4 @@
-"""Distributions."""
+"""Probability distributions."""
 
 from shardwise.mindspore.nn.probability import distribution
 

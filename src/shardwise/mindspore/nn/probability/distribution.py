@@ -1,7 +1,7 @@
-"""Distributions: cells over those of torch, each a line of a table with the reference's parameters.
+"""Distributions: cells over torch's, each a line of a table with the reference's parameters.
 
-A parameter may be given when the distribution is made, or with every call: ``Normal(0.0, 1.0).prob(x)`` is
-``Normal().prob(x, 0.0, 1.0)``.
+Parameters may be set by the constructor or by every call: ``Normal(0.0, 1.0).prob(x)`` is ``Normal().prob(x, 0.0,
+1.0)``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Made = Callable[..., Any]
 
 
 class Distribution(Cell):
-    """Base of all: ``parameters_of`` are the names of its parameters, ``make`` torch's distribution of their values."""
+    """Base of distributions: ``parameters_of`` are the names of its parameters, ``make`` is torch's class."""
 
     parameters_of: ClassVar[tuple[str, ...]] = ()
     make: Made
@@ -37,7 +37,7 @@ class Distribution(Cell):
         self.seed, self.name = seed, name
 
     def of(self, *values: Any, **named: Any) -> Any:
-        """Torch's distribution, of these parameters where they are given."""
+        """Return torch's distribution with these parameters, or the defaults of the constructor."""
         parameters = dict(zip(self.parameters_of, values, strict=False)) | named
         chosen = {
             name: parameters.get(name) if parameters.get(name) is not None else default
@@ -45,14 +45,16 @@ class Distribution(Cell):
         }
         for name, value in chosen.items():
             if value is None:
-                raise ValueError(problem(f"{type(self).__name__} has no {name}", fix="give it now or when it is made"))
+                raise ValueError(
+                    problem(f"{type(self).__name__} has no {name}", fix="give it here or in the constructor")
+                )
         tensors = [as_torch(value) if not isinstance(value, Tensor) else value for value in chosen.values()]
         floats = [value if value.is_floating_point() else value.float() for value in tensors]
-        is_checked = not torch.compiler.is_exporting()  # a graph has no data to check
+        is_checked = not torch.compiler.is_exporting()  # capture has no data to check
         return type(self).make(*floats, validate_args=is_checked)
 
     def sample(self, shape: tuple[int, ...] = (), *parameters: Any, **named: Any) -> Any:
-        """Random values: ``shape`` of each."""
+        """Return random values: ``shape`` of each."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(torch.randint(2**31, (), generator=drawn(self.seed))))
             return outside(self.of(*parameters, **named).sample(torch.Size(shape)))
@@ -63,21 +65,21 @@ class Distribution(Cell):
         return self.of(*values[: len(self.parameters_of)]), self.of(*values[len(self.parameters_of) :])
 
     def kl_loss(self, dist: str, *parameters: Any) -> Any:
-        """The divergence KL(own || other): the other's parameters first, then, where they are given, the own."""
+        """Return the divergence KL(self || other). The other's parameters come first, then optionally its own."""
         other, this = self._other(dist, parameters)
         return outside(distributions.kl_divergence(this, other))
 
     def cross_entropy(self, dist: str, *parameters: Any) -> Any:
-        """The entropy and the divergence."""
+        """Return the entropy plus the divergence KL(self || other)."""
         other, this = self._other(dist, parameters)
         return outside(this.entropy() + distributions.kl_divergence(this, other))
 
     def construct(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """The method of that name."""
+        """Call the method of that name."""
         return getattr(self, name)(*args, **kwargs)
 
 
-# What is asked about a value, and what about the distribution itself.
+# Functions of a value, and properties of the distribution.
 _OF_VALUE: dict[str, Callable[[Any, Any], Any]] = {
     "log_prob": lambda d, x: d.log_prob(x),
     "prob": lambda d, x: d.log_prob(x).exp(),
@@ -95,28 +97,28 @@ _OF_ALL: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _answer(self: Distribution, asked: str, function: Callable[..., Any], *operands: Any) -> Any:
+def _answer(self: Distribution, name: str, function: Callable[..., Any], *operands: Any) -> Any:
     try:
         return outside(function(*operands))
     except NotImplementedError as error:
-        what = f"{type(self).__name__} has no {asked}: torch.distributions does not compute it"
+        what = f"{type(self).__name__} has no {name}: torch.distributions does not compute it"
         raise NotImplementedError(problem(what, fix="write it from log_prob or prob")) from error
 
 
-def _of_value(asked: str, function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+def _of_value(name: str, function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return lambda self, value, *parameters, **named: _answer(
-        self, asked, function, self.of(*parameters, **named), as_torch(value)
+        self, name, function, self.of(*parameters, **named), as_torch(value)
     )
 
 
-def _of_all(asked: str, function: Callable[[Any], Any]) -> Callable[..., Any]:
-    return lambda self, *parameters, **named: _answer(self, asked, function, self.of(*parameters, **named))
+def _of_all(name: str, function: Callable[[Any], Any]) -> Callable[..., Any]:
+    return lambda self, *parameters, **named: _answer(self, name, function, self.of(*parameters, **named))
 
 
-for _name, _asked in _OF_VALUE.items():
-    setattr(Distribution, _name, _of_value(_name, _asked))
-for _name, _told in _OF_ALL.items():
-    setattr(Distribution, _name, _of_all(_name, _told))
+for _name, _method in _OF_VALUE.items():
+    setattr(Distribution, _name, _of_value(_name, _method))
+for _name, _property in _OF_ALL.items():
+    setattr(Distribution, _name, _of_all(_name, _property))
 
 _KINDS: dict[str, tuple[str, Made]] = {
     "Bernoulli": ("probs", distributions.Bernoulli),
