@@ -16,8 +16,8 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.api import step_memory
 from shardwise.planning import fits as fits_module
-from shardwise.plans.request import PlanRequest
 from shardwise.planning import suggestions as options
+from shardwise.plans.request import PlanRequest
 
 
 class Texts(nn.Module):

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise import cli
 from shardwise.costs.pipeline_simulation import PipelinePrediction
-from shardwise.plans.request import PlanRequest
 from shardwise.planning import suggestions as options
+from shardwise.plans.request import PlanRequest
 from shardwise.report.search_reports import PipelineReport
 
 

@@ -159,8 +159,8 @@ class Planning:
         best = trials.best()
         if levers.moves_to_host and not any(entry.offloaded for entry in best.plan.operators):
             warn_user(
-                "nothing is offloaded to the host: what backward needs of these parts is recomputed, is smaller than 64 "
-                "KiB on a device, or is kept on the device anyway",
+                "nothing is offloaded to the host: what backward needs of these parts is recomputed, is smaller than "
+                "64 KiB on a device, or is kept on the device anyway",
                 PlanWarning,
             )
         report = best.search_report

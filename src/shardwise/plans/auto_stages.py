@@ -326,7 +326,7 @@ def joint_search(
             continue
         seconds, num_bytes = figures(plan)
         told = f"step {format_step_interval(plan_of(plan))}, memory {format_bytes_interval(num_bytes, cluster)}"
-        seen.append(replace(trial, step_seconds=seconds, num_bytes=num_bytes, said=told))
+        seen.append(replace(trial, step_seconds=seconds, num_bytes=num_bytes, text=told))
         if best is None or seconds < best[0]:
             best = seconds, setting, plan
     if best is None:

@@ -88,7 +88,7 @@ class SearchReport:
         """
         searched = other.search_report if isinstance(other, PlanningResult) else None
         beside = searched.stage_figures() if isinstance(searched, SearchReport) else ()
-        write_page(path, self.plan, self.stage_figures(), profile=profile, other=plan_of(other), other_known=beside)
+        write_page(path, self.plan, self.stage_figures(), profile=profile, other=plan_of(other), other_figures=beside)
 
 
 @dataclass(frozen=True, eq=False)
