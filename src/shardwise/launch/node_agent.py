@@ -176,9 +176,7 @@ class NodeAgent:
     free_port: Callable[[], int]
     station: Listener = field(init=False)
     channel: Channel | None = None
-    crew: list[tuple[int, str, int]] = field(
-        default_factory=list
-    )  # (node, address, port) of the generation's machines
+    crew: list[tuple[int, str, int]] = field(default_factory=list)  # (node, address, port) of the generation's machines
     leader: int = 0
     number: int = -1  # of the latest generation
     stopped: bool = False

@@ -101,9 +101,7 @@ def lost_rank(cause: Failure, absent: Sequence[int]) -> Failure:
         return replace(cause, rank=cause.blames[0])
     if not cause.waited_in_vain:
         return cause
-    named = [
-        number for number in absent if number in cause.blames
-    ]  # ranks may also wait for what no page shows
+    named = [number for number in absent if number in cause.blames]  # ranks may also wait for what no page shows
     lost = next(iter(named or absent or cause.blames), None)
     if lost is None:
         return cause

@@ -414,7 +414,7 @@ class ShardwiseTrainer(transformers.Trainer):
 
 
 def _unwritten(folder: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(problem(f"{folder} cannot be written: {error}", fix="make room, or give another folder"))
+    return CheckpointError(problem(f"{folder} cannot be written: {error}", fix="free space, or give another folder"))
 
 
 def _without_accelerate(loader: DataLoader[Any]) -> DataLoader[Any]:
