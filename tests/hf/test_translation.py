@@ -71,7 +71,7 @@ def written(name: str, plan: dict[str, Any]) -> tuple[Any, tuple[int, ...]]:
     batch = padded([Sentences(4)[index] for index in range(4)])
     model = built(name)
     par = sw.parallelize(model, sw.plan(model, batch, 2, **plan))
-    with pytest.raises(sw.ShardwiseError, match="reads a source"):
+    with pytest.raises(sw.ShardwiseError, match="has an encoder"):
         generator(par, batch_size=6, max_length=12)
     writer = generator(par, batch_size=6, max_length=12, source_length=11)
     cache = writer.forward.__func__.__closure__
