@@ -144,7 +144,7 @@ def evaluated(folder: str) -> tuple[list[dict[str, float]], Any]:
     """On a rank: what a run logs, and what its model writes afterwards."""
     from shardwise.transformers import ShardwiseSeq2SeqTrainer, ShardwiseTrainer
 
-    with pytest.raises(sw.ShardwiseError, match="there is no predict_with_generate") as caught:
+    with pytest.raises(sw.ShardwiseError, match="does not support predict_with_generate") as caught:
         trainer(ShardwiseTrainer, Path(folder))
     assert "ShardwiseSeq2SeqTrainer" in str(caught.value)
     own = trainer(ShardwiseSeq2SeqTrainer, Path(folder), plan_settings=COLUMNS["t5"])

@@ -47,12 +47,12 @@ def calibrate(
     output = Path(output)
     if output.suffix != ".toml":
         raise ShardwiseError(problem(f"{output} is not a .toml file", fix="give a name that ends in .toml"))
-    known = None if like is None else load(like)
+    reference = None if like is None else load(like)
     measured = _measure(num_ranks or _num_devices(), tiny) if points is None else _read(points)
     family_name, is_named = family_of(measured.device)
-    if known is None and is_named:
-        known = family(family_name)
-    fitted = fit_cluster(measured, output.stem, known)
+    if reference is None and is_named:
+        reference = family(family_name)
+    fitted = fit_cluster(measured, output.stem, reference)
     # Compare the cluster as the file stores it, with rounded digits.
     cluster = parse(format_cluster(fitted), str(output))
     lines = [*_busy(measured), *format_residuals(residuals(cluster, measured))]

@@ -49,7 +49,7 @@ class Channel:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._secret, self._accepted = secret, accepted
         self._nonce = secrets.token_hex(16).encode()
-        self._keys: tuple[bytes, bytes] | None = None  # to send, to hear; None until the other end's number has come
+        self._keys: tuple[bytes, bytes] | None = None  # to send, to hear; None until the other end has sent its nonce
         self._num_sent = self._num_heard = 0
         self._waiting: list[bytes] = []  # messages to send once the keys are known
         self._rest = b""
@@ -61,12 +61,12 @@ class Channel:
 
     @property
     def peer(self) -> str:
-        """The other end's address."""
+        """Return the other end's address."""
         return self._address(self._socket.getpeername)
 
     @property
     def here(self) -> str:
-        """This end's address."""
+        """Return this end's address."""
         return self._address(self._socket.getsockname)
 
     @staticmethod

@@ -21,7 +21,7 @@ from shardwise.launch.restart_policy import RestartPolicy, lost_rank
 
 Address = tuple[str, int]
 
-EXIT_ALONE = 1  # the machines that a job needs did not come
+EXIT_ALONE = 1  # the job did not get the machines that it needs
 STOPPED = -1  # in place of an exit code
 SURE_SECONDS = 3.0  # several heartbeats (two a second): a peer that closes after such a silence may still be alive
 _BEAT_SECONDS = 0.5
@@ -75,7 +75,7 @@ class Coordinator:
     how: str = ""  # the message to print when the next generation begins
     suspect: bool = False
     machines: dict[int, Machine] = field(default_factory=dict)
-    known: dict[int, Address] = field(default_factory=dict)  # where machines listened, connected or not
+    addresses: dict[int, Address] = field(default_factory=dict)  # where machines listened, connected or not
     running: bool = False
     stopping: bool = False
     lost: list[tuple[int, range, str]] = field(default_factory=list)  # machines: node, its ranks, how
@@ -113,7 +113,7 @@ class Coordinator:
             return
         if before is not None:
             self._lose(before, "is gone")
-        self.known[node] = where
+        self.addresses[node] = where
         self.machines[node] = Machine(node, *where, rank_port, channel, slots, spares)
 
     def turn(self) -> None:
@@ -177,15 +177,15 @@ class Coordinator:
     def _call_the_missing(self, now: float) -> None:
         """Call one missing machine: a restarted machine asks the first one, which may be lost itself. Only one is
         called at a time, as the call may block."""
-        missing = sorted(self.known.keys() - self.machines.keys() - {self.node})
+        missing = sorted(self.addresses.keys() - self.machines.keys() - {self.node})
         if now < self.called + _CALL_SECONDS / max(1, len(missing)) or not missing:
             return
         self.called = now
         node = missing[self.num_calls % len(missing)]
         self.num_calls += 1
-        with contextlib.suppress(OSError), socket.create_connection(self.known[node], _CALL_LIMIT) as connection:
+        with contextlib.suppress(OSError), socket.create_connection(self.addresses[node], _CALL_LIMIT) as connection:
             channel = Channel(connection, self.secret)
-            channel.send(come=self.known.get(self.node), number=self.number)
+            channel.send(come=self.addresses.get(self.node), number=self.number)
             channel.messages(_CALL_LIMIT)  # sends after the other end's greeting; the other end closes when it has read
 
     # ------------------------------------------------------------------------------------------------------- deciding
@@ -322,7 +322,7 @@ class Coordinator:
 
 
 def name_machines(nodes: Iterable[int]) -> str:
-    """``machine 3`` or ``machines 0, 1``."""
+    """Return ``machine 3`` or ``machines 0, 1``."""
     numbers = sorted(nodes)
     return f"machine{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"
 

@@ -39,7 +39,7 @@ from shardwise.runtime.heartbeat_file import Heartbeat
 from shardwise.runtime.private import check_own_folder, open_own
 
 _LOCK = "lock"
-_NEW_SECONDS = 3600.0  # in which a launcher locks the folder that it has made
+_NEW_SECONDS = 3600.0  # after which an unlocked new folder is a leftover
 
 
 @dataclass(slots=True)

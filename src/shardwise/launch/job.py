@@ -72,7 +72,7 @@ class Job:
     first_exit: float | None = None  # when a rank was first seen to have ended with 0 before others (monotonic seconds)
     noticed: bool = False  # whether the notice was printed
     interrupted: bool = False  # whether the launcher got a signal
-    stopped: list[RankProcess] = field(default_factory=list)  # asked where they are, then stopped
+    stopped: list[RankProcess] = field(default_factory=list)  # ranks that are asked for their stacks, then stopped
 
     def start(self, command: Sequence[str], number: int, environment: dict[str, str]) -> None:
         """Start one rank, with SIGINT blocked until ``bootstrap`` is ready for it."""
@@ -81,7 +81,7 @@ class Job:
         read_err, write_err = os.pipe()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            own_page = HeartbeatFile.create(page)
+            heartbeat = HeartbeatFile.create(page)
             names = {"RANK": str(number), bootstrap.FAILURE_FILE: failure_file, PAGE: page}
             process = self.spawn(command, {**environment, **names}, write_out, write_err)
         except OSError as error:
@@ -95,7 +95,7 @@ class Job:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(write_out)
             os.close(write_err)
-        rank = RankProcess(number, process, failure_file, own_page)
+        rank = RankProcess(number, process, failure_file, heartbeat)
         self.ranks.append(rank)
         for descriptor, is_stdout in ((read_out, True), (read_err, False)):
             source = io.FileIO(descriptor)

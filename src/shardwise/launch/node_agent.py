@@ -227,7 +227,7 @@ class NodeAgent:
         self.station.member = None
         self.station.close()
 
-    # ------------------------------------------------------------------------------------------------- between ranks
+    # ----------------------------------------------------------------------------------------- between generations
 
     def wait(self) -> GenerationStart | int:
         """Wait for the next generation and return it, or the exit code of the job."""
@@ -298,7 +298,7 @@ class NodeAgent:
             self.number, bool(message["suspect"]), first, num_ranks, slots, len(spares), master, step
         )
 
-    # -------------------------------------------------------------------------------------------------- beside ranks
+    # -------------------------------------------------------------------------------------------- while ranks run
 
     def is_stopped(self) -> bool:
         """Return whether this machine's ranks must end: the head stops the generation, or is lost."""
@@ -422,7 +422,7 @@ class NodeAgent:
         head = self._lead({node for node, _, _ in left}, now + _TAKE_OVER_SECONDS, self.settings.wait_seconds)
         head.number = self.number + 1
         head.course.step = self.station.step
-        head.known = {node: (address, port) for node, address, port in self.crew}
+        head.addresses = {node: (address, port) for node, address, port in self.crew}
         head.least = len(self.crew) // 2 + 1 if silent else 1
         after = head.course.after_step
         how = "is silent" if silent else "is gone"

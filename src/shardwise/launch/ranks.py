@@ -30,7 +30,7 @@ from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.generation import current, read_generation
 from shardwise.runtime.heartbeat_file import PAGE
 
-_OWN_GPU = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")  # with either, Slurm shows every task its own GPU only
+_GPU_PER_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")  # with either, Slurm shows a task only its own GPU
 _VERDICT = "shardwise/verdict"
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.001, 0.05
 _NOTICE_SECONDS = 30.0  # after which rank 0 prints which ranks are missing
@@ -66,10 +66,10 @@ def init_ranks(backend: str | None = None, timeout_seconds: float = 600.0) -> No
     if PAGE in os.environ:
         trail.write_to(os.environ[PAGE])
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    own_gpu = num_gpus == 1 and any(name in os.environ for name in _OWN_GPU)
-    gpu = 0 if own_gpu else place.local_rank
+    is_single_gpu = num_gpus == 1 and any(name in os.environ for name in _GPU_PER_TASK)
+    gpu = 0 if is_single_gpu else place.local_rank
     if backend is None:
-        backend = "nccl" if own_gpu or num_gpus >= place.local_world_size else "gloo"
+        backend = "nccl" if is_single_gpu or num_gpus >= place.local_world_size else "gloo"
     if backend == "nccl" and gpu >= num_gpus:
         what = f"local rank {place.local_rank} has no GPU: this machine shows {num_gpus}"
         raise LaunchError(problem(what, fix=f"start {num_gpus or 'no'} ranks here, or use the backend gloo"))

@@ -99,12 +99,12 @@ class _PeerTransfer:
 
 @dataclass(eq=False)
 class Peers:
-    """The copies of one job. All ranks create and use it together. ``apart``: keep only each rank's own share on its
+    """The copies of one job. All ranks create and use it together. ``is_local``: keep only each rank's own share on its
     machine, which survives the loss of ranks but not of machines; ``between_machines``: do nothing on a single machine;
     ``sent_bytes``, ``kept_bytes``: of this rank, per copy and slot."""
 
     how: PeerCopy
-    apart: bool = False
+    is_local: bool = False
     between_machines: bool = False
     sent_bytes: int = 0
     kept_bytes: int = 0
@@ -118,7 +118,7 @@ class Peers:
 
     def __post_init__(self) -> None:
         self.rank, self.num_ranks = rank_and_world_size()
-        if self.num_ranks == 1 and not self.apart and not self.between_machines:
+        if self.num_ranks == 1 and not self.is_local and not self.between_machines:
             what = "peer_copy= keeps the state on other ranks, but there is only one rank"
             raise ShardwiseError(problem(what, fix="start more ranks, or leave it out"))
         self.memory = Path(self.how.memory)
@@ -147,7 +147,7 @@ class Peers:
     def renew(self, state: TrainingState) -> str:
         """Set up new files after the tensors of a rank changed. Return an error text if a rank has no memory."""
         shares = assign_writers(state)
-        if self.apart:
+        if self.is_local:
             self.mirrored = [
                 Mirrored(file, rank, _NO_KEEPER, False) for rank, part in enumerate(shares.files) for file in part
             ]
@@ -169,8 +169,8 @@ class Peers:
         )
         self.outdated = False
         self.memory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        known = gather_values([int(path.name) for path in self.memory.iterdir() if path.name.isdigit()])
-        self.number, self.slot, self.filled = 1 + max((n for part in known for n in part), default=-1), 0, 0
+        numbers = gather_values([int(path.name) for path in self.memory.iterdir() if path.name.isdigit()])
+        self.number, self.slot, self.filled = 1 + max((n for part in numbers for n in part), default=-1), 0, 0
         self.buffers, fault = {}, ""
         try:
             self.folder.mkdir(exist_ok=True)
@@ -262,8 +262,8 @@ class Peers:
         for rank, notes in enumerate(gather_values(self._notes())):
             for number, slot, file, step, checked, count in notes:
                 seen[step, number, slot].setdefault(file, rank)
-                known, _ = least.get((step, number, slot), (checked, count))
-                least[step, number, slot] = (min(known, checked), count)
+                lowest, _ = least.get((step, number, slot), (checked, count))
+                least[step, number, slot] = (min(lowest, checked), count)
         whole = [key for key, files in seen.items() if len(files) == least[key][1]]
         return [
             SurvivingState(step, number, slot, least[step, number, slot][0], seen[step, number, slot])

@@ -56,19 +56,19 @@ def save_pretrained(
     """
     folder, (rank, _) = Path(folder), rank_and_world_size()
     fault: ShardwiseError | None = None
-    held: Lock | None = None
+    folder_lock: Lock | None = None
     try:
         if rank == 0:
             try:
                 folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-                held = lock(folder)
+                folder_lock = lock(folder)
             except (OSError, ValueError) as error:
                 fault = error if isinstance(error, CheckpointError) else _unwritten(folder, error)
         raise_first(CheckpointError, fault)
         _save(par, folder, dtype, max_file_bytes)
     finally:
-        if held is not None:
-            held.release()
+        if folder_lock is not None:
+            folder_lock.release()
 
 
 def _save(par: torch.nn.Module, folder: Path, dtype: torch.dtype | None, max_file_bytes: int) -> None:

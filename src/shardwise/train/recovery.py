@@ -101,7 +101,7 @@ class Recovery:
         if copy is not None:
             store, kept = self._stores[copy[0]], copy[1]
             manifest = store.manifest(kept)
-            what = "was kept in memory" if store.apart else "other machines have copies of"
+            what = "was kept in memory" if store.is_local else "other machines have copies of"
             self._say(f"goes on after step {kept.step}, which {what}")
             reader = partial(store.reader, kept)
             checkpoint = load_one(store.memory, lambda: manifest, reader, self.par, self._resumables, skips=False)
@@ -289,7 +289,7 @@ class Recovery:
         self._stores = [store for store in self._stores if store not in ended]
         for store in ended:
             if rank_and_world_size()[0] == 0:
-                who = "steps are not kept in memory" if store.apart else "no other machine keeps copies of the state"
+                who = "steps are not kept in memory" if store.is_local else "no other machine keeps copies of the state"
                 what = f"{who} any more ({reason}); give {store.memory} more space"
                 warnings.warn(what, PlanWarning, stacklevel=5)
 
@@ -314,7 +314,7 @@ def _stores(generation: Generation | None, peer_copy: PeerCopy | None) -> list[P
     stores: list[Peers] = []
     if generation is not None and generation.num_machines > 1:
         memory = Path(generation.memory)
-        stores = [Peers(PeerCopy(memory / "steps"), apart=True)]
+        stores = [Peers(PeerCopy(memory / "steps"), is_local=True)]
         if peer_copy is None:
             stores.append(Peers(PeerCopy(memory / "copies", _DEFAULT_EVERY), between_machines=True))
     return stores if peer_copy is None else [*stores, Peers(peer_copy)]

@@ -278,9 +278,9 @@ def make_room(path: Path) -> str:
 
 def release(token: str) -> None:
     """Release the lock of a save that has ended; does nothing on ranks other than 0."""
-    held = _locks.pop(token, None)
-    if held is not None:
-        held.release()
+    folder_lock = _locks.pop(token, None)
+    if folder_lock is not None:
+        folder_lock.release()
 
 
 def _remove_leftovers(parent: Path) -> None:
@@ -292,10 +292,10 @@ def _remove_leftovers(parent: Path) -> None:
         if folder.suffix == INCOMPLETE and path.absolute() in _begun:
             continue
         with contextlib.suppress(OSError, CheckpointError):  # a live process writes it
-            held = lock(path)
-            if held.is_certain:
+            folder_lock = lock(path)
+            if folder_lock.is_certain:
                 shutil.rmtree(folder, ignore_errors=True)
-            held.release()
+            folder_lock.release()
 
 
 def _is_of_saves(folder: Path) -> bool:

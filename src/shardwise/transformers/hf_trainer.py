@@ -332,13 +332,13 @@ class ShardwiseTrainer(transformers.Trainer):
     def _save_parallel(self, folder: Path, new: Path) -> None:
         """Write the whole model to ``new``, then move it to its folder. Raises CheckpointError, on all ranks."""
         fault: CheckpointError | None = None
-        held: Lock | None = None
+        folder_lock: Lock | None = None
         is_first = rank_and_world_size()[0] == 0
         try:
             if is_first:
                 try:
                     folder.mkdir(parents=True, exist_ok=True)
-                    held = lock(folder / "model")
+                    folder_lock = lock(folder / "model")
                     shutil.rmtree(new, ignore_errors=True)  # of a killed attempt
                 except (OSError, CheckpointError) as error:
                     fault = error if isinstance(error, CheckpointError) else _unwritten(folder, error)
@@ -352,8 +352,8 @@ class ShardwiseTrainer(transformers.Trainer):
                     fault = _unwritten(folder, error)
             raise_first(CheckpointError, fault)
         finally:
-            if held is not None:
-                held.release()
+            if folder_lock is not None:
+                folder_lock.release()
 
     def _replace_model(self, folder: Path, new: Path) -> None:
         """Move the files of a complete model to the folder, then delete surplus files of an older one."""
