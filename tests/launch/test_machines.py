@@ -516,7 +516,7 @@ def test_settings_that_cannot_be_are_refused(script: Callable[[str], str]) -> No
     hosts = (Host("a", (0, 2)), Host("b", (1, 3)))
     with pytest.raises(LaunchError, match="numbers the ranks machine by machine"):
         launch([path], hosts=hosts, elastic=ElasticConfig())
-    with pytest.raises(LaunchError, match="--wait-for-machines 0 must be more than 0"):
+    with pytest.raises(LaunchError, match="--wait-for-machines must be more than 0, got 0"):
         launch([path], 1, nnodes=2, master_addr="a", master_port=1, elastic=ElasticConfig(wait_seconds=0))
     with pytest.raises(LaunchError, match="node rank 2 is not one of 2 nodes"):
         launch([path], 1, nnodes=2, node_rank=2, master_addr="a", master_port=1)

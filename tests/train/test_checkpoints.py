@@ -214,7 +214,7 @@ def test_saves_beside_training_and_failures_on_ranks(run_ranks: RunRanks, tmp_pa
         assert found["afterwards"] == "accepted"
         assert "exists already" in found["again"]
         assert "extra differs between rank 1 and rank 0" in found["own extra"]
-        assert "path of rank 1" in found["own path"]
+        assert "path differs between rank 1" in found["own path"]
         assert "extra[0] is a builtin_function_or_method" in found["function"]
         assert "step differs between rank 1 and rank 0" in found["own step"]
         assert "data is a list, which has no state_dict()" in found["no state"]

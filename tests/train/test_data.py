@@ -264,7 +264,7 @@ def test_the_place_in_the_data_is_that_of_one_loop(dataset: Any) -> None:
         for _ in again:  # an evaluation over the same loader inside
             inner.append(sum(1 for _ in again))
 
-    with pytest.raises(sw.ShardwiseError, match="a loader of its own for evaluation"):
+    with pytest.raises(sw.ShardwiseError, match="use a separate loader for evaluation"):
         nested()
     assert inner == [4]
     last = sw.DataLoader(dataset, nn.Identity(), 20, shuffle=False)
