@@ -70,10 +70,10 @@ class Recovery:
         self.par, self.folder = par, None if folder is None else Path(folder)
         self.extra: Any = None
         self._resumables = Resumables(as_list(optimizer), as_list(schedulers), scaler, data)
-        places = (
+        stages = (
             tuple({stage.placement.ranks: None for stage in par.plan.stages}) if isinstance(par, ParallelModule) else ()
         )
-        self._rounds = Rounds(next((p.device for p in par.parameters()), torch.device("cpu")), places)
+        self._rounds = Rounds(next((p.device for p in par.parameters()), torch.device("cpu")), stages)
         self._generation = current.generation
         self._keeps = self._generation is not None and self._generation.num_machines == 1
         self._structure: object = None

@@ -29,10 +29,10 @@ _LEAST_SECONDS = 0.001  # difference per step; less is noise
 
 
 class Rounds:
-    """Synchronizes the ranks of a run. ``device``: of the module; ``places``: the ranks of each stage, if any."""
+    """Synchronizes the ranks of a run. ``device``: of the module; ``stages``: the ranks of each pipeline stage, if any."""
 
-    def __init__(self, device: torch.device, places: Sequence[Sequence[int]] = ()) -> None:
-        self._places = places
+    def __init__(self, device: torch.device, stages: Sequence[Sequence[int]] = ()) -> None:
+        self._stages = stages
         self._device, self._on_host = wire_device(device), device.type == "cpu"
         self._began, self._waited = time.perf_counter(), trail.waited_seconds
         self._busy: deque[list[float]] = deque(maxlen=_WINDOW)  # per step, of every rank
@@ -64,7 +64,7 @@ class Rounds:
         if len(self._busy) < _WINDOW:
             return
         slow: dict[int, tuple[float, float]] = {}
-        for ranks in self._places or [range(len(self._busy[0]))]:
+        for ranks in self._stages or [range(len(self._busy[0]))]:
             busy = [[seconds[rank] for rank in ranks] for seconds in self._busy]
             slow |= {rank: pace for at, rank in enumerate(ranks) if (pace := slowness(busy, at))}
         for rank in slow.keys() - self._named:

@@ -26,7 +26,7 @@ class ShardwiseSeq2SeqTrainer(ShardwiseTrainer, transformers.Seq2SeqTrainer):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._generators: dict[int, tuple[tuple[int, int], Any]] = {}  # number of sequences -> ((length, source), it)
+        self._generators: dict[int, tuple[tuple[int, int], Any]] = {}  # sequences -> ((length, source), generator)
         super().__init__(*args, **kwargs)
 
     def _split(self, loader: DataLoader[Any]) -> None:
