@@ -29,7 +29,7 @@ _LEAST_SECONDS = 0.001  # difference per step; less is noise
 
 
 class Rounds:
-    """Synchronizes the ranks of a run. ``device``: of the module; ``stages``: the ranks of each pipeline stage, if any."""
+    """Synchronizes the ranks of a run. ``device``: of the module; ``stages``: the ranks of each stage, if any."""
 
     def __init__(self, device: torch.device, stages: Sequence[Sequence[int]] = ()) -> None:
         self._stages = stages
