@@ -185,10 +185,10 @@ def test_a_writer_is_gone_before_a_longer_one_is_made(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(seq2seq, "generator", made)
     own = ShardwiseSeq2SeqTrainer.__new__(ShardwiseSeq2SeqTrainer)
-    own.__dict__ |= {"_writers": {}, "_front": t5(), "_parallel": object()}
+    own.__dict__ |= {"_generators": {}, "_front": t5(), "_parallel": object()}
     for length in (8, 200):
         source = torch.ones(2, length, dtype=torch.int64)
-        assert own._write(source) is source
+        assert own._generate(source) is source
     assert len(alive) == 1
 
 
