@@ -516,7 +516,7 @@ CASTS = {
     torch.Tensor.chalf: torch.complex32,
 }
 _DTYPE = torch.Tensor.dtype  # the descriptor
-_NEW: Any = torch.Tensor.new  # type: ignore[attr-defined]
+_NEW: Any = torch.Tensor.new
 _CASTS_TO = frozenset({torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as})  # what they are told
 
 
