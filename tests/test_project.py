@@ -112,7 +112,7 @@ AS_OPERATORS_ARE = {
     "rules/window_kernels.py": {"_max_pool_window", "_avg_pool_window", "_resample_window"},
 }
 CALLED_BY_USERS = {
-    "api.py": {"plan", "compare"},
+    "api.py": {"plan"},
     "foreign/check.py": {"check"},
     "launch/launcher.py": {"launch"},  # the options of shardwise run
     "runtime/parallelize.py": {"parallelize"},

@@ -175,7 +175,7 @@ def warn_user(message: str, category: type[Warning]) -> None:
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "shardwise":
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=level - 1)
+    warnings.warn(message, category, stacklevel=level)
 
 
 def _shortened(line: str) -> str:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from docs.operators import PAGE, calls
+from shardwise.graph.composites import COMPOSITES
 from shardwise.report.operator_page import page, sections
 from shardwise.rules import RULES
 
@@ -20,3 +23,12 @@ def test_the_page_is_current() -> None:
     assert written == page(calls()), "run: make operators"
     for target in RULES:
         assert f"`{str(target).removesuffix('.default')}`" in written
+
+
+def test_operators_that_a_page_calls_without_a_rule_have_none() -> None:
+    page_of_whole_dims = (PAGE.parent / "whole-dims.md").read_text(encoding="utf-8")
+    lines = [line for line in page_of_whole_dims.splitlines() if "no rule" in line]
+    named = [name for line in lines for name in re.findall(r"`(\w+)`", line.split("|")[1])]
+    assert named
+    with_rules = {target.overloadpacket.__name__ for target in (*RULES, *COMPOSITES)}
+    assert not with_rules.intersection(named)

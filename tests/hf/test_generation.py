@@ -124,7 +124,7 @@ def on_ranks() -> dict[str, Any]:
     with pytest.raises(sw.ShardwiseError, match="3 sequences of 5 tokens"):
         writer.generate(**prompts(5, 3), max_new_tokens=2)
     for name, value in REFUSED.items():
-        with pytest.raises(sw.ShardwiseError, match=f"the generator has no {name}"):
+        with pytest.raises(sw.ShardwiseError, match=f"the generator does not support {name}"):
             writer.generate(**prompts(6), max_new_tokens=4, do_sample=False, **{name: value})
     with pytest.raises(sw.ShardwiseError, match="guidance_scale"):
         writer.generate(**prompts(6), guidance_scale=1.5, **GREEDY)

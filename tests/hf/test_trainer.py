@@ -84,7 +84,8 @@ def on_ranks(folder: str, scripts: dict[str, Script]) -> dict[str, Any]:
     for refused in ({"auto_find_batch_size": True}, {"bf16_full_eval": True}, {"neftune_noise_alpha": 5.0}):
         with pytest.raises(sw.ShardwiseError, match=next(iter(refused))):
             LLAMA.made(ShardwiseTrainer, folder, refused)
-    told = "unknown mode" if dist.is_initialized() and dist.get_rank() == 0 else "rank 0 has no plan: .*unknown mode"
+    is_first = dist.is_initialized() and dist.get_rank() == 0
+    told = "unknown mode" if is_first else "planning failed on rank 0: .*unknown mode"
     with pytest.raises(sw.ShardwiseError, match=told):
         LLAMA.made(ShardwiseTrainer, folder, plan_settings={"mode": "nonsense"}).train()
     for name, script in scripts.items():

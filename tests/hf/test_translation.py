@@ -71,7 +71,7 @@ def written(name: str, plan: dict[str, Any]) -> tuple[Any, tuple[int, ...]]:
     batch = padded([Sentences(4)[index] for index in range(4)])
     model = built(name)
     par = sw.parallelize(model, sw.plan(model, batch, 2, **plan))
-    with pytest.raises(sw.ShardwiseError, match="reads a source"):
+    with pytest.raises(sw.ShardwiseError, match="has an encoder"):
         generator(par, batch_size=6, max_length=12)
     writer = generator(par, batch_size=6, max_length=12, source_length=11)
     cache = writer.forward.__func__.__closure__
@@ -144,7 +144,7 @@ def evaluated(folder: str) -> tuple[list[dict[str, float]], Any]:
     """On a rank: what a run logs, and what its model writes afterwards."""
     from shardwise.transformers import ShardwiseSeq2SeqTrainer, ShardwiseTrainer
 
-    with pytest.raises(sw.ShardwiseError, match="there is no predict_with_generate") as caught:
+    with pytest.raises(sw.ShardwiseError, match="does not support predict_with_generate") as caught:
         trainer(ShardwiseTrainer, Path(folder))
     assert "ShardwiseSeq2SeqTrainer" in str(caught.value)
     own = trainer(ShardwiseSeq2SeqTrainer, Path(folder), plan_settings=COLUMNS["t5"])
@@ -185,10 +185,10 @@ def test_a_writer_is_gone_before_a_longer_one_is_made(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(seq2seq, "generator", made)
     own = ShardwiseSeq2SeqTrainer.__new__(ShardwiseSeq2SeqTrainer)
-    own.__dict__ |= {"_writers": {}, "_front": t5(), "_parallel": object()}
+    own.__dict__ |= {"_generators": {}, "_front": t5(), "_parallel": object()}
     for length in (8, 200):
         source = torch.ones(2, length, dtype=torch.int64)
-        assert own._write(source) is source
+        assert own._generate(source) is source
     assert len(alive) == 1
 
 

@@ -58,7 +58,7 @@ def test_a_mistake_in_the_command_gets_a_message_and_no_traceback(capfd: pytest.
 
 def test_a_command_that_lacks_an_argument_names_it(capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", "train.py"]) == 2
-    assert "the number of ranks is missing\n  fix:    -n/--num-ranks" in capfd.readouterr().err
+    assert "the number of ranks is missing\n  fix:    give it with -n/--num-ranks" in capfd.readouterr().err
     with pytest.raises(SystemExit) as caught:
         cli.main([])
     assert caught.value.code == 2

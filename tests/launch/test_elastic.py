@@ -400,7 +400,7 @@ def test_nobody_is_blamed_for_what_stops_all_ranks_or_the_machine(monkeypatch: p
     [
         ({"min_ranks": 3}, "--min-ranks 3 is not from 1 to the 2 ranks"),
         ({"min_ranks": 0}, "--min-ranks 0 is not from 1"),
-        ({"spares": -1}, "there cannot be fewer than 0 spares"),
+        ({"spares": -1}, "--spares and --max-failures cannot be negative"),
         ({"silent_seconds": 0.5}, "--silent-after must be more than 1"),
     ],
 )

@@ -202,7 +202,9 @@ def test_a_job_that_cannot_start_says_why(command: list[str], num_ranks: int, op
 def test_a_port_that_is_taken_is_named_before_any_rank_starts(job: Job, hosts: tuple[Host, ...]) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        message = f"cannot listen on port {port} of this machine: another process does\n  fix: .* another --master-port"
+        message = (
+            f"cannot listen on port {port} of this machine: another process listens there\n.* another --master-port"
+        )
         with pytest.raises(LaunchError, match=message):
             job("print('started')", 1, hosts=hosts, master_port=port)
         if hosts:  # the second machine only connects to it

@@ -122,7 +122,7 @@ if generation == 1:
     (tmp_path / "back-0").touch()
     assert machines.codes() == [0, 0, 0]
     left = min({0, 1, 2} - {lost})
-    who = f"machine {lost}, which led, is gone" if lost == 0 else f"machine {lost} with rank {lost} is gone"
+    who = f"machine {lost}, the head, is gone" if lost == 0 else f"machine {lost} with rank {lost} is gone"
     lines = [line for line in machines.said(left).splitlines() if "goes on" in line]
     assert lines[0] == f"shardwise: {who} after step 0; generation 1 goes on with 2 ranks"
     came = rf"shardwise: machine {lost} came after step 1[01]; generation 2 goes on with 3 ranks"
@@ -163,7 +163,7 @@ if generation == 1:
     assert "machine 1 with rank 1 gave no sign of life for" in machines.said(0)
     assert "the others went on without this machine, which was silent" in machines.said(1)
     assert "goes on with 2 ranks" in machines.said(1)
-    assert "which led" not in machines.said(1)
+    assert ", the head, is" not in machines.said(1)
 
 
 def test_a_leading_launcher_that_was_stopped_does_not_train_beside_the_others(start: Start, tmp_path: Path) -> None:
@@ -181,10 +181,10 @@ if generation == 1:
     machines.running[0].send_signal(signal.SIGSTOP)
     wait_until(lambda: len(list(tmp_path.glob("step10-*"))) == 2)
     machines.running[0].send_signal(signal.SIGCONT)
-    wait_until(lambda: "it asks to be taken again" in machines.said(0))
+    wait_until(lambda: "it asks to join again" in machines.said(0))
     (tmp_path / "back-0").touch()
     assert machines.codes() == [0, 0, 0]
-    assert "machine 0, which led, is silent after step 0; generation 1 goes on with 2 ranks" in machines.said(1)
+    assert "machine 0, the head, is silent after step 0; generation 1 goes on with 2 ranks" in machines.said(1)
     assert "of 1, local" not in machines.said(0)
     assert "generation 2: rank 0 of 3" in machines.said(0)
 
@@ -516,7 +516,7 @@ def test_settings_that_cannot_be_are_refused(script: Callable[[str], str]) -> No
     hosts = (Host("a", (0, 2)), Host("b", (1, 3)))
     with pytest.raises(LaunchError, match="numbers the ranks machine by machine"):
         launch([path], hosts=hosts, elastic=ElasticConfig())
-    with pytest.raises(LaunchError, match="--wait-for-machines 0 leaves no time"):
+    with pytest.raises(LaunchError, match="--wait-for-machines must be more than 0, got 0"):
         launch([path], 1, nnodes=2, master_addr="a", master_port=1, elastic=ElasticConfig(wait_seconds=0))
     with pytest.raises(LaunchError, match="node rank 2 is not one of 2 nodes"):
         launch([path], 1, nnodes=2, node_rank=2, master_addr="a", master_port=1)

@@ -164,4 +164,4 @@ def test_a_store_whose_name_leads_to_no_address_of_the_machine_says_where_it_lis
 ) -> None:
     monkeypatch.setattr(ranks, "own_address", lambda _: "")
     assert ranks._listen("node1", 1) is None
-    assert "the store listens on all addresses: node1 leads to none that others reach" in capsys.readouterr().err
+    assert "the store listens on all addresses: node1 resolves to none that others can reach" in capsys.readouterr().err

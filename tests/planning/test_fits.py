@@ -17,7 +17,9 @@ import shardwise as sw
 from shardwise.api import step_memory
 from shardwise.planning import fits as fits_module
 from shardwise.planning import suggestions as options
+from shardwise.planning.execute import execute
 from shardwise.plans.request import PlanRequest
+from shardwise.plans.result import PlanningResult
 
 
 class Texts(nn.Module):
@@ -99,11 +101,11 @@ def test_what_cannot_fit_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None
     stored = sum(p.numel() for p in module.parameters()) * 4 * 3
     planned: list[tuple[int, bool]] = []
 
-    def plan(*args: Any, **settings: Any) -> sw.Plan:
-        planned.append((args[2].num_devices, "on host" in settings.get("optimizer", "")))
-        return sw.plan(*args, **settings)
+    def recorded(request: PlanRequest) -> PlanningResult:
+        planned.append((request.cluster.num_devices, "on host" in request.training.optimizer))
+        return execute(request)
 
-    monkeypatch.setattr(fits_module, "find_plan", plan)
+    monkeypatch.setattr(options, "execute", recorded)
     answer = sw.fits(module, batch, "h100-1x2", memory_bytes=0.45 * stored, seconds=600)
     assert not answer
     asked_for, *mends = planned

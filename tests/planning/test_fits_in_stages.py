@@ -72,8 +72,9 @@ def test_stages_and_places_hold_and_take_what_was_predicted(
         assert held.num_bytes == round(own.peak_bytes) == sum(held.parts.values())
     if len({stage.placement.ranks for stage in plan.stages}) == stages:
         assert found.step.peak.num_bytes == max(held.num_bytes for held in found.step.stages)
-    assert isinstance(plan.report, PipelineReport)
-    for one, own in zip(plan.report.passes(), pipeline.stages, strict=True):
+    report = found.asked.found.report
+    assert isinstance(report, PipelineReport)
+    for one, own in zip(report.passes(), pipeline.stages, strict=True):
         assert one.step.forward == pytest.approx(own.forward)
         rest = one.step.seconds - own.forward - own.backward
         assert rest * plan.micro_batches == pytest.approx(own.update, rel=1e-6, abs=1e-12)
@@ -186,7 +187,7 @@ def test_a_cluster_file_has_a_price_and_an_argument_takes_its_place(
             2 * own.price
         )
     (tmp_path / "net.py").write_text(
-        "from advice.test_fits_in_stages import asked\n\n\ndef build():\n    return asked()\n"
+        "from planning.test_fits_in_stages import asked\n\n\ndef build():\n    return asked()\n"
     )
     few = ["--cluster", str(tmp_path / "ours.toml"), "--stages", "2", "--micro-batch", "8", "--seconds", "0", "--json"]
     assert cli.main(["fits", f"{tmp_path / 'net.py'}:build", *few]) == 0

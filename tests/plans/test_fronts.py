@@ -15,7 +15,7 @@ import torch
 
 import shardwise as sw
 from search.deep_model import VOCABULARY, Deep
-from shardwise import api
+from shardwise.planning import execute
 from shardwise.graph.capture import capture
 from shardwise.layouts.routes import Floats
 from shardwise.plans import auto_stages, stage_planner, stage_timing
@@ -67,7 +67,7 @@ def test_equal_stages_make_the_same_again(recompute: Any) -> None:
 
 
 def test_a_joint_search_captures_once_for_every_size() -> None:
-    with mock.patch.object(api, "capture", wraps=api.capture) as captures:
+    with mock.patch.object(execute, "capture", wraps=execute.capture) as captures:
         found = sw.plan(Deep(2, WIDTH), small_batch(4), 2, stages="auto", schedule="GPipe")
     said = found.report.explain("stages")
     assert isinstance(said, AutoStagesReport)

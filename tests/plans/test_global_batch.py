@@ -176,7 +176,7 @@ def test_a_batch_that_does_not_fit_in_a_pass_is_planned_in_passes_without_being_
     assert sw.verify(Wide(), x, tight, steps=1).ok
     answer = sw.fits(Wide(), x, cluster, mesh=mesh, memory_bytes=limit, seconds=0)
     assert answer.ok
-    assert f"{tight.micro_batches} passes over {tight.micro_batch} samples" in str(answer)
+    assert f"{tight.micro_batches} micro-batches of {tight.micro_batch} samples" in str(answer)
     monkeypatch.setattr(suggestions, "MAX_REFUSED_SECONDS", -1.0)
     with pytest.raises(sw.PlanError, match="no plan fits"):
         sw.plan(Wide(), x, cluster, mesh=mesh, memory_bytes=1000)

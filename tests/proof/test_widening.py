@@ -51,6 +51,12 @@ CONSTRUCTS: dict[str, Callable[[Model, Tensor, Tensor], Tensor]] = {
     "new_tensor": lambda m, h, ids: h @ column(h.new_tensor(NUMBERS)),
     "new_zeros": lambda m, h, ids: h @ (h.new_zeros(WIDTH, 1) + 0.1),
     "FloatTensor": lambda m, h, ids: h @ column(torch.FloatTensor(NUMBERS)),
+    "Tensor of numbers": lambda m, h, ids: h @ column(torch.Tensor(NUMBERS)),
+    "Tensor of an array": lambda m, h, ids: h @ column(torch.Tensor(np.array(NUMBERS))),
+    "Tensor of sizes": lambda m, h, ids: h @ torch.Tensor(WIDTH, 1).fill_(0.3),
+    "Tensor of a Size": lambda m, h, ids: h @ torch.Tensor(torch.Size((WIDTH, 1))).fill_(0.3),
+    "new": lambda m, h, ids: h @ column(h.new(NUMBERS)) + h.new(1).fill_(0.1),
+    "a parameter of a Tensor": lambda m, h, ids: h @ column(nn.Parameter(torch.Tensor(NUMBERS)).detach()),
     "from_numpy": lambda m, h, ids: h @ column(torch.from_numpy(np.linspace(0, 0.1, WIDTH, dtype=np.float32))),
     "scalar_tensor": lambda m, h, ids: h @ (torch.scalar_tensor(0.1) * m.layer.weight),
     "empty and fill": lambda m, h, ids: h @ torch.empty(WIDTH, 1).fill_(0.3),
@@ -116,6 +122,7 @@ def test_tensors_that_a_model_makes_are_verified_in_float64(name: str) -> None:
     assert report.ok, report
     assert report.rounding is None, report
     assert torch.get_default_dtype() is torch.float32
+    assert "__new__" not in vars(torch.Tensor)
 
 
 class Recurrent(nn.Module):
@@ -216,3 +223,43 @@ def test_tables_in_caches_are_float64_while_a_model_is_verified_only(dtype: torc
     assert frequencies(WIDTH, dtype).dtype is torch.float32
     if expected is not None:
         torch.testing.assert_close(model(*batch), expected)
+
+
+class Branching(nn.Module):
+    """Returns one tensor more where a condition holds for what it draws."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor], condition: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.layer, self.draw, self.condition = nn.Linear(WIDTH, WIDTH), draw, condition
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        h = self.layer(x)
+        drawn = self.draw(h)
+        loss = (h + drawn).square().mean()
+        return (loss, h + 1) if self.condition(drawn) else loss
+
+
+DRAWS = {
+    "rand": lambda h: torch.rand(h.shape, requires_grad=True),
+    "randn": lambda h: torch.randn(*h.shape, requires_grad=True),
+    "randn_like": lambda h: torch.randn_like(h, requires_grad=True),
+    "normal": lambda h: torch.normal(0.0, 1.0, tuple(h.shape), requires_grad=True),
+    "rand without": lambda h: torch.rand(h.shape),
+    "bernoulli": lambda h: torch.bernoulli(h.sigmoid()),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_require_gradients_as_in_the_model(name: str) -> None:
+    model, x = Branching(DRAWS[name], lambda drawn: drawn.requires_grad), torch.randn(SAMPLES, WIDTH)
+    report = sw.verify(model, x, sw.plan(model, x, 2, mode="data_parallel"), steps=1)
+    assert report.ok, report
+
+
+def test_another_branch_than_when_captured_is_an_error_that_says_so() -> None:
+    model, x = Branching(torch.rand_like, lambda drawn: type(drawn) is Tensor), torch.randn(SAMPLES, WIDTH)
+    plan = sw.plan(model, x, 2, mode="data_parallel")
+    with pytest.raises(
+        sw.ShardwiseError, match=r"(?s)returns 2 values \(2 tensors\), but when captured 1 .*requires_grad"
+    ):
+        sw.verify(model, x, plan)

@@ -340,7 +340,7 @@ def test_a_profile_of_stages_is_laid_over_the_prediction(tmp_path: Path, plan: s
     assert '3 ms</td><td class="number">1 ms</td><td class="number">0.33</td><td>matmul_efficiency</td>' in text
     for chart in ("measured-0", "measured-1"):
         assert text.partition(f'id="{chart}"')[2].partition("</svg>")[0].count('<rect class="box') == 2
-    with pytest.raises(sw.PlanError, match=r"the profile is of 2 stages, the plan has 1\b"):
+    with pytest.raises(sw.PlanError, match=r"the profile has 2 stages, the plan has 1\b"):
         plan.report.write(tmp_path / "wrong.html", profile=profile)
     with pytest.raises(sw.PlanError, match="the profile is of 1 stages, the plan has 2"):
         own.report.write(tmp_path / "wrong.html", profile=of_stage)

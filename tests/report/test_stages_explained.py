@@ -169,7 +169,7 @@ def test_what_no_price_chose_has_no_best(plan: sw.Plan) -> None:
     propagated = sw.plan(Stack(), torch.zeros(8, 64), 4, stages=2, micro_batch=2, search="sharding_propagation")
     with pytest.raises(sw.PlanError, match="no stage was chosen by price"):
         propagated.report.top()
-    with pytest.raises(sw.PlanError, match="the best 0 plans are asked for"):
+    with pytest.raises(sw.PlanError, match="k is 0"):
         plan.report.top(0)
     with pytest.raises(sw.PlanError, match=r"none over all of them(.|\n)*top\(k\) for the best pipelines near it"):
         pickle.loads(pickle.dumps(plan)).report.top()

@@ -99,7 +99,6 @@ def test_shapes_broadcast_as_in_torch() -> None:
 LOOKUPS = [
     lambda rows, index, piece: local_kernels.EMBEDDING_ROWS(rows, index, -1, *piece),
     lambda rows, index, piece: local_kernels.GATHER_ROWS(rows, 0, index.reshape(1, 1).expand(1, 2), *piece),
-    lambda rows, index, piece: local_kernels.TAKE_ROWS(rows, 0, index.reshape(1, 1), *piece),
     lambda rows, index, piece: local_kernels.INDEX_SELECT_ROWS(rows, 0, index, *piece),
     lambda rows, index, piece: local_kernels.INDEX_ROWS(rows, [index], [0], [len(piece[0])], *piece),
     lambda rows, index, piece: local_kernels.SCATTER_ROWS(rows, 0, index, None, 1.0, "", True, True, *piece),
@@ -107,6 +106,7 @@ LOOKUPS = [
     lambda rows, index, piece: local_kernels.INDEX_PUT_ROWS(
         rows, [index], torch.zeros(2), True, [0], [len(piece[0])], *piece
     ),
+    lambda rows, index, piece: local_kernels.ONE_HOT_CLASSES(index, *piece),
 ]
 
 
@@ -120,3 +120,10 @@ def test_an_index_out_of_range_fails_on_every_part_as_on_one_device(lookup: Call
     atoms = ([2, 3], [0, 1], [2, 2])  # rows 1, 2, 4 and 5
     with pytest.raises((IndexError, RuntimeError), match="out of"):
         lookup(rows[[1, 2, 4, 5]], index, atoms)
+
+
+@pytest.mark.parametrize("index", [5, 6, 13, -1, -6, -7])
+def test_take_along_dim_counts_around_as_torch_does(index: int) -> None:
+    rows, indices = torch.arange(12.0).reshape(6, 2), torch.tensor([[index]])
+    parts = [local_kernels.TAKE_ROWS(rows[at : at + 3], 0, indices, [6], [at], [3]) for at in (0, 3)]
+    assert torch.equal(sum(parts), torch.take_along_dim(rows, indices, 0))

@@ -138,3 +138,35 @@ def test_ranks_that_exchange_halos_train_as_one_process(
         assert len(halos) > 5
         for i in halos:
             assert planned[i].num_bytes == max(own[i][1] for own in noted)
+
+
+class Folded(nn.Module):
+    def __init__(self, strategy: str, stride: tuple[int, int]) -> None:
+        super().__init__()
+        self.scale, self.strategy, self.stride = nn.Parameter(torch.ones(1)), strategy, stride
+
+    def forward(self, x: Tensor) -> Tensor:
+        split = sw.shard(lambda x: F.fold(x, (4, 3), (3, 2), 2 - (x.shape[-1] > 1), (1, 0), self.stride), self.strategy)
+        return split(x * self.scale).sin().sum()
+
+
+@pytest.mark.parametrize(
+    ("windows", "stride", "strategy", "is_refused"),
+    [
+        (1, (3, 1), "y0@a y1@b", True),  # a part of the rows lies in no window
+        (1, (3, 1), "y1@b", True),
+        (1, (3, 1), "n@a c@b", False),
+        (2, (3, 2), "y0@a y1@b", False),
+        (4, (2, 1), "y0@a y1@b", False),
+    ],
+)
+def test_columns_of_few_windows_are_folded_as_on_one_device_or_refused(
+    windows: int, stride: tuple[int, int], strategy: str, is_refused: bool
+) -> None:
+    model, x = Folded(strategy, stride), torch.randn(2, 18, windows)
+    settings: dict[str, Any] = {"mesh": sw.Mesh(a=2, b=2), "search": "sharding_propagation"}
+    if is_refused:
+        with pytest.raises(sw.LayoutError, match=r"(?s)y. can not be split.*factors that can be split: n, c$"):
+            sw.plan(model, x, 4, **settings)
+    else:
+        assert sw.verify(model, x, sw.plan(model, x, 4, **settings), steps=1).ok

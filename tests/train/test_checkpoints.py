@@ -213,13 +213,13 @@ def test_saves_beside_training_and_failures_on_ranks(run_ranks: RunRanks, tmp_pa
         assert "was not saved: rank 1: [Errno 28] No space left on device" in found["full"]
         assert found["afterwards"] == "accepted"
         assert "exists already" in found["again"]
-        assert "extra of rank 1 is not that of rank 0" in found["own extra"]
-        assert "path of rank 1" in found["own path"]
+        assert "extra differs between rank 1 and rank 0" in found["own extra"]
+        assert "path differs between rank 1" in found["own path"]
         assert "extra[0] is a builtin_function_or_method" in found["function"]
-        assert "step of rank 1 is not that of rank 0" in found["own step"]
+        assert "step differs between rank 1 and rank 0" in found["own step"]
         assert "data is a list, which has no state_dict()" in found["no state"]
         assert found["inside"] == []
-        assert "row is a view of this rank's part of qkv.weight" in found["view"]
+        assert "row is a view of this rank's shard of qkv.weight" in found["view"]
         assert "shard-00001-of-00002.safetensors is a part of the checkpoint" in found["lost shard"]
         assert found["unchanged"]
         assert any("is converted from f64 to bf16" in text for text in found["said"]) == (rank == 0)

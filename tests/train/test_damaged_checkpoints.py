@@ -51,10 +51,10 @@ def test_torn_and_damaged_ones_are_skipped_and_named(tmp_path: Path) -> None:
     assert "step-4.incomplete is skipped: its save did not finish" in text
     assert "step-3 is skipped" in text
     assert "step-2 is skipped" in text
-    with pytest.raises(sw.CheckpointError, match="is damaged: bytes"):
+    with pytest.raises(sw.CheckpointError, match="is damaged: wrong checksum of data bytes"):
         sw.load_checkpoint(tmp_path / "step-2", model)
     data.write_bytes(content[:-1])
-    with pytest.raises(sw.CheckpointError, match=r"bytes, and .* were written"):
+    with pytest.raises(sw.CheckpointError, match=r"bytes, but .* were written"):
         sw.load_checkpoint(tmp_path / "step-2", model)
     with pytest.raises(sw.CheckpointError, match="there is no checkpoint"):
         sw.load_checkpoint(tmp_path / "nowhere", model)
@@ -88,20 +88,20 @@ def test_what_is_not_of_this_run_is_refused_and_nothing_changes(tmp_path: Path) 
 
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
     assert "0.weight is f32[17, 8] in the module and f32[16, 8]" in refusal(nn.Sequential(nn.Linear(8, 17)))
-    assert "2.weight is in the module and not in" in refusal(nn.Sequential(*model, nn.Linear(16, 2)))
-    assert "1.running_mean is in the checkpoint and not in" in refusal(nn.Sequential(nn.Linear(8, 16)))
+    assert "2.weight is in the module but not in" in refusal(nn.Sequential(*model, nn.Linear(16, 2)))
+    assert "1.running_mean is in the checkpoint but not in" in refusal(nn.Sequential(nn.Linear(8, 16)))
     integers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
     integers[0].weight = nn.Parameter(torch.zeros(16, 8, dtype=torch.int32), requires_grad=False)
     assert "0.weight is i32[16, 8] in the module and f32[16, 8]" in refusal(integers)
     sgd = torch.optim.SGD(model.parameters())
-    assert "has states of Adam, and SGD is to go on" in refusal(model, sgd)
+    assert "has states of Adam, but optimizer= is SGD" in refusal(model, sgd)
     groups = torch.optim.Adam([{"params": [p]} for p in model.parameters()])
     del groups.param_groups[0]["params"][:]
     groups.param_groups[0]["params"] += [*model[0].parameters(), nn.Parameter(torch.ones(2))]
     assert "parameters that are not the module's" in refusal(model, groups)
     adam = torch.optim.Adam(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(adam, 1)
-    assert "the states of 0 schedulers, and 1 are to go on" in refusal(model, adam, schedulers=scheduler)
+    assert "the states of 0 schedulers, and 1 are given" in refusal(model, adam, schedulers=scheduler)
     assert "has no state for scaler=" in refusal(model, adam, scaler=torch.amp.GradScaler("cpu"))
     data = [TensorDataset(torch.zeros(count, 8)) for count in (9, 12)]
     loader, longer = (sw.DataLoader(samples, model, 4) for samples in data)
@@ -110,12 +110,12 @@ def test_what_is_not_of_this_run_is_refused_and_nothing_changes(tmp_path: Path) 
     folder = tmp_path / "with data"
     other = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
     adam = torch.optim.Adam(other.parameters(), lr=7.0)
-    assert "samples in the data set 9, and goes on with 12" in refusal(other, adam, data=longer)
-    assert "states that what goes on does not take: AssertionError: 2 workers" in refusal(other, adam, data=Elsewhere())
+    assert "samples in the data set 9, and this loader has 12" in refusal(other, adam, data=longer)
+    assert "the given objects do not accept: AssertionError: 2 workers" in refusal(other, adam, data=Elsewhere())
     assert (longer.cursor, adam.param_groups[0]["lr"], len(adam.state)) == (0, 7.0, 0)
     with pytest.raises(sw.CheckpointError, match="exists already: a checkpoint is never overwritten"):
         sw.save_checkpoint(folder, model, step=2)
-    with pytest.raises(sw.ShardwiseError, match="step is a number"):
+    with pytest.raises(sw.ShardwiseError, match="step must be a number"):
         sw.save_checkpoint(tmp_path / "x", model, step=-1)
     with pytest.raises(sw.ShardwiseError, match="the metric loss is nan"):
         sw.save_checkpoint(tmp_path / "x", model, step=1, metrics={"loss": math.nan})
@@ -386,7 +386,7 @@ def test_a_lock_that_is_no_file_of_ours_is_refused_at_once(tmp_path: Path) -> No
     os.mkfifo(tmp_path / ".step-1.lock")
     (tmp_path / ".step-2.lock").symlink_to(tmp_path / "elsewhere")
     for number in (1, 2):
-        with pytest.raises(sw.CheckpointError, match=r"is no regular file|cannot be made"):
+        with pytest.raises(sw.CheckpointError, match=r"is no regular file|cannot be created"):
             sw.save_checkpoint(tmp_path / f"step-{number}", nn.Linear(2, 2), step=1)
     assert not (tmp_path / "elsewhere").exists()
 

@@ -140,8 +140,8 @@ def test_another_data_set_is_refused() -> None:
     loader = sw.DataLoader(TensorDataset(torch.arange(9)), nn.Identity(), 4)
     state = loader.state_dict()
     for change, message in (
-        ({"dataset": TensorDataset(torch.arange(8))}, "samples in the data set 9, and goes on with 8"),
-        ({"seed": 1}, "seed 0, and goes on with 1"),
+        ({"dataset": TensorDataset(torch.arange(8))}, "samples in the data set 9, and this loader has 8"),
+        ({"seed": 1}, "seed 0, and this loader has 1"),
         ({"shuffle": False}, "shuffle True"),
     ):
         arguments: dict[str, Any] = {"dataset": TensorDataset(torch.arange(9)), **change}
@@ -254,7 +254,7 @@ def test_ranks_train_on_their_parts_of_the_order(run_ranks: RunRanks, tmp_path: 
 @pytest.mark.parametrize("dataset", [TensorDataset(torch.arange(20)), Stream(20)], ids=["with len", "a stream"])
 def test_the_place_in_the_data_is_that_of_one_loop(dataset: Any) -> None:
     loader = sw.DataLoader(dataset, nn.Identity(), 4, shuffle=False)
-    with pytest.raises(sw.ShardwiseError, match="place in the data was changed"):
+    with pytest.raises(sw.ShardwiseError, match="position was changed"):
         for _ in zip(loader, loader, strict=True):
             pass
     again = sw.DataLoader(dataset, nn.Identity(), 4, shuffle=False)
@@ -264,7 +264,7 @@ def test_the_place_in_the_data_is_that_of_one_loop(dataset: Any) -> None:
         for _ in again:  # an evaluation over the same loader inside
             inner.append(sum(1 for _ in again))
 
-    with pytest.raises(sw.ShardwiseError, match="a loader of its own for evaluation"):
+    with pytest.raises(sw.ShardwiseError, match="use a separate loader for evaluation"):
         nested()
     assert inner == [4]
     last = sw.DataLoader(dataset, nn.Identity(), 20, shuffle=False)

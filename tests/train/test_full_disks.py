@@ -74,8 +74,8 @@ def test_a_full_disk_costs_the_save_and_nothing_else(run_ranks: Callable[..., li
         for kind in ("waiting", "beside"):
             assert "was not saved: rank " in found[kind]
             assert "no space" in found[kind].lower()
-            assert "earlier checkpoints are as they were, and training can go on" in found[kind]
+            assert "earlier checkpoints are unchanged, and training can go on" in found[kind]
         assert found["loaded"] == "step-2"
-        assert any("the save before failed" in text for text in found["said"]) == (rank == 0)
+        assert any("the previous save failed" in text for text in found["said"]) == (rank == 0)
         assert any("step-4.incomplete is skipped" in text for text in found["said"]) == (rank == 0)
         assert len(found["left"]) == 2  # of step 5, one of each rank: what failed gave its room back

@@ -46,7 +46,7 @@ def test_a_rank_of_one_machine_and_then_a_machine_cost_no_digit(run_ranks: RunRa
     assert codes[1 - lost] == 0, left
     assert "rank 3 was killed by SIGKILL after step 3; generation 1 goes on with 3 ranks, without slot 1" in left
     assert "training goes on after step 3, which was kept in memory" in machines.said(0)
-    gone = "machine 0, which led, is gone" if lost == 0 else "machine 1 with rank 2 is gone"
+    gone = "machine 0, the head, is gone" if lost == 0 else "machine 1 with rank 2 is gone"
     assert f"{gone} after step 13; generation 2 goes on with {1 + lost} rank" in left
-    assert "training goes on after step 10, which machines that are left have copies of" in left
+    assert "training goes on after step 10, which other machines have copies of" in left
     check_equal(run, whole, STEPS)

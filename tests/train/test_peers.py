@@ -220,7 +220,7 @@ def test_copies_are_kept_in_a_folder_of_the_user_only(run_ranks: RunRanks, tmp_p
 
 
 def test_one_rank_and_wrong_numbers_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ShardwiseError, match="there is one"):
+    with pytest.raises(ShardwiseError, match="there is only one rank"):
         Peers(sw.PeerCopy(tmp_path))
-    with pytest.raises(ShardwiseError, match="every is a number of steps from 1, not 0"):
+    with pytest.raises(ShardwiseError, match="every must be a number of steps, 1 or more; got 0"):
         sw.PeerCopy(tmp_path, every=0)

@@ -47,7 +47,7 @@ def stages(folder: str) -> None:
         assert torch.equal(of_fresh.state[p]["exp_avg"], optimizer.state[q]["exp_avg"])
     assert of_fresh.param_groups[0]["lr"] == 0.1
     alone = nn.ModuleDict({"a": nn.Linear(*SIZES["a"])})  # nobody wants b
-    with pytest.raises(sw.ShardwiseError, match=r"b\.\w+ is in the checkpoint and not in the module"):
+    with pytest.raises(sw.ShardwiseError, match=r"b\.\w+ is in the checkpoint but not in the module"):
         sw.load_checkpoint(f"{folder}/whole", alone)
 
 

@@ -9,7 +9,7 @@ dtype, which determines the results of constructors without a dtype and of quoti
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from math import log1p, pi
@@ -143,8 +143,28 @@ def reference_mode(
     after another. ``dtypes``: those of tensors before they were widened. ``averaged``: the identities of running means
     that average over all batches so far. ``models_default``: torch's default dtype at capture, to which data in Python
     code is rounded."""
-    with functions_opened(), Reference(seed, tuple(passes), widens, dtypes, averaged, models_default):
+    reference = Reference(seed, tuple(passes), widens, dtypes, averaged, models_default)
+    with functions_opened(), _legacy_data_rounded(reference), reference:
         yield
+
+
+@contextmanager
+def _legacy_data_rounded(mode: Reference) -> Iterator[None]:
+    """Round the numbers in ``torch.Tensor([0.1])`` like those in ``torch.tensor``: no function mode sees this call."""
+    base: Any = torch._C.TensorBase
+    tensor: Any = torch.Tensor
+
+    def new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        is_of_data = mode.widens and cls is tensor and _is_data(args)
+        with default_dtype(mode.models_default) if is_of_data else nullcontext():
+            made = base.__new__(cls, *args, **kwargs)
+        return _wide_argument(made) if is_of_data else made
+
+    tensor.__new__ = new
+    try:
+        yield
+    finally:
+        del tensor.__new__
 
 
 @contextmanager
@@ -213,7 +233,8 @@ class Reference(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         replacement = REPLACED.get(func)
         if replacement is not None:
-            return replacement(self, *args, **kwargs)
+            result = replacement(self, *args, **kwargs)
+            return result.requires_grad_() if kwargs.get("requires_grad") else result
         if not self.widens:
             return func(*args, **kwargs)
         if getattr(func, "__self__", None) is _DTYPE:
@@ -453,10 +474,18 @@ def _from_data(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
         if function is torch.Tensor.new_tensor and kwargs.get("dtype") is None:
             kwargs["dtype"] = mode.dtypes.of(args[0])
         with default_dtype(mode.models_default):
-            wide: torch.Tensor = _wide_argument(function(*args, **kwargs))
+            made = function(*args, **kwargs)
+            if function is _NEW and _is_data(args[1:]):
+                made = made.to(mode.dtypes.of(args[0]))
+        wide: torch.Tensor = _wide_argument(made)
         return wide
 
     return run
+
+
+def _is_data(args: Sequence[Any]) -> bool:
+    """Return whether these arguments of ``torch.Tensor`` are numbers in Python, not sizes or a tensor."""
+    return bool(args) and isinstance(args[0], list | tuple) and not isinstance(args[0], torch.Size)
 
 
 def _setitem(mode: Reference, x: torch.Tensor, index: Any, value: Any) -> None:
@@ -487,6 +516,7 @@ CASTS = {
     torch.Tensor.chalf: torch.complex32,
 }
 _DTYPE = torch.Tensor.dtype  # the descriptor
+_NEW: Any = torch.Tensor.new
 _CASTS_TO = frozenset({torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as})  # what they are told
 
 
@@ -507,7 +537,7 @@ def _batch_norm(mode: Reference, input: torch.Tensor, *args: Any, **kwargs: Any)
 REPLACED: dict[Any, Callable[..., Any]] = {
     **{
         function: _from_data(function)
-        for function in (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
+        for function in (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, _NEW)
     },
     torch.Tensor.__setitem__: _setitem,
     torch.rand: _rand,

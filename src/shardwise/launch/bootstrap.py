@@ -1,10 +1,9 @@
-"""What every rank of ``shardwise run`` executes first: it runs the user's script and, if that fails, writes down when
-and why.
+"""Entry point of every rank of ``shardwise run``: run the user's script and record when and why it fails.
 
-The launcher must show the failure that came first, and processes do not end in the order in which they fail: a peer
-that loses its connection may be gone while the rank that raised is still unwinding. So a rank that fails writes a
-record (a JSON file with a time stamp and the traceback) instead of printing the traceback, and the launcher prints the
-earliest. A rank that hangs writes down where it is when the launcher sends it SIGUSR2.
+The launcher must show the first failure, but processes do not exit in the order in which they fail. A peer that loses
+its connection may exit while the rank that raised is still unwinding. So a failing rank writes a record (a JSON file
+with a time stamp and the traceback) instead of printing the traceback, and the launcher prints the earliest record. On
+SIGUSR2 a rank writes its stack to a file.
 
 The script sees what it would see under ``python script.py``: ``__name__ == "__main__"``, its own ``sys.argv`` and
 ``sys.path[0]``. This file is executed by its path (with ``-P``, so that its folder is not on ``sys.path``) and imports
@@ -40,7 +39,7 @@ EXIT_INTERRUPTED = 128 + signal.SIGINT
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PARENT_POLL_SECONDS = 1.0
 
-# A rank that loses a peer raises one of these; they tell where the peer's absence was noticed, not what is wrong.
+# A rank that loses a peer raises one of these. They show where the loss was noticed, not the root cause.
 _NETWORK_ERROR_NAMES = frozenset({"DistNetworkError", "DistStoreError", "DistBackendError"})
 _NETWORK_ERROR_TEXTS = (
     "connection closed by peer",
@@ -54,8 +53,7 @@ _NETWORK_ERROR_TEXTS = (
 
 
 def is_follow_up(error: BaseException) -> bool:
-    """Whether an error, or one that it was raised from, says that a peer was lost: probably a consequence, not the
-    cause.
+    """Return whether an error, or one in its ``__cause__`` chain, reports a lost peer: probably not the root cause.
 
     >>> is_follow_up(RuntimeError("[pair.cc:534] Connection closed by peer [127.0.0.1]:46871"))
     True
@@ -90,10 +88,10 @@ def write_record(
     blames: Sequence[int] = (),
     differs: bool = False,
 ) -> None:
-    """Write a failure record in one step (a reader never sees half a file).
+    """Write a failure record atomically.
 
-    ``error``: type and message; ``text``: the traceback, ready to print; both empty when the script ended by
-    ``sys.exit``. ``blames``: the ranks that are to blame by the error's account; ``differs``: since copies differ.
+    ``error``: type and message; ``text``: the formatted traceback; both empty when the script ended by ``sys.exit``.
+    ``blames``: the ranks that the error blames; ``differs``: whether it blames them because replicas differ.
     """
     record = {
         "seconds": time.time(),
@@ -127,9 +125,9 @@ def _record_exception(path: str, error: BaseException) -> None:
 
 
 def _own_excepthook() -> Any:
-    """The script's own way to show exceptions, if it has one.
+    """Return the script's own ``sys.excepthook``, or None.
 
-    Not counted is the hook that ``torch.distributed`` wraps around it to put ``[rank3]`` before every line.
+    The hook that ``torch.distributed`` wraps around it (to prefix every line with ``[rank3]``) does not count.
     """
     hook: Any = sys.excepthook
     if getattr(hook, "__module__", "").startswith("torch."):
@@ -138,7 +136,7 @@ def _own_excepthook() -> Any:
 
 
 def _exit_code(leaving: SystemExit) -> int:
-    """The process exit code of a ``SystemExit``; its message, if it has one, is printed as Python does."""
+    """Return the process exit code of a ``SystemExit``; print its message, if any, as Python does."""
     if leaving.code is None:
         return 0
     if isinstance(leaving.code, int):
@@ -170,7 +168,7 @@ def _run_module(name: str, args: list[str]) -> None:
 
 
 def end_with_launcher(launcher_pid: int) -> None:
-    """Arrange that this process does not outlive the launcher, however that ends."""
+    """Make this process end when the launcher ends, even if the launcher is killed."""
     if sys.platform == "linux":
         import ctypes  # here, because only Linux needs it and a rank should start quickly
 
@@ -188,7 +186,7 @@ def _watch_parent(launcher_pid: int) -> None:
 
 
 def replace_environment(environment: dict[str, str]) -> None:
-    """Give a process that was forked the environment of one that was started in it."""
+    """Replace ``os.environ`` of a forked process."""
     os.environ.clear()
     os.environ.update(environment)
 
@@ -196,8 +194,7 @@ def replace_environment(environment: dict[str, str]) -> None:
 def main(command: list[str]) -> None:
     """Run ``["script.py", args...]`` or ``["-m", "module", args...]`` as this rank; never returns.
 
-    The launcher starts ranks with SIGINT blocked, so that a Ctrl-C during the interpreter's start waits for the ``try``
-    below.
+    The launcher starts ranks with SIGINT blocked: a Ctrl-C during interpreter startup waits for the ``try`` below.
     """
     failure_file = os.environ.pop(FAILURE_FILE)
     stack = open(STACK_FILE.format(failure_file=failure_file), "w", encoding="utf-8")  # noqa: SIM115  # until the end

@@ -1,4 +1,4 @@
-"""``shardwise calibrate``: starts ranks that measure this machine, fits a cluster to what they measured, writes it."""
+"""``shardwise calibrate``: measure this machine with several ranks, fit a cluster model, and write it to a file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.errors import LaunchError, ShardwiseError, problem
 from shardwise.launch.elastic import folder_of_launcher
 from shardwise.launch.launcher import launch
 
-# By how much rounds of measurements are apart where nothing else runs, at most.
+# Largest relative difference between rounds of measurements on an idle machine.
 _QUIET = 0.25
 
 
@@ -27,28 +27,33 @@ def calibrate(
     like: str | None = None,
     tiny: bool = False,
 ) -> tuple[Cluster, list[str]]:
-    """The cluster that this machine is, written to ``output`` (TOML), and a line per series of measurements: how far
-    predictions are from them.
+    """Measure this machine and write its cluster description to ``output``.
 
-    ``num_ranks``: by default one per GPU, or two where there is none.
-    ``points``: measurements made before (by ``launch.measure``, on several machines perhaps), instead of new ones.
-    ``like``: a bundled cluster of the same hardware: its peaks are taken, and the part of them that was reached; by
-    default that of the GPU's name. What was not measured is as there: links, where there is one GPU.
-    A machine that was busy is told in the first line, with how far rounds were apart.
-    Raises ShardwiseError if ranks fail or files cannot be read or written.
+    Args:
+        output: path of the cluster file, which must end in ``.toml``.
+        num_ranks: number of ranks that measure; by default one per GPU, or two without GPUs.
+        points: a file of earlier measurements (by ``launch.measure``, on several machines if needed) to use instead.
+        like: name of a bundled cluster of the same hardware, by default that of the GPU's name. Peaks, and values that
+            were not measured (such as links with a single GPU), are taken from it.
+        tiny: measure only a few small sizes, to test that calibration works.
+
+    Returns:
+        The fitted cluster, and one line per series of measurements with the error of the predictions. If the machine
+        was busy, the first line is a warning with the difference between rounds.
+
+    Raises:
+        ShardwiseError: ranks fail, or files cannot be read or written.
     """
     output = Path(output)
     if output.suffix != ".toml":
-        raise ShardwiseError(
-            problem(f"{output} is not a .toml file", fix="name it so: cluster files are found by that")
-        )
-    known = None if like is None else load(like)
+        raise ShardwiseError(problem(f"{output} is not a .toml file", fix="give a name that ends in .toml"))
+    reference = None if like is None else load(like)
     measured = _measure(num_ranks or _num_devices(), tiny) if points is None else _read(points)
     family_name, is_named = family_of(measured.device)
-    if known is None and is_named:
-        known = family(family_name)
-    fitted = fit_cluster(measured, output.stem, known)
-    # What is compared is what the file says, with the digits that it has.
+    if reference is None and is_named:
+        reference = family(family_name)
+    fitted = fit_cluster(measured, output.stem, reference)
+    # Compare the cluster as the file stores it, with rounded digits.
     cluster = parse(format_cluster(fitted), str(output))
     lines = [*_busy(measured), *format_residuals(residuals(cluster, measured))]
     try:
@@ -69,7 +74,7 @@ def _busy(measured: Measurements) -> list[str]:
 
 
 def _num_devices() -> int:
-    import torch  # here: the command that starts ranks needs none of it
+    import torch  # imported late: the command that starts ranks does not need torch
 
     return (torch.cuda.device_count() if torch.cuda.is_available() else 0) or 2
 

@@ -1,8 +1,8 @@
-"""Lines of JSON between the launchers of a job's machines, each with a code that nobody makes without its secret.
+"""Authenticated JSON messages between the launchers of a job's machines.
 
-Either end first sends a random number. A message then is a line ``CODE JSON``: an HMAC of its text and its place in the
-row, under a key of the secret, both numbers and the direction. So nothing that was said in another connection, or
-before in this one, is heard again. Nothing of a line is read before its code is right. Standard library only.
+Each end first sends a nonce. A message then is a line ``CODE JSON``. The code is an HMAC over the text and its sequence
+number; its key is derived from the job's secret, both nonces and the direction. So messages cannot be replayed, within
+a connection or across connections. A line is parsed only after its code was checked. Standard library only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shardwise.untrusted_text import read_json, shorten_repr
 
 _MOST_BYTES = 1 << 20  # of a line
 _MOST_BYTES_OF_STRANGERS = 1 << 16  # before the first message
-_MOST_READS = 32  # in a row, of what may never end
+_MOST_READS = 32  # in a row: a peer may send without end
 _SEND_SECONDS = 5.0
 _FINISH_SECONDS = 2.0
 _GREETING = b"shardwise-launcher-1 "
@@ -38,9 +38,9 @@ class HasFileno(Protocol):
 
 
 class Channel:
-    """A connection to another launcher. ``accepted``: this end listened; ``gone``: it was closed there, or broke;
-    ``fault``: why this end closed it; ``refused``: the other end says that its secret is another one; ``heard``: when
-    something came last. Both ends may be used by several threads, each direction by one at a time."""
+    """A connection to another launcher. ``accepted``: this end listened; ``gone``: the other end closed it, or it
+    broke; ``fault``: why this end closed it; ``refused``: the other end has a different secret; ``heard``: when the
+    last message came. Several threads may use it, but only one at a time in each direction."""
 
     def __init__(self, connection: socket.socket, secret: bytes, *, accepted: bool = False) -> None:
         self._socket = connection
@@ -49,9 +49,9 @@ class Channel:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._secret, self._accepted = secret, accepted
         self._nonce = secrets.token_hex(16).encode()
-        self._keys: tuple[bytes, bytes] | None = None  # to send, to hear; None until the other end's number has come
+        self._keys: tuple[bytes, bytes] | None = None  # to send, to hear; None until the other end has sent its nonce
         self._num_sent = self._num_heard = 0
-        self._waiting: list[bytes] = []  # to be sent then
+        self._waiting: list[bytes] = []  # messages to send once the keys are known
         self._rest = b""
         self._sending = threading.Lock()
         self.since = self.heard = time.monotonic()
@@ -61,12 +61,12 @@ class Channel:
 
     @property
     def peer(self) -> str:
-        """The other end's address."""
+        """Return the other end's address."""
         return self._address(self._socket.getpeername)
 
     @property
     def here(self) -> str:
-        """This end's address."""
+        """Return this end's address."""
         return self._address(self._socket.getsockname)
 
     @staticmethod
@@ -80,7 +80,7 @@ class Channel:
         return self._socket.fileno()
 
     def send(self, **message: Any) -> None:
-        """Where nobody is there to hear it, ``gone`` says so afterwards."""
+        """Send a message; ``gone`` becomes True if the connection is broken."""
         text = json.dumps(message).encode()
         with self._sending:
             if self._keys is None:
@@ -99,7 +99,7 @@ class Channel:
             self.gone = True
 
     def messages(self, seconds: float = 0.0) -> list[Mapping[str, Any]]:
-        """What has come, waiting for it for some time at most. Whoever says what no launcher would is disconnected."""
+        """Return the messages received, waiting at most ``seconds``. A malformed message ends the connection."""
         messages: list[Mapping[str, Any]] = []
         limit = time.monotonic() + seconds
         for _ in range(_MOST_READS):
@@ -128,7 +128,7 @@ class Channel:
         return messages
 
     def _read(self, line: bytes) -> Mapping[str, Any] | None:
-        """The message of a line, if it is one. Raises ShardwiseError for what no launcher of this job sends."""
+        """Return the message of a line, or None for a greeting. Raises ShardwiseError if it is malformed or forged."""
         if self._keys is None:
             nonce = line.removeprefix(_GREETING)
             if nonce == line or not _NONCE.fullmatch(nonce):
@@ -163,11 +163,11 @@ class Channel:
                 self._send_coded(self._keys[0], text)
 
     def end(self, fault: str) -> None:
-        """Hear no more of this connection."""
+        """Stop reading from this connection."""
         self.gone, self.fault = True, self.fault or fault
 
     def finish(self) -> None:
-        """Say no more, and wait until the other end has read all: closed with words unread, a connection is reset."""
+        """Shut down sending and drain the connection: closing a socket with unread data would reset it."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
         limit = time.monotonic() + _FINISH_SECONDS
@@ -184,7 +184,7 @@ def _code(key: bytes, number: int, text: bytes) -> bytes:
 
 
 def wait_until_readable(files: Sequence[HasFileno], seconds: float) -> set[int]:
-    """The descriptors of those that have something to read, waited for at most so long. However many there are."""
+    """Return the descriptors that are readable, waiting at most ``seconds``. Uses poll: select is limited to 1024."""
     poll = select.poll()
     for file in files:
         poll.register(file, select.POLLIN)
@@ -195,7 +195,7 @@ def wait_until_readable(files: Sequence[HasFileno], seconds: float) -> set[int]:
 
 
 def whole(value: Any, least: int = 0, most: int = (1 << 63) - 1) -> int:
-    """The number itself. Raises ValueError for anything but an integer of that range."""
+    """Return ``value``. Raises ValueError unless it is an integer from ``least`` to ``most``."""
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{shorten_repr(value)} is no number from {least} to {most}")
     return value
@@ -212,7 +212,7 @@ def as_text(value: Any) -> str:
 
 
 def as_place(value: Any) -> tuple[str, int]:
-    """A name or address, and a port."""
+    """Return (name or address, port). Raises ValueError or TypeError for anything else."""
     name, number = value
     return as_text(name), as_port(number)
 

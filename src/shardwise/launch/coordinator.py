@@ -1,7 +1,7 @@
-"""The head of an elastic job on several machines: who takes part in a generation, and what comes after it.
+"""The head of an elastic job on several machines, which starts, stops and restarts generations.
 
-One of the launchers has it. It hears of every machine when its ranks have ended, or that the machine is gone; it has
-the others stop theirs, and says who begins the next generation with which ranks. Standard library only.
+One launcher runs it. It learns from every machine when its ranks have ended, or that the machine is gone. It then makes
+the others stop their ranks, and assigns the ranks of the next generation. Standard library only.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from shardwise.launch.restart_policy import RestartPolicy, lost_rank
 
 Address = tuple[str, int]
 
-EXIT_ALONE = 1  # the machines that a job needs did not come
+EXIT_ALONE = 1  # the job did not get the machines that it needs
 STOPPED = -1  # in place of an exit code
-SURE_SECONDS = 3.0  # several words, of which one is said twice a second: who closes behind such a silence may live
+SURE_SECONDS = 3.0  # several heartbeats (two a second): a peer that closes after such a silence may still be alive
 _BEAT_SECONDS = 0.5
-_AWAY_SECONDS = 2.0  # without a turn, after which nobody's silence counts: this machine was suspended
+_AWAY_SECONDS = 2.0  # without a turn: then this machine was suspended, and the silence of others does not count
 _TELL_SECONDS = 30.0
 _CALL_LIMIT = 0.3
 _CALL_SECONDS = 2.0  # between calls to a machine that is missing
@@ -33,8 +33,8 @@ _CALL_SECONDS = 2.0  # between calls to a machine that is missing
 
 @dataclass(frozen=True, slots=True)
 class MachineReport:
-    """What a machine says of its ranks' end. ``code``: 0 where each ended with 0, ``STOPPED`` where the launcher ended
-    them on another's word; ``absent``: ranks that were in no collective when they were stopped."""
+    """A machine's report of how its ranks ended. ``code``: 0 if each exited with 0, ``STOPPED`` if the launcher stopped
+    them on request; ``absent``: ranks that were in no collective when they were stopped."""
 
     code: int
     failure: Failure | None
@@ -43,8 +43,8 @@ class MachineReport:
 
 @dataclass(slots=True)
 class Machine:
-    """A launcher that said hello. ``address``, ``port``: where it listens; ``rank_port``: free there, for ranks to meet
-    at; ``ranks``: of the generation (empty: it stands by); ``ended``: what it said of them."""
+    """A connected launcher. ``address``, ``port``: where it listens; ``rank_port``: a free port for its ranks' store;
+    ``ranks``: its ranks in the generation (empty: it stands by); ``ended``: its report."""
 
     node: int
     address: str
@@ -59,9 +59,9 @@ class Machine:
 
 @dataclass(slots=True)
 class Coordinator:
-    """``num_machines``: that a generation has at most; ``number``: of the next generation; ``awaited``: nodes that it
-    waits for until ``until_all``, while fewer suffice from then on; ``least``: machines without which it does not begin
-    (a part of a divided network must not go on beside the other)."""
+    """The head of the job. ``num_machines``: maximum of a generation; ``number``: of the next generation; ``awaited``:
+    nodes to wait for until ``until_all``, after which fewer suffice; ``least``: minimum number of machines (in a
+    network partition only one side may go on)."""
 
     course: RestartPolicy
     node: int
@@ -72,26 +72,26 @@ class Coordinator:
     secret: bytes = field(repr=False)
     number: int = 0
     least: int = 1
-    how: str = ""  # what to say of the next generation
+    how: str = ""  # the message to print when the next generation begins
     suspect: bool = False
     machines: dict[int, Machine] = field(default_factory=dict)
-    known: dict[int, Address] = field(default_factory=dict)  # where machines listened, whether or not they are here
+    addresses: dict[int, Address] = field(default_factory=dict)  # where machines listened, connected or not
     running: bool = False
     stopping: bool = False
     lost: list[tuple[int, range, str]] = field(default_factory=list)  # machines: node, its ranks, how
-    unsure: bool = False  # whether one of them may live, and others with it
+    unsure: bool = False  # whether a lost machine may still be alive
     began_at: int = -1  # the course's step when the generation began
     over: bool = False
     turned: float = field(default_factory=time.monotonic)
     beaten: float = 0.0
     called: float = 0.0
     num_calls: int = 0
-    tell_at: float = field(default_factory=lambda: time.monotonic() + _TELL_SECONDS)  # for whom it waits
+    tell_at: float = field(default_factory=lambda: time.monotonic() + _TELL_SECONDS)  # when to print who is missing
 
     # ------------------------------------------------------------------------------------------------------- hearing
 
     def admit(self, channel: Channel, hello: Mapping[str, Any]) -> None:
-        """A launcher came. One that is here already was started twice, or came back before it was missed."""
+        """Admit a launcher. If its node is connected already, it was started twice or reconnected early."""
         node, machines, ranks = (whole(hello[name]) for name in ("hello", "machines", "ranks"))
         where = as_place((hello["name"], hello["port"]))
         rank_port = as_port(hello["rank_port"])
@@ -113,11 +113,11 @@ class Coordinator:
             return
         if before is not None:
             self._lose(before, "is gone")
-        self.known[node] = where
+        self.addresses[node] = where
         self.machines[node] = Machine(node, *where, rank_port, channel, slots, spares)
 
     def turn(self) -> None:
-        """Look once around: what has come, who is gone, and whether something is to be done."""
+        """Run one iteration: read messages, detect lost machines, send heartbeats, and decide what to do."""
         now = time.monotonic()
         away, self.turned = now - self.turned > _AWAY_SECONDS, now
         for machine in list(self.machines.values()):
@@ -129,7 +129,7 @@ class Coordinator:
             if machine.channel.gone:
                 self._lose(machine, "is gone", may_live=was_silent)
             elif silent > self.course.settings.silent_seconds:
-                machine.channel.send(dropped=True)  # it may hear so later, and come again
+                machine.channel.send(dropped=True)  # it may read this later, and reconnect
                 self._lose(machine, f"gave no sign of life for {silent:.0f} seconds", may_live=True)
         if now > self.beaten + _BEAT_SECONDS:
             self.beaten = now
@@ -140,7 +140,7 @@ class Coordinator:
             self._go_on(now)
 
     def hear(self) -> None:
-        """The last words of the machines, where the launcher ends."""
+        """Read the machines' last messages before the launcher exits."""
         for machine in list(self.machines.values()):
             self._hear(machine)
 
@@ -175,18 +175,18 @@ class Coordinator:
             self.unsure |= may_live
 
     def _call_the_missing(self, now: float) -> None:
-        """A machine that was started anew asks the first one, which may be lost itself. One is called at a time: it may
-        not answer."""
-        missing = sorted(self.known.keys() - self.machines.keys() - {self.node})
+        """Call one missing machine: a restarted machine asks the first one, which may be lost itself. Only one is
+        called at a time, as the call may block."""
+        missing = sorted(self.addresses.keys() - self.machines.keys() - {self.node})
         if now < self.called + _CALL_SECONDS / max(1, len(missing)) or not missing:
             return
         self.called = now
         node = missing[self.num_calls % len(missing)]
         self.num_calls += 1
-        with contextlib.suppress(OSError), socket.create_connection(self.known[node], _CALL_LIMIT) as connection:
+        with contextlib.suppress(OSError), socket.create_connection(self.addresses[node], _CALL_LIMIT) as connection:
             channel = Channel(connection, self.secret)
-            channel.send(come=self.known.get(self.node), number=self.number)
-            channel.messages(_CALL_LIMIT)  # it is sent when the other end has greeted, which closes when it has read
+            channel.send(come=self.addresses.get(self.node), number=self.number)
+            channel.messages(_CALL_LIMIT)  # sends after the other end's greeting; the other end closes when it has read
 
     # ------------------------------------------------------------------------------------------------------- deciding
 
@@ -218,13 +218,13 @@ class Coordinator:
             machine.channel.send(stop=self.number - 1)
 
     def _decide(self, now: float) -> None:
-        """The generation has ended on every machine that is left."""
+        """Decide how to go on after the generation has ended on all remaining machines."""
         self.running = self.stopping = self.suspect = False
         reports = [machine.ended for machine in self._active if machine.ended]
         failures = [report.failure for report in reports if report.failure is not None]
         cause = min(failures, key=lambda failure: (failure.follow_up, failure.seconds), default=None)
         code = next((report.code for report in reports if report.code > 0 and report.failure is None), 0)
-        # Machines that fell silent may go on by themselves, if they are more than half.
+        # Silent machines may go on by themselves if they are more than half, so this side needs at least half.
         self.least = -(-(len(self._active) + len(self.lost)) // 2) if self.unsure else 1
         lost, self.lost, self.unsure = self.lost, [], False
         if code:
@@ -261,7 +261,7 @@ class Coordinator:
         self._regather(now, f"{text}; generation {self.number} goes on {how} of machine {home.node}")
 
     def _regather(self, now: float, how: str) -> None:
-        """Look for the ranks of another generation among the machines that are here."""
+        """Prepare another generation from the machines that are connected."""
         self.how, self.awaited = how, set()
         self.until_all, self.deadline = now, now + self.course.settings.wait_seconds
         self.tell_at = now + 1.0
@@ -269,7 +269,7 @@ class Coordinator:
             machine.ranks = range(0)
 
     def _gather(self, now: float) -> None:
-        """Begin a generation when those are here whom it needs."""
+        """Begin a generation once enough machines are connected; end the job after the deadline."""
         chosen = sorted(self.machines.values(), key=lambda machine: machine.node)
         chosen = [machine for machine in chosen if machine.slots][: self.num_machines]
         total = sum(len(machine.slots) for machine in chosen)
@@ -315,20 +315,20 @@ class Coordinator:
         self.running, self.how, self.began_at = True, "", self.course.step
 
     def finish(self, code: int, why: str = "") -> None:
-        """The job is over."""
+        """End the job and tell every machine the exit code."""
         self.over = True
         for machine in self.machines.values():
             machine.channel.send(end=code, why=why)
 
 
 def name_machines(nodes: Iterable[int]) -> str:
-    """``machine 3`` or ``machines 0, 1``."""
+    """Return ``machine 3`` or ``machines 0, 1``."""
     numbers = sorted(nodes)
     return f"machine{'s' * (len(numbers) != 1)} {', '.join(map(str, numbers))}"
 
 
 def _failure(record: Mapping[str, Any], ranks: range) -> Failure:
-    """Raises an error where no launcher would say so of one of its ranks."""
+    """Parse a failure record. Raises ValueError, LookupError or TypeError if it is malformed."""
     failure = Failure(**{**record, "blames": tuple(whole(rank) for rank in record["blames"])})
     if failure.rank not in ranks or type(failure.seconds) not in (int, float):
         raise ValueError(f"rank {failure.rank} at {failure.seconds} is none of {ranks}")

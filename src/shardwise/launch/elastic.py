@@ -1,16 +1,15 @@
-"""``shardwise run --elastic``: a job that outlives its ranks.
+"""``shardwise run --elastic``: a job that survives the loss of ranks.
 
-The ranks of a *generation* run until all have ended well or one is lost: it was killed, raised an error, gave no sign
-of life, came to no collective while all others waited in one, or held copies that differ. That rank is named, the
-others are stopped at once, and the next generation begins in fresh processes, forked from one that has imported torch
-already (``launch.zygote``). The state of training is in memory that outlives processes (``train.recovery``), so the
-script goes on with the step after the last one that all ranks had finished.
+The ranks of a *generation* run until all have succeeded or one is lost. A rank is lost if it was killed, raised an
+error, gave no sign of life, entered no collective while all others waited in one, or held replicas that differ. The
+launcher names that rank and stops the others at once. The next generation begins in fresh processes, forked from one
+that has already imported torch (``launch.zygote``). The training state is in memory that outlives processes
+(``train.recovery``), so the script continues after the last step that all ranks had finished.
 
-Ranks stand on *slots*: the devices of this machine, as many as there are ranks and spares. The slot of a lost rank is
-set aside; a spare takes its place, or the job goes on with fewer ranks. Where neither is possible the slot gets a fresh
-process.
+Ranks run on *slots*: the devices of this machine, one per rank and spare. The slot of a lost rank is set aside. A spare
+replaces it, or the job goes on with fewer ranks. If neither is possible, the slot gets a fresh process.
 
-With several machines every launcher runs such generations, and one of them says when they begin and end
+With several machines every launcher runs such generations, and one of them coordinates when they begin and end
 (``launch.coordinator``). Standard library only, POSIX only.
 """
 
@@ -40,14 +39,14 @@ from shardwise.runtime.heartbeat_file import Heartbeat
 from shardwise.runtime.private import check_own_folder, open_own
 
 _LOCK = "lock"
-_NEW_SECONDS = 3600.0  # in which a launcher locks the folder that it has made
+_NEW_SECONDS = 3600.0  # after which an unlocked new folder is a leftover
 
 
 @dataclass(slots=True)
 class GenerationRunner:
-    """The ranks of one machine, generation after generation. ``environment``: of the ranks, but for what tells them
-    apart; ``make_job``: given a folder to work in, and the ranks that it has; ``num_ranks``: of all machines at the
-    start."""
+    """Runs the ranks of one machine, generation after generation. ``environment``: returns the variables that all ranks
+    share; ``make_job``: creates a job from a scratch folder and its ranks; ``num_ranks``: initial number on all
+    machines."""
 
     settings: ElasticConfig
     num_ranks: int
@@ -58,11 +57,11 @@ class GenerationRunner:
     scratch: str
     memory: str
     zygote: Zygote | None = None
-    locks: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # of memory that was made again
+    locks: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)  # of recreated memory folders
     planned: set[int] = field(default_factory=set)  # numbers of ranks
 
     def run_alone(self, master: Callable[[], tuple[str, int]]) -> int:
-        """The exit code of a job on this machine alone. ``master``: where the ranks of a generation meet."""
+        """Run a job on this machine alone and return its exit code. ``master``: returns address and port of rank 0."""
         course = RestartPolicy(self.settings, self.num_ranks)
         slots, suspect, number = list(range(self.num_ranks)), False, 0
         spares = list(range(self.num_ranks, self.num_ranks + self.settings.spares))
@@ -81,7 +80,7 @@ class GenerationRunner:
             print_line(f"rank {lost.rank} {lost.describe()}{course.after_step}; generation {number} goes on {how}")
 
     def take_part(self, member: NodeAgent) -> int:
-        """The exit code of a job of which this machine has a part."""
+        """Run this machine's part of a job and return the exit code of the job."""
         number, code = -1, 0  # of the latest generation that had ranks here
         while True:
             begin = member.wait()
@@ -97,9 +96,9 @@ class GenerationRunner:
     def _run_generation(
         self, begin: GenerationStart, member: NodeAgent | None = None
     ) -> tuple[int, Failure | None, list[int], int]:
-        """(exit code, the failure that ended it; None where all ended well, or somebody interrupts; ranks that were in
-        no collective when they were stopped, the last step that was done). The code is 0 only where that of each rank
-        is."""
+        """Run one generation. Return (exit code, the failure that ended it, ranks that were in no collective when they
+        were stopped, last finished step). The failure is None if all ranks succeeded or the user interrupted. The code
+        is 0 only if every rank's is."""
         self._restore_memory()
         generation = Generation(begin.number, self.memory, begin.suspect, num_machines=self.num_machines)
         ranks = range(begin.first, begin.first + len(begin.slots))
@@ -127,10 +126,10 @@ class GenerationRunner:
                 job.start(self.command, rank, {**shared, "LOCAL_RANK": str(local_rank)})
             code = job.run()
             pages = {rank.number: rank.page.read() for rank in job.ranks}
-            told = {rank.number for rank in job.ranks if rank.failure is not None and rank.failure.error}
-            asked = [rank.number for rank in (job.stopped if member is None else job.ranks) if rank.number not in told]
-            absent = [number for number in asked if not pages[number].waits]
-            if job.interrupted:  # perhaps while the others of a lost rank were stopped
+            failed = {rank.number for rank in job.ranks if rank.failure is not None and rank.failure.error}
+            stopped = job.stopped if member is None else job.ranks
+            absent = [rank.number for rank in stopped if rank.number not in failed and not pages[rank.number].waits]
+            if job.interrupted:  # perhaps while the other ranks were being stopped
                 return EXIT_INTERRUPTED, None, [], begin.step
             if code == 0 and any(rank.process.returncode for rank in job.ranks):
                 code = STOPPED
@@ -139,7 +138,7 @@ class GenerationRunner:
             job.kill()
 
     def _restore_memory(self) -> None:
-        """Whoever cleans the system's memory up (at the end of a login, say) takes states, and not the job."""
+        """Recreate the folder for states if it was removed (systemd does so at logout): the job then still runs."""
         try:
             if not os.path.lexists(self.memory):
                 os.makedirs(self.memory, mode=0o700)
@@ -147,14 +146,12 @@ class GenerationRunner:
                 print_line(f"{self.memory} was removed: steps that were kept there are lost")
             check_own_folder(self.memory)
         except OSError as error:
-            what = f"the folder for states is gone: {error}"
-            raise LaunchError(
-                problem(what, fix="start the job again: it goes on from its newest checkpoint")
-            ) from error
+            what = f"the folder for training states is gone: {error}"
+            raise LaunchError(problem(what, fix="restart the job: it continues from its newest checkpoint")) from error
 
     def _plan_ahead(self, generation: Generation, begin: GenerationStart, shared: dict[str, str]) -> None:
-        """Have the plans made that the next loss will ask for, if the script makes its plans by ``sw.planned``: that of
-        a rank, and that of another machine with as many ranks as this one."""
+        """Compute ahead the plan for the next loss, if the script uses ``sw.planned``: without one rank on a single
+        machine, else without a machine that has as many ranks as this one."""
         now = os.path.join(self.memory, plan_file(begin.num_ranks, 0))
         lost = 1 if self.num_machines == 1 else len(begin.slots)
         size = begin.num_ranks - lost
@@ -174,7 +171,7 @@ class GenerationRunner:
         os.close(nowhere)
 
     def _living_zygote(self, environment: dict[str, str]) -> Zygote:
-        if self.zygote is None or not self.zygote.alive:  # if somebody killed it, all ranks ended with it
+        if self.zygote is None or not self.zygote.alive:  # if it was killed, all ranks ended with it
             if self.zygote is not None:
                 self.zygote.close()
             self.zygote = Zygote(environment, (*zygote.PRELOADED, *self.settings.preload))
@@ -188,7 +185,7 @@ class GenerationRunner:
 
 @contextlib.contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """As long as a launcher lives it has its folder locked."""
+    """Lock a launcher's folder for as long as the launcher lives."""
     check_own_folder(folder)
     with open(open_own(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -197,8 +194,8 @@ def _locked(folder: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def folder_of_launcher(place: str, kind: str) -> Iterator[str]:
-    """A new folder ``shardwise-KIND-...`` in a place where other users have theirs. Those that this user's launchers
-    left which were killed are deleted: whoever lives has locked its own."""
+    """Create a folder ``shardwise-KIND-...`` in a place shared with other users. Folders of this user's killed
+    launchers are deleted: a running launcher holds the lock of its own."""
     for left in glob.glob(os.path.join(place, f"shardwise-{kind}-*")):
         with contextlib.suppress(OSError):
             check_own_folder(left)
@@ -222,7 +219,7 @@ def folder_of_launcher(place: str, kind: str) -> Iterator[str]:
 
 
 def folder_in_memory(place: str = "/dev/shm") -> contextlib.AbstractContextManager[str]:
-    """A folder whose files are in memory that outlives processes, where the system has such."""
+    """Create a folder in shared memory, which outlives processes; in the temporary folder if there is none."""
     place = place if os.path.isdir(place) and os.access(place, os.W_OK) else tempfile.gettempdir()
     return folder_of_launcher(place, "memory")
 

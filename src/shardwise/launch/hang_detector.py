@@ -1,4 +1,4 @@
-"""What the launcher sees on the ranks' pages: who hangs, where ranks were, and for what the others waited."""
+"""Hang detection from the ranks' heartbeat pages, and the report of where ranks were and what they waited for."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _LATE_SECONDS = 1.0  # two signs of life
 
 @dataclass(slots=True)
 class HangDetector:
-    """Finds a rank that hangs. ``silent_seconds``: without a sign of life, from the first one on (a stopped process, a
-    call that never gives Python's lock back); ``idle_seconds``: in no collective, while all others wait in one.
+    """Finds a rank that hangs. ``silent_seconds``: limit without a heartbeat after the first one (a stopped process, a
+    call that never releases the GIL); ``idle_seconds``: limit outside a collective while all others wait in one.
 
-    What stops all of them is no rank's fault: a machine that is suspended, a job that somebody stops. The clock starts
-    anew when the watch itself was away for long, or no rank gave a sign of life."""
+    If all ranks stop, no rank is at fault: the machine or the job was suspended. So the clock restarts when the
+    detector itself did not run for long, or no rank sent a heartbeat."""
 
     silent_seconds: float
     idle_seconds: float | None = None
-    _looked: float = math.inf  # when it did so last
-    _since: float = 0.0  # what was before does not count
+    _looked: float = math.inf  # time of the last call
+    _since: float = 0.0  # earlier times do not count
 
     def __call__(self, pages: dict[int, Heartbeat]) -> tuple[int, str] | None:
-        """(the rank, how it hangs)."""
+        """Return (the rank that hangs, how), or None."""
         now = time.monotonic()
         heard = max((seen.beat for seen in pages.values() if seen.beat), default=now)
         if now - min(self._looked, max(heard, self._since)) > self._long_seconds:
@@ -36,7 +36,7 @@ class HangDetector:
 
     @property
     def _long_seconds(self) -> float:
-        """Longer than ranks are late of themselves, and shorter than what a rank may."""
+        """Return a pause longer than a usual delay of heartbeats, and shorter than either limit."""
         shorter = self.silent_seconds if self.idle_seconds is None else min(self.silent_seconds, self.idle_seconds)
         return max(_LATE_SECONDS, shorter / 2)
 
@@ -52,7 +52,7 @@ class HangDetector:
         if self.idle_seconds is None or len(busy) != 1 or len(pages) < 2:
             return None
         (number,) = busy
-        changed = max(seen.since for seen in pages.values())  # somebody entered or left a collective
+        changed = max(seen.since for seen in pages.values())  # when a rank last entered or left a collective
         longest = now - max(changed, self._since)
         if pages[number].since and longest > self.idle_seconds:
             return number, f"came to no collective for {longest:.0f} seconds, in which all others waited"
@@ -60,8 +60,8 @@ class HangDetector:
 
 
 def format_positions(stopped: Sequence[tuple[int, str, Heartbeat]]) -> list[str]:
-    """Where ranks were before they were stopped, one line for each place. Given: number, function of the user's code
-    ("" where it is not known), page."""
+    """Return one line per code position with the ranks that were there before they were stopped. ``stopped``: (rank,
+    function of the user's code or "" if unknown, page)."""
     ranks: dict[str, list[int]] = {}
     for number, place, _ in stopped:
         if place:
@@ -73,7 +73,7 @@ def format_positions(stopped: Sequence[tuple[int, str, Heartbeat]]) -> list[str]
 
 
 def format_waits(pages: Sequence[tuple[int, Heartbeat]]) -> list[str]:
-    """What ranks waited for, and what the others, for whom they waited, had done last; one line for each."""
+    """Return one line per collective: which ranks waited in it, and which had left it last."""
     lines: dict[str, list[int]] = {}
     for number, seen in pages:
         if seen.collective:
@@ -86,12 +86,12 @@ def format_waits(pages: Sequence[tuple[int, Heartbeat]]) -> list[str]:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """``rank 3`` or ``ranks 0, 1, 4``."""
+    """Return ``rank 3`` or ``ranks 0, 1, 4``."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def count_ranks(count: int) -> str:
-    """``1 rank`` or ``4 ranks``."""
+    """Return ``1 rank`` or ``4 ranks``."""
     return f"{count} rank{'s' * (count != 1)}"
 
 

@@ -1,13 +1,13 @@
-"""The ranks of one machine, from their start to their end: output in whole lines, and who failed first.
+"""Supervision of the ranks of one machine: forward their output in whole lines, find the first failure, stop the rest.
 
-What a person must see after a failure is the first failing rank's own traceback, and it must not take a time-out to get
-there. Ranks therefore do not print their tracebacks: ``bootstrap`` writes a record with a time stamp. Whenever output
-arrives the records are looked for, and from the first one on the errors of the other ranks, which are consequences (a
-connection that was reset), are held back. The ranks that are left get SIGTERM, and SIGKILL after a grace time. Where
-the first failure is that somebody waited in vain, those ranks are asked before where they are.
+After a failure the user must see the first failing rank's own traceback, without waiting for a timeout. Ranks therefore
+do not print their tracebacks: ``bootstrap`` writes a record with a time stamp. The launcher looks for records whenever
+output arrives. After the first one it holds back the errors of other ranks, which are consequences (such as a reset
+connection). The remaining ranks get SIGTERM, and SIGKILL after a grace period. If the first failure is a timeout, they
+are first asked for their stacks.
 
-Every rank leads a process group of its own: a Ctrl-C in the terminal reaches the launcher only, which passes it on
-once, and what a rank started (data loader workers) ends with it. Standard library only, POSIX only.
+Every rank leads its own process group. So a Ctrl-C in the terminal reaches only the launcher, which forwards it once,
+and child processes of a rank (data loader workers) end with it. Standard library only, POSIX only.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from shardwise.launch.processes import Failure, Pipe, RankProcess, Spawn, start_
 from shardwise.runtime.heartbeat_file import PAGE, Heartbeat, HeartbeatFile
 
 EXIT_INTERRUPTED = bootstrap.EXIT_INTERRUPTED
-EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE  # whoever read our output has gone
-EXIT_LEFT_BEHIND = 1  # ranks still ran when the time after another's exit code 0 was over
+EXIT_BROKEN_PIPE = 128 + signal.SIGPIPE  # the reader of the output has closed it
+EXIT_LEFT_BEHIND = 1  # ranks still ran after `exit_grace_seconds`
 
 _POLL_SECONDS = 0.05
 _SETTLE_SECONDS = 1.0  # how long a lost connection waits for the failure that explains it
-_SETTLE_AFAR_SECONDS = 5.0  # where that may be one on another machine
-_OWN_EXIT_SECONDS = 1.0  # what a rank that has recorded its failure gets to end by itself
+_SETTLE_AFAR_SECONDS = 5.0  # the same, if that failure may be on another machine
+_OWN_EXIT_SECONDS = 1.0  # time for a rank that has recorded its failure to exit by itself
 _DRAIN_SECONDS = 1.0  # for output that is still on its way when a process has ended
-_INTERRUPT_SECONDS = 3.0  # what a script gets for its own `except KeyboardInterrupt` and `finally`
-_STACK_SECONDS = 0.3  # for a rank to write down where it is
-_NOTICE_SECONDS = 30.0  # how long ranks may run after another's exit code 0 before a line says so
+_INTERRUPT_SECONDS = 3.0  # time for the script's own `except KeyboardInterrupt` and `finally`
+_STACK_SECONDS = 0.3  # for a rank to write its stack
+_NOTICE_SECONDS = 30.0  # how long ranks may run after another's exit code 0 before a notice is printed
 
 
 @dataclass(slots=True)
 class Job:
-    """The ranks of this machine, from start to end. One thread waits for output and looks at the processes."""
+    """The ranks of this machine. A single thread forwards their output and checks the processes."""
 
     scratch: str
     logs: dict[int, IO[bytes]]
@@ -54,9 +54,9 @@ class Job:
     grace_seconds: float
     exit_grace_seconds: float | None = None
     show_all: bool = False
-    abandons: bool = False  # after a failure the other ranks are killed at once: what they hold is kept elsewhere
+    abandons: bool = False  # whether to kill the other ranks at once after a failure: their state is kept elsewhere
     spawn: Spawn = start_process
-    halt: Callable[[], bool] | None = None  # whether ranks of other machines have ended, and these are to end as well
+    halt: Callable[[], bool] | None = None  # whether ranks of other machines have ended, so that these must end too
     watch: Callable[[dict[int, Heartbeat]], tuple[int, str] | None] | None = None  # pages -> (a rank that hangs, how)
     ranks: list[RankProcess] = field(default_factory=list)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -68,11 +68,11 @@ class Job:
     schedule: list[tuple[float, int, list[RankProcess]]] = field(
         default_factory=list
     )  # signals to send: when, which, to whom
-    exit_code: int | None = None  # decided
+    exit_code: int | None = None  # None until it is decided
     first_exit: float | None = None  # when a rank was first seen to have ended with 0 before others (monotonic seconds)
-    noticed: bool = False  # whether a line said so
-    interrupted: bool = False  # somebody did, whatever else happened
-    stopped: list[RankProcess] = field(default_factory=list)  # asked where they are, then stopped
+    noticed: bool = False  # whether the notice was printed
+    interrupted: bool = False  # whether the launcher got a signal
+    stopped: list[RankProcess] = field(default_factory=list)  # ranks that are asked for their stacks, then stopped
 
     def start(self, command: Sequence[str], number: int, environment: dict[str, str]) -> None:
         """Start one rank, with SIGINT blocked until ``bootstrap`` is ready for it."""
@@ -81,7 +81,7 @@ class Job:
         read_err, write_err = os.pipe()
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
-            own_page = HeartbeatFile.create(page)
+            heartbeat = HeartbeatFile.create(page)
             names = {"RANK": str(number), bootstrap.FAILURE_FILE: failure_file, PAGE: page}
             process = self.spawn(command, {**environment, **names}, write_out, write_err)
         except OSError as error:
@@ -95,7 +95,7 @@ class Job:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(write_out)
             os.close(write_err)
-        rank = RankProcess(number, process, failure_file, own_page)
+        rank = RankProcess(number, process, failure_file, heartbeat)
         self.ranks.append(rank)
         for descriptor, is_stdout in ((read_out, True), (read_err, False)):
             source = io.FileIO(descriptor)
@@ -123,7 +123,7 @@ class Job:
             return EXIT_BROKEN_PIPE
 
     def kill(self) -> None:
-        """The last resort, whatever happened before: no rank is left."""
+        """Kill all ranks and close their pipes."""
         for rank in self.ranks:
             rank.signal(signal.SIGKILL)
         for rank in self.ranks:
@@ -154,7 +154,7 @@ class Job:
     # ------------------------------------------------------------------------------------------------ failures
 
     def _judge(self, settled: bool) -> None:
-        """Decide which failure ends the job: the earliest; a lost peer waits until ``settled``."""
+        """Decide which failure ends the job: the earliest. A follow-up failure counts only once ``settled``."""
         if self.exit_code is not None:
             if self.cause is not None and not self.shown:
                 self._show_cause_when_complete(self.cause)
@@ -183,14 +183,14 @@ class Job:
 
     @property
     def _waits_for_others(self) -> bool:
-        """Whether all ranks have ended since they lost others, of another machine, whose failure may yet be told."""
+        """Return whether to wait for a failure on another machine: all ranks here ended because they lost peers."""
         if self.halt is None:
             return False
         self._judge(settled=self._is_settled)
         return self.failing is not None and self.exit_code is None
 
     def _stop(self, others: list[RankProcess], failed: list[RankProcess]) -> None:
-        """Plan the signals that end all ranks; those in ``self.stopped`` are asked for their stack before."""
+        """Schedule the signals that end all ranks; those in ``self.stopped`` are first asked for their stacks."""
         now = time.monotonic()
         after = now + (_STACK_SECONDS if self.stopped else 0)
         self.schedule = [
@@ -201,7 +201,7 @@ class Job:
         ]
 
     def _look_for_hangs(self, watch: Callable[[dict[int, Heartbeat]], tuple[int, str] | None]) -> None:
-        """Kill a rank of which nothing more is to come; that is its failure."""
+        """Kill a rank that hangs, and record that as its failure."""
         running = {rank.number: rank for rank in self.ranks if not rank.ended()}
         hanging = watch({number: rank.page.read() for number, rank in running.items()})
         if hanging is None:
@@ -213,7 +213,7 @@ class Job:
         running[number].signal(signal.SIGKILL)
 
     def _look_for_left_behind(self) -> None:
-        """Say, or end it, when ranks still run long after another has ended well."""
+        """Print a notice, or end the job, if ranks still run long after another exited with 0."""
         done = [rank.number for rank in self.ranks if rank.process.returncode == 0]
         running = [rank for rank in self.ranks if rank.process.returncode is None]
         if not done or not running:
@@ -230,17 +230,18 @@ class Job:
             print_line(
                 f"{name_ranks(done)} ended with exit code 0, {elapsed:.0f} seconds ago; {name_ranks(numbers)} still run"
                 + "s" * (len(numbers) == 1)
-                + "\n  note:   if they wait for each other, they wait in vain; --exit-grace SECONDS stops such ranks"
+                + "\n  note:   a collective with a rank that has ended never completes; --exit-grace SECONDS stops such"
+                " ranks"
             )
 
     def _interrupt(self) -> None:
-        """Pass a signal on to the ranks; a second one kills them."""
+        """Forward a signal to the ranks; a second one kills them."""
         signum = self.caught[0]
         self.interrupted = True
-        again = self.exit_code == EXIT_INTERRUPTED
+        is_second = self.exit_code == EXIT_INTERRUPTED
         self.caught.clear()
         now = time.monotonic()
-        if again or self.cause is not None:
+        if is_second or self.cause is not None:
             self.schedule = [(now, signal.SIGKILL, self.ranks)]
             return
         self.exit_code = EXIT_INTERRUPTED
@@ -259,7 +260,7 @@ class Job:
             self._show_cause()
 
     def _show_cause(self) -> None:
-        """What the first failing rank still wrote to stderr, then its traceback."""
+        """Show the held-back stderr of the first failing rank, then its traceback."""
         if self.shown or self.cause is None:
             return
         self.shown = True
@@ -269,7 +270,7 @@ class Job:
         self._show(number, self.cause.traceback.encode("utf-8", "backslashreplace").splitlines(keepends=True))
 
     def _summarize(self, cause: Failure) -> None:
-        """The last lines: who failed first and how, and what else a reader should know."""
+        """Print the summary: which rank failed first and how, other failures, and hints."""
         for rank in self.ranks:
             if rank.number in self.logs and (failure := rank.look_for_failure()) is not None:
                 self.logs[rank.number].write(failure.traceback.encode("utf-8", "backslashreplace"))
@@ -306,7 +307,7 @@ class Job:
         print_line("\n".join([*lines, *self._positions()]))
 
     def _summarize_left_behind(self) -> None:
-        """The last lines after ``exit_grace_seconds``."""
+        """Print the summary after ``exit_grace_seconds``."""
         stopped = [rank.number for rank in self.stopped]
         done = [rank.number for rank in self.ranks if rank.number not in stopped]
         later = f"{name_ranks(stopped)} still ran {self.exit_grace_seconds:g} seconds later"
@@ -314,21 +315,20 @@ class Job:
         print_line("\n".join([f"{name_ranks(done)} ended with exit code 0; {later}", *self._positions(), fix]))
 
     def _positions(self) -> list[str]:
-        """Where ranks were before they were stopped, and in which collective the others waited for them."""
+        """Return lines on where ranks were before they were stopped, and in which collective the others waited."""
         hung = [rank for rank in self.ranks if rank.failure is not None and rank.failure.hangs]
         return format_positions(
             [(rank.number, rank.position(), rank.page.read()) for rank in [*hung, *self.stopped]]
-        ) + (format_waits([(rank.number, rank.page.read()) for rank in self.ranks]) if self._in_vain else [])
+        ) + (format_waits([(rank.number, rank.page.read()) for rank in self.ranks]) if self._has_hung else [])
 
     @property
-    def _in_vain(self) -> bool:
-        """Whether somebody waited in vain."""
+    def _has_hung(self) -> bool:
         return self.cause is not None and bool(self.cause.waited_in_vain or self.cause.hangs)
 
     # -------------------------------------------------------------------------------------------------- output
 
     def _read(self, pipe: Pipe) -> None:
-        """Take what a pipe has to give."""
+        """Read from a pipe; log, hide or show its complete lines."""
         data = os.read(pipe.source.fileno(), 1 << 16)
         if not data:
             self.selector.unregister(pipe.source)
@@ -346,7 +346,7 @@ class Job:
             self._show(number, lines, pipe.is_stdout)
 
     def _has_failed(self) -> bool:
-        """Whether any rank has failed by now. Looks at the records: the launcher may not have judged them yet."""
+        """Return whether any rank has failed, from the record files: ``_judge`` may not have run yet."""
         if self.exit_code == EXIT_INTERRUPTED:
             return False
         return self.failing is not None or any(os.path.exists(rank.failure_file) for rank in self.ranks)
@@ -358,7 +358,7 @@ class Job:
 
 @contextlib.contextmanager
 def signals_caught(caught: list[int]) -> Iterator[None]:
-    """Note SIGINT, SIGTERM and SIGHUP instead of dying of them. Only the main thread can."""
+    """Append SIGINT, SIGTERM and SIGHUP to ``caught`` instead of exiting. Works only in the main thread."""
 
     def note(signum: int, frame: FrameType | None) -> None:
         caught.append(signum)
@@ -376,12 +376,12 @@ def signals_caught(caught: list[int]) -> Iterator[None]:
 
 
 def print_line(text: str) -> None:
-    """A line of the launcher's own."""
+    """Print a message of the launcher to stderr."""
     _write(sys.stderr, f"shardwise: {text}\n".encode("utf-8", "backslashreplace"))
 
 
 def _write(stream: TextIO, data: bytes) -> None:
-    """Write bytes as they are; a stream without a buffer (a notebook's) gets text."""
+    """Write bytes unchanged, or as text to a stream without a buffer (in a notebook)."""
     buffer = getattr(stream, "buffer", None)
     if buffer is not None:
         buffer.write(data)

@@ -1,6 +1,6 @@
-"""``shardwise run``: starts the ranks of a job on this machine, with the environment variables of torchrun.
+"""``shardwise run``: start the ranks of a job on this machine, with the environment variables of torchrun.
 
-The start is here; ``launch.job`` watches over the ranks until they end. Standard library only, POSIX only.
+``launch.job`` supervises the ranks until they end. Standard library only, POSIX only.
 """
 
 from __future__ import annotations
@@ -44,31 +44,37 @@ def launch(
     elastic: ElasticConfig | None = None,
     preload: Sequence[str] = (),
 ) -> int:
-    """Run ``["script.py", args...]`` or ``["-m", "module", args...]`` as ``num_ranks`` processes here; returns the exit
-    code.
+    """Run ``["script.py", args...]`` or ``["-m", "module", args...]`` as several ranks on this machine.
 
-    With ``nnodes > 1`` the same call is made on every machine, with its own ``node_rank`` and a common ``master_addr``
-    and ``master_port``; there are ``nnodes * num_ranks`` ranks in all. Or ``hosts`` says which ranks every machine has
-    (``node_rank`` is a place in it, ``num_ranks`` and ``nnodes`` do not count); the ranks meet at the host of rank 0,
-    by default at port 29500. Ranks find their place in the environment variables of torchrun (RANK, WORLD_SIZE,
-    LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT). On one machine a free port is chosen.
+    Ranks get the environment variables of torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR,
+    MASTER_PORT). Rank 0's stdout and every rank's stderr are printed, in whole lines.
 
-    Shown are rank 0's stdout and every rank's stderr, in whole lines; with ``show_all`` everything, with ``tag``
-    each line behind ``[rank 3] ``. With ``log_dir``, ``rank-3.log`` there keeps all that rank 3 wrote. After SIGTERM a
-    rank has ``grace_seconds`` before SIGKILL. When a rank has ended with exit code 0, the others have
-    ``exit_grace_seconds`` to end as well, by default as long as they want; after half a minute a line says which still
-    run.
+    Args:
+        command: the script or module to run, with its arguments.
+        num_ranks: ranks per machine.
+        hosts: the ranks of every machine; replaces ``num_ranks`` and ``nnodes``. The ranks meet at the host of rank 0.
+        nnodes: number of machines. Each makes the same call, with its own ``node_rank``.
+        node_rank: index of this machine. With ``elastic``, values from ``nnodes`` on are standby machines.
+        master_addr: address of machine 0; needed with several machines, unless ``hosts`` names them.
+        master_port: port at that address; by default a free one on a single machine, and 29500 with several ``hosts``.
+        log_dir: a folder where ``rank-3.log`` keeps the complete output of rank 3.
+        tag: whether to prefix every line with ``[rank 3] ``.
+        show_all: whether to print the stdout of all ranks.
+        grace_seconds: time between SIGTERM and SIGKILL.
+        exit_grace_seconds: how long ranks may still run after another exited with 0; by default without limit. A notice
+            names them after half a minute.
+        elastic: survive the loss of ranks and machines (``launch.elastic``). The launchers then meet at the master's
+            address and port, and the ranks of every generation at a free port of rank 0's machine.
+        preload: modules to import once, in a process from which the ranks are forked.
 
-    ``preload``: modules that are imported once, in a process from which the ranks are then forked.
+    Returns:
+        The exit code: 0, or that of the rank that failed first (128 + signal number if it was killed), or 130 after
+        SIGINT, SIGTERM or SIGHUP, or 1 after ``exit_grace_seconds``.
 
-    With ``elastic`` a lost rank does not end the job (``launch.elastic``), nor does a lost machine; a launcher with
-    ``node_rank`` from ``nnodes`` on stands by for one. The launchers then meet at that address and port, and the ranks
-    of every generation at a free port of the machine of rank 0.
-
-    The exit code is 0, or that of the rank that failed first (128 + signal number if it was killed), or 130 after
-    SIGINT, SIGTERM or SIGHUP, or 1 after ``exit_grace_seconds``. Raises LaunchError when the job cannot be started.
+    Raises:
+        LaunchError: the job cannot be started.
     """
-    hosts = hosts or _alike(num_ranks, nnodes)
+    hosts = hosts or _unnamed_hosts(num_ranks, nnodes)
     _check_node(hosts, node_rank, stands_by=elastic is not None)
     _check_command(command)
     here = hosts[min(node_rank, len(hosts) - 1)]
@@ -82,7 +88,7 @@ def launch(
         return _master_addr(hosts, master_addr), _master_port(hosts, master_port, serves=0 in here.ranks)
 
     def environment(begin: GenerationStart) -> dict[str, str]:
-        """Of this machine's ranks, on some slots of it."""
+        """Return the variables that this machine's ranks of a generation share."""
         slots = begin.slots
         if elastic is not None and list(slots) != list(range(len(slots))):
             chosen = ",".join(devices[slot] if devices else str(slot) for slot in slots)
@@ -119,7 +125,7 @@ def launch(
             if len(hosts) == 1:
                 return agent.run_alone(master)
             spares = list(range(len(slots), len(slots) + elastic.spares))
-            name = here.name if node_rank < len(hosts) else ""  # a machine that stands by is none of these
+            name = here.name if node_rank < len(hosts) else ""  # a standby machine has no entry in `hosts`
             secret = job_secret(os.environ)
             identity = LauncherIdentity(node_rank, len(hosts), num_ranks, begin.master, name, slots, spares, secret)
             member = stack.enter_context(contextlib.closing(NodeAgent(elastic, identity, caught, free_port)))
@@ -137,7 +143,7 @@ def launch(
 
 
 def _check_slots(hosts: Sequence[Host], devices: Sequence[str], num_slots: int) -> None:
-    """Of an elastic job."""
+    """Check the devices and the rank order of an elastic job. Raises LaunchError."""
     if devices and len(devices) < num_slots:
         what = f"{num_slots} ranks and spares need as many devices, and there are {len(devices)}: {', '.join(devices)}"
         raise LaunchError(problem(what, fix="fewer --spares or ranks, or more devices"))
@@ -147,11 +153,11 @@ def _check_slots(hosts: Sequence[Host], devices: Sequence[str], num_slots: int) 
         raise LaunchError(problem(what, fix="list the machines in the order of their ranks"))
 
 
-def _alike(num_ranks: int | None, nnodes: int) -> tuple[Host, ...]:
-    """Machines with the same number of ranks, whose names are not known."""
+def _unnamed_hosts(num_ranks: int | None, nnodes: int) -> tuple[Host, ...]:
+    """Return ``nnodes`` hosts with ``num_ranks`` ranks each and unknown names."""
     if num_ranks is None:
         raise LaunchError(
-            problem("the number of ranks is missing", fix="-n/--num-ranks says it: shardwise run -n 8 train.py")
+            problem("the number of ranks is missing", fix="give it with -n/--num-ranks: shardwise run -n 8 train.py")
         )
     if num_ranks < 1:
         raise LaunchError(problem(f"cannot start {num_ranks} ranks", fix="ask for at least one: -n 8"))
@@ -159,8 +165,8 @@ def _alike(num_ranks: int | None, nnodes: int) -> tuple[Host, ...]:
 
 
 def _devices(host: Host) -> list[str]:
-    """The GPUs of a machine, for the CUDA runtime: those that a rank table gives its ranks, or that the user chose.
-    LOCAL_RANK counts them."""
+    """Return the entries of CUDA_VISIBLE_DEVICES for a machine, from the rank table or the environment. LOCAL_RANK
+    indexes them."""
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     devices = ",".join(map(str, host.devices)) or chosen
     if host.devices and chosen and chosen != devices:
@@ -180,7 +186,7 @@ def _master_addr(hosts: Sequence[Host], chosen: str | None) -> str:
 
 
 def _master_port(hosts: Sequence[Host], chosen: int | None, serves: bool) -> int:
-    """The port at which the ranks meet. ``serves``: rank 0, which listens there, is on this machine."""
+    """Return the port at which the ranks meet. ``serves``: rank 0, which listens there, is on this machine."""
     if len(hosts) == 1 and chosen is None:
         return free_port()
     if chosen is None and not hosts[0].name:
@@ -197,16 +203,16 @@ def _master_port(hosts: Sequence[Host], chosen: int | None, serves: bool) -> int
 
 
 def _why_not_free(port: int) -> str:
-    """Empty if a process could listen on a port, on all addresses of this machine, as rank 0 does."""
+    """Return why no process can listen on a port of this machine, on all addresses; empty if it is free."""
     try:
         listen("", port).close()
     except OSError as error:
-        return "another process does" if error.errno == errno.EADDRINUSE else str(error.strerror)
+        return "another process listens there" if error.errno == errno.EADDRINUSE else str(error.strerror)
     return ""
 
 
 def free_port() -> int:
-    """A TCP port that no process of this machine listens on at the moment."""
+    """Return a TCP port that is free at the moment."""
     with socket.socket() as listener:
         listener.bind(("", 0))
         port: int = listener.getsockname()[1]
@@ -214,7 +220,7 @@ def free_port() -> int:
 
 
 def num_cores() -> int:
-    """Cores this process may use: its affinity mask, and the container's quota (cgroup v2) if that is less."""
+    """Return the number of usable cores: the affinity mask, or the container's quota (cgroup v2) if that is less."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -232,7 +238,7 @@ def _check_command(command: Sequence[str]) -> None:
 
 
 def _check_node(hosts: Sequence[Host], node_rank: int, *, stands_by: bool) -> None:
-    """``stands_by``: whether a machine beyond those of the job may wait for the loss of one."""
+    """Check a node rank. ``stands_by``: whether standby machines, beyond those of the job, are allowed."""
     if not node_rank >= 0 or (node_rank >= len(hosts) and (not stands_by or len(hosts) == 1)):
         what = f"node rank {node_rank} is not one of {len(hosts)} nodes"
         raise LaunchError(problem(what, fix="number the nodes 0, 1, ...: --nnodes 2 --node-rank 1"))

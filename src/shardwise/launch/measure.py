@@ -1,11 +1,11 @@
-"""Measures a machine for ``shardwise calibrate``: a module that every rank runs, and rank 0 writes the points as JSON.
+"""Measure a machine for ``shardwise calibrate``. Every rank runs this module, and rank 0 writes the points as JSON.
 
     shardwise run -n 8 -m shardwise.launch.measure points.json                      # what `shardwise calibrate` does
     shardwise run --hostfile hosts.txt -m shardwise.launch.measure points.json      # several machines
 
-All ranks compute at the same time, because that is how they train: cores, caches and memory are shared. Everything is
-measured several times, in rounds over all of it, so that a disturbance hits one round and not one size; of these the
-second fastest counts, each being the time of the slowest rank.
+All ranks compute at the same time, as in training: they share cores, caches and memory. The measurements are repeated
+in rounds over all sizes, so that a disturbance affects one round and not one size. Of the rounds the second fastest
+counts; the time in a round is that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _Time = TypeVar("_Time", MatmulTime, StreamTime, CollectiveTime, KernelTime)
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
 
-# Bytes of the message by which it is measured what operators hide: a bucket of gradients or less.
+# Maximum bytes of the all-reduce that measures overlap: about a gradient bucket.
 _OVERLAPPED = 2**22
 
 _DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -45,8 +45,8 @@ _DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured. ``widths``: of square matmuls; ``streams``, ``messages``: bytes; ``seconds``: of one call's
-    repetitions in a round, and ``rounds``, at least 2; ``is_tiny``: only tried out."""
+    """Sizes and repetitions to measure. ``widths``: of square matmuls; ``streams``, ``messages``: bytes; ``seconds``:
+    for one call's repetitions in a round; ``rounds``: at least 2; ``is_tiny``: a test run."""
 
     dtypes: tuple[str, ...]
     widths: tuple[int, ...]
@@ -58,7 +58,7 @@ class Effort:
 
     @staticmethod
     def of(backend: str, tiny: bool) -> Effort:
-        """What a machine can do in a minute or two; ``tiny``: in a second, for trying out whether it works."""
+        """Return sizes that take a minute or two; with ``tiny``, a second, to test that it works."""
         if tiny:
             return Effort(("f32",), (32, 64), (2**14, 2**16), (2**10, 2**14), 0.001, 2, is_tiny=True)
         if backend == "nccl":
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def measure(effort: Effort) -> Measurements:
-    """What this job's machines do; every rank calls it, and returns the same."""
+    """Measure the machines of this job. Collective: all ranks call it and return the same measurements."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     watch = _CollectiveTimer(device, effort)
     sizes = _sizes()
@@ -119,12 +119,12 @@ def measure(effort: Effort) -> Measurements:
 
 
 def second_fastest(rounds: Sequence[Sequence[_Time]]) -> tuple[_Time, ...]:
-    """Of each time, which all rounds have in the same order, the second fastest."""
+    """Return the second-fastest time of each measurement; all rounds have the same order."""
     return tuple(sorted(times, key=lambda time: time.seconds)[1] for times in zip(*rounds, strict=True))
 
 
 def noise_of(*series: Sequence[Sequence[MatmulTime | StreamTime | CollectiveTime | KernelTime]]) -> float:
-    """By how much the middle one of several rounds was slower than the fastest: of the times of all series the median.
+    """Return the relative slowdown of the median round against the fastest: the median over all times of all series.
 
     >>> noise_of([[StreamTime(1.0, 2.0)], [StreamTime(1.0, 3.0)], [StreamTime(1.0, 9.0)]])
     0.5
@@ -141,18 +141,18 @@ class _CollectiveTimer:
     effort: Effort
 
     def seconds(self, call: Callable[[], Any]) -> float:
-        """Seconds of one call on the slowest rank, the mean of some calls in a row."""
+        """Return the seconds of one call on the slowest rank, as the mean of several consecutive calls."""
         call()
         number = max(1, min(10_000, int(self.effort.seconds / max(self._slowest(call, 1), 1e-7))))
         return self._slowest(call, number)
 
     def fastest(self, calls: Sequence[Callable[[], Any]], rounds: int) -> list[float]:
-        """Of each call, made in turns, the fastest of its rounds."""
+        """Return the fastest round of each call; the calls alternate within a round."""
         taken = [[self._slowest(call, 1) for call in calls] for _ in range(rounds)]
         return [min(times) for times in zip(*taken, strict=True)]
 
     def issued(self, call: Callable[[], Any], number: int) -> float:
-        """Seconds that the host takes for one of so many calls, whose ends it does not wait for."""
+        """Return the host's seconds to issue one of ``number`` asynchronous calls."""
         call()
         self._finish()
         start = time.perf_counter()
@@ -186,7 +186,7 @@ def _matmuls(watch: _CollectiveTimer, effort: Effort, device: torch.device) -> I
 
 
 def _streams(watch: _CollectiveTimer, effort: Effort, device: torch.device) -> Iterator[StreamTime]:
-    """An addition: two tensors read, one written."""
+    """Time additions: two tensors read, one written."""
     for num_bytes in effort.streams:
         left, right, out = (torch.ones(num_bytes // 4, device=device) for _ in range(3))
         seconds = watch.seconds(partial(torch.add, left, right, out=out))
@@ -194,7 +194,7 @@ def _streams(watch: _CollectiveTimer, effort: Effort, device: torch.device) -> I
 
 
 def _fresh_bandwidth(watch: _CollectiveTimer, effort: Effort) -> float:
-    """What the system hands out of memory a second: an addition with and without a new result, of 48 MiB."""
+    """Return B/s at which the system provides fresh memory: an addition with and without a new result of 48 MiB."""
     left = torch.ones(12 * 2**20)
     out = torch.empty_like(left)
     new, old = watch.fastest((lambda: left + left, lambda: torch.add(left, left, out=out)), effort.rounds)
@@ -212,8 +212,8 @@ def _collectives(
 
 
 def _overlap(watch: _CollectiveTimer, effort: Effort, device: torch.device) -> float:
-    """What matmuls hide of an all-reduce over all ranks that takes about as long. In turns and of each the fastest: a
-    disturbance would pass for time that was hidden, or was not."""
+    """Return the fraction of an all-reduce over all ranks that matmuls of about the same duration hide. Calls alternate
+    and the fastest counts: a disturbance would look like hidden or exposed time."""
     if dist.get_world_size() == 1:
         return 1.0
     message = torch.zeros(min(effort.messages[-1], _OVERLAPPED) // 4, device=device)
@@ -239,7 +239,7 @@ def _overlap(watch: _CollectiveTimer, effort: Effort, device: torch.device) -> f
 
 
 def hidden_part(sent: float, computed: float, both: float) -> float:
-    """The part of the shorter one that the longer one hides.
+    """Return the fraction of the shorter time that the longer one hides.
 
     >>> hidden_part(1.0, 2.0, 2.0), hidden_part(1.0, 2.0, 2.5), hidden_part(1.0, 2.0, 3.5)
     (1.0, 0.5, 0.0)
@@ -248,7 +248,7 @@ def hidden_part(sent: float, computed: float, both: float) -> float:
 
 
 def _create_groups(sizes: tuple[int, ...]) -> list[tuple[tuple[int, ...], Any]]:
-    """(``Span.units``, this rank's group): neighbours inside a node, one rank per node across, and all ranks."""
+    """Create the groups to measure. Return (``Span.units``, this rank's group) for each kind of ``groups_of``."""
     members_of = []
     for units, groups in groups_of(sizes):
         group_of = {tuple(members): dist.new_group(members) for members in groups}
@@ -257,7 +257,7 @@ def _create_groups(sizes: tuple[int, ...]) -> list[tuple[tuple[int, ...], Any]]:
 
 
 def groups_of(sizes: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], list[list[int]]]]:
-    """(``Span.units``, the groups, which together are all ranks)."""
+    """Yield (``Span.units``, a partition of all ranks): neighbours in a node, one rank per node, and all ranks."""
     inside = sizes[0]
     nodes = sizes[1] if len(sizes) > 1 else 1
     for size in range(2, inside + 1):
@@ -273,7 +273,7 @@ def groups_of(sizes: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], list[li
 
 
 def _call(kind: str, group: Any, size: int, num_bytes: int, device: torch.device) -> tuple[Callable[[], Any], float]:
-    """A collective as ``runtime.communicator`` performs it, and the bytes that its price counts."""
+    """Return a collective as ``runtime.communicator`` performs it, and the bytes that the cost model counts."""
     whole = torch.zeros(max(1, num_bytes // 4 // size) * size, device=device)
     other, part = torch.empty_like(whole), whole.new_zeros(whole.numel() // size)
     if kind == "all_reduce":
@@ -299,19 +299,19 @@ def _call(kind: str, group: Any, size: int, num_bytes: int, device: torch.device
 
 
 def _sizes() -> tuple[int, ...]:
-    """Ranks per machine, and machines if there are several. Raises LaunchError unless each has as many, in a row."""
+    """Return (ranks per machine, machines if several). Raises LaunchError unless all have as many, consecutively."""
     names: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(names, platform.node())
     return sizes_of(names)
 
 
 def sizes_of(names: Sequence[str]) -> tuple[int, ...]:
-    """The same, from the name of every rank's machine."""
+    """Return the same as ``_sizes`` from the name of every rank's machine."""
     inside = names.count(names[0])
     blocks = [set(names[start : start + inside]) for start in range(0, len(names), inside)]
     if len(names) % inside or any(len(block) > 1 for block in blocks) or len(set(names)) < len(blocks):
-        what = f"the ranks are on {', '.join(names[:16])}: not as many on each machine, or not in a row"
-        raise LaunchError(problem(what, fix="start as many on each, machine by machine"))
+        what = f"the ranks are on {', '.join(names[:16])}: a different number per machine, or not consecutive"
+        raise LaunchError(problem(what, fix="start the same number on each, machine by machine"))
     return (inside,) if len(blocks) == 1 else (inside, len(blocks))
 
 
@@ -325,27 +325,27 @@ def _processor() -> str:
 
 
 def _memory(device: torch.device, num_local: int) -> float:
-    """Bytes that a rank can have: of its GPU, or its part of the machine's memory."""
+    """Return the memory of a rank in bytes: its GPU's, or its share of the machine's."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[1])
     return probe.memory_bytes() / num_local
 
 
 def _reserve(device: torch.device) -> float:
-    """Bytes of a GPU that tensors of a plan cannot have: what all else took of it by the end of the measurements (the
-    context, kernels, buffers of NCCL), and 4 % between the allocator's blocks (measured on an H100)."""
+    """Return the bytes of a GPU that are not available for tensors: other uses at the end of the measurements (context,
+    kernels, NCCL buffers), and 4 % of allocator fragmentation (measured on an H100)."""
     free, whole = torch.cuda.mem_get_info(device)
     return float(whole - free - torch.cuda.memory_reserved(device)) + 0.04 * whole
 
 
 def _facts() -> dict[str, str]:
-    own_version = sys.modules["shardwise"].__version__  # a later layer's name: nothing is imported here
+    version = sys.modules["shardwise"].__version__  # not imported: the package is a later layer
     backend = str(dist.get_backend())
     if backend == "nccl":
         backend += " " + ".".join(map(str, torch.cuda.nccl.version()))
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "software": f"shardwise {own_version}, torch {torch.__version__}, Python {platform.python_version()}",
+        "software": f"shardwise {version}, torch {torch.__version__}, Python {platform.python_version()}",
         "system": f"{platform.system()} {platform.release()}, {torch.get_num_threads()} threads per rank",
         "backend": backend,
     }

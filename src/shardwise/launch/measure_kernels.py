@@ -1,7 +1,7 @@
-"""Kernels that ``shardwise calibrate`` measures on a GPU, one of each kind that a cluster file can have a figure for.
+"""Kernels that ``shardwise calibrate`` measures on a GPU, one of each kind that a cluster file can describe.
 
-Small functions are run once, forward and backward, below autograd, where PyTorch calls the same kernels as in a rank's
-program. Of every call ``costs.kernels`` says what it does, as it does for a plan; then the call is timed by itself.
+Small functions run once, forward and backward, below autograd, where PyTorch calls the same kernels as in a rank's
+program. ``costs.kernels`` gives the work of every call, as for a plan; then the call is timed by itself.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Seconds = Callable[[Callable[[], Any]], float]
 
 @dataclass(frozen=True, slots=True)
 class KernelSizes:
-    """``rows`` by ``width``: of what moves memory; ``heads`` by ``positions``: of attention, ``head`` wide;
-    ``side``: of an image of a batch of ``images``; ``dtype``: in which all is computed."""
+    """Sizes of the measured kernels. ``rows`` by ``width``: of memory-bound kernels; ``heads``, ``positions``,
+    ``head``: of attention (``head`` is the width); ``images``, ``side``: batch and side of images."""
 
     rows: int
     width: int
@@ -42,14 +42,14 @@ class KernelSizes:
 
     @staticmethod
     def of(tiny: bool) -> KernelSizes:
-        """Large enough to fill a GPU, as the layers of a model do; ``tiny``: for trying out whether it works."""
+        """Return sizes that fill a GPU, as the layers of a model do; with ``tiny``, sizes for a test run."""
         if tiny:
             return KernelSizes(16, 32, 2, 16, 8, 1, 8, torch.float32)
         return KernelSizes(8192, 4096, 64, 4096, 128, 32, 56, torch.bfloat16)
 
 
 def kernel_times(seconds: Seconds, device: torch.device, sizes: KernelSizes) -> Iterator[KernelTime]:
-    """What each kernel takes. ``seconds``: times a call on the ranks that measure together."""
+    """Yield the time of each kernel. ``seconds``: times a call on all ranks together."""
     for function, shapes in _functions(sizes):
         tensors = [torch.randn(shape, device=device, dtype=sizes.dtype).requires_grad_() for shape in shapes]
         with _KernelCallRecorder() as calls:
@@ -61,13 +61,13 @@ def kernel_times(seconds: Seconds, device: torch.device, sizes: KernelSizes) -> 
 
 
 def launch_seconds(issue: Callable[[Callable[[], Any], int], float], device: torch.device) -> float:
-    """What the host takes to start a kernel. ``issue``: seconds per call of so many that nobody waits for."""
+    """Return the host's seconds to launch a kernel. ``issue``: times a number of asynchronous calls."""
     small, out = torch.ones(16, device=device), torch.ones(16, device=device)
     return issue(partial(torch.add, small, small, out=out), 500)
 
 
 def host_bandwidth(seconds: Seconds, device: torch.device, num_bytes: int) -> float:
-    """B/s of a copy to pinned memory of the host or back, of which the slower counts."""
+    """Return the B/s of copies between the device and pinned host memory, in the slower direction."""
     here = torch.ones(num_bytes // 4, device=device)
     there = torch.empty(num_bytes // 4, pin_memory=device.type == "cuda")
     slower = max(
@@ -77,7 +77,7 @@ def host_bandwidth(seconds: Seconds, device: torch.device, num_bytes: int) -> fl
 
 
 class _KernelCallRecorder(DispatchMode):
-    """Keeps the calls whose kind of kernel has a figure of its own, each with its work."""
+    """Records the calls whose kernel kind a cluster file describes, each with its work."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def _forms(tree: Any) -> Sequence[Form]:
 
 
 def _functions(sizes: KernelSizes) -> list[tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]]:
-    """Functions with the shapes of what they take."""
+    """Return the functions to measure, with the shapes of their arguments."""
     table = (sizes.rows, sizes.width)
     heads = (1, sizes.heads, sizes.positions, sizes.head)
     images, kernel = (sizes.images, 64, sizes.side, sizes.side), (64, 64, 3, 3)
@@ -130,7 +130,7 @@ def _functions(sizes: KernelSizes) -> list[tuple[Callable[..., torch.Tensor], tu
 
 
 def _update(seconds: Seconds, device: torch.device, sizes: KernelSizes) -> KernelTime:
-    """A fused AdamW over one parameter, with the work that ``Prices.update`` gives it."""
+    """Time a fused AdamW over one parameter; the work is that of ``Prices.update``."""
     weight = torch.zeros(sizes.rows, sizes.width, device=device, dtype=sizes.dtype, requires_grad=True)
     weight.grad = torch.zeros_like(weight)
     optimizer = torch.optim.AdamW([weight], fused=True)

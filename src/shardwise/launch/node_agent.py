@@ -1,8 +1,8 @@
-"""A launcher of an elastic job on several machines, as the others see it.
+"""The network side of a launcher in an elastic job on several machines.
 
-Every launcher listens at a *station*. That of machine 0 has the job's head at first (``launch.coordinator``); when it
-is lost, that of the next machine has it. A thread keeps the station, so that others hear from this machine while its
-ranks run. Standard library only.
+Every launcher has a listener (its *station*). Machine 0's runs the job's head at first (``launch.coordinator``); if
+that machine is lost, the next one takes over. The listener runs in a thread, so that it answers while ranks run.
+Standard library only.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from shardwise.launch.secret import SECRET_FIX
 
 _TURN_SECONDS = 0.1
 _BEAT_SECONDS = 0.5
-_TAKE_OVER_SECONDS = 15.0  # for the others to notice as well that the head is lost
+_TAKE_OVER_SECONDS = 15.0  # for the other machines to notice that the head is lost
 _HELLO_SECONDS = 2.0
-_PORT_SECONDS = 10.0  # for which a port that was free is taken to be so
-_MOST_STRANGERS = 64  # connections that have not said who they are
-_STRANGER_SECONDS = 5.0  # in which they have to
-_MOST_CHARACTERS = 1 << 14  # of a failure's text, which the launcher of its machine has printed whole
-_MOST_FAULTS = 20  # of strangers that are reported
+_PORT_SECONDS = 10.0  # how long a free port is assumed to stay free
+_MOST_STRANGERS = 64  # connections that have not identified themselves
+_STRANGER_SECONDS = 5.0  # in which they must do so
+_MOST_CHARACTERS = 1 << 14  # of a failure's text; its machine's launcher has printed all of it
+_MOST_FAULTS = 20  # closed connections that are reported
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationStart:
-    """A generation, as the head tells a machine of it. ``first``: its first rank; ``num_ranks``: of all machines;
-    ``num_spares``: slots that are left; ``master``: where the ranks meet; ``step``: the last that was done."""
+    """The head's description of a generation for one machine. ``first``: its first rank; ``num_ranks``: of all
+    machines; ``num_spares``: unused slots; ``master``: where the ranks meet; ``step``: the last finished step."""
 
     number: int
     suspect: bool
@@ -51,9 +51,9 @@ class GenerationStart:
 
 
 class Listener(threading.Thread):
-    """Where a launcher listens, at an ``address`` of this machine ("": at all). ``head``: the job's, if it is here;
-    ``seat``: where it is otherwise; ``called``: where one says that it is; ``gave_way``: the head that was here did, to
-    that one."""
+    """Listens for other launchers at an ``address`` of this machine ("": all addresses). ``head``: the job's head, if
+    it is here; ``seat``: its address otherwise; ``called``: the address of a head that called; ``gave_way``: whether
+    the head here was replaced by that one."""
 
     def __init__(self, port: int, secret: bytes, address: str = "") -> None:
         super().__init__(daemon=True, name="station")
@@ -80,7 +80,7 @@ class Listener(threading.Thread):
         while not self._closing:
             with self._lock:
                 self._turn()
-            member = self.member  # the other thread may hang up meanwhile
+            member = self.member  # read once: the other thread may set it to None
             if member is not None and time.monotonic() > beaten + _BEAT_SECONDS:
                 beaten = time.monotonic()
                 member.send(beat=self.step)
@@ -113,7 +113,7 @@ class Listener(threading.Thread):
             self.head.turn()
 
     def _dismiss(self, stranger: Channel) -> None:
-        """Close a connection, and report it, unless it is like an earlier one or of too many."""
+        """Close a connection; report it, unless it repeats an earlier one or there were too many."""
         case = stranger.peer, stranger.fault
         if stranger.fault and case not in self._faults and len(self._faults) < _MOST_FAULTS:
             self._faults.add(case)
@@ -141,7 +141,7 @@ class Listener(threading.Thread):
         if self.is_alive():
             self.join()
         if self.head is not None:
-            self.head.hear()  # this machine's last word may be that somebody interrupts the job
+            self.head.hear()  # the last message may be that the user interrupts the job
         self._listener.close()
         machines = [] if self.head is None else [machine.channel for machine in self.head.machines.values()]
         for channel in machines:
@@ -152,8 +152,8 @@ class Listener(threading.Thread):
 
 @dataclass(frozen=True, slots=True)
 class LauncherIdentity:
-    """What a launcher is in its job. ``num_machines``, ``num_ranks``: of the job at its start; ``home``: where that of
-    machine 0 listens; ``name``: by which others reach this machine ("": at the address at which it listens)."""
+    """Identity of a launcher in its job. ``num_machines``, ``num_ranks``: initial size of the job; ``home``: address of
+    machine 0's launcher; ``name``: host name of this machine for others ("": use the listening address)."""
 
     node: int
     num_machines: int
@@ -167,8 +167,8 @@ class LauncherIdentity:
 
 @dataclass
 class NodeAgent:
-    """This machine's part in a job. ``caught``: signals sent to the launcher; ``free_port``: one on which ranks could
-    meet."""
+    """This machine's agent in a job. ``caught``: signals sent to the launcher; ``free_port``: returns a port for the
+    ranks' store."""
 
     settings: ElasticConfig
     identity: LauncherIdentity
@@ -176,12 +176,12 @@ class NodeAgent:
     free_port: Callable[[], int]
     station: Listener = field(init=False)
     channel: Channel | None = None
-    crew: list[tuple[int, str, int]] = field(default_factory=list)  # node, address, port of those that take part
+    crew: list[tuple[int, str, int]] = field(default_factory=list)  # (node, address, port) of the generation's machines
     leader: int = 0
     number: int = -1  # of the latest generation
     stopped: bool = False
     inbox: list[Mapping[str, Any]] = field(default_factory=list)
-    refused: list[Address] = field(default_factory=list)  # where launchers have another secret
+    refused: list[Address] = field(default_factory=list)  # launchers with a different secret
 
     def __post_init__(self) -> None:
         identity = self.identity
@@ -194,14 +194,15 @@ class NodeAgent:
         self.station.start()
 
     def _listen(self) -> Listener:
-        """At the address by which others reach this machine, and a port that is the same whenever it comes; only
-        machine 0 must have that one."""
+        """Listen at the address by which others reach this machine, on a port that stays the same after a restart. Only
+        machine 0 needs that port; others fall back to a free one."""
         secret, address = self.identity.secret, own_address(self.name) if self.name else ""
         if not address and self.node != 0:
             address = route_address(*self.home)
         if not address:
             print_line(
-                f"listens on all addresses: {self.name or self.home[0]} leads to none of this machine that others reach"
+                f"listens on all addresses: {self.name or self.home[0]} resolves to no address of this machine that"
+                " others can reach"
             )
         try:
             return Listener((self.home[1] + self.node) % (1 << 16), secret, address)
@@ -226,13 +227,13 @@ class NodeAgent:
         self.station.member = None
         self.station.close()
 
-    # ------------------------------------------------------------------------------------------------- between ranks
+    # ----------------------------------------------------------------------------------------- between generations
 
     def wait(self) -> GenerationStart | int:
-        """The next generation, or the exit code of the job."""
+        """Wait for the next generation and return it, or the exit code of the job."""
         self.stopped = False
         limit = time.monotonic() + self.settings.wait_seconds
-        asked = time.monotonic()  # for a free port, of which the head was told
+        sent_port = time.monotonic()  # when the head got the latest free port
         while True:
             if self.caught:
                 if self.channel is not None:
@@ -246,18 +247,18 @@ class NodeAgent:
                     )
                     return EXIT_ALONE
                 if not self.station.is_alive():
-                    return EXIT_ALONE  # by a fault of its own, which was printed
+                    return EXIT_ALONE  # the thread died of an error, which was printed
                 time.sleep(_TURN_SECONDS)
                 continue
             assert self.channel is not None
-            if time.monotonic() > asked + _PORT_SECONDS:  # whoever stands by does so for hours
-                asked = time.monotonic()
+            if time.monotonic() > sent_port + _PORT_SECONDS:  # a standby machine may wait for hours
+                sent_port = time.monotonic()
                 self.channel.send(port=self.free_port())
             messages = self.channel.messages(_TURN_SECONDS)
             if messages:
                 limit = time.monotonic() + self.settings.wait_seconds
             self.inbox += messages
-            while self.inbox:  # what came behind a generation's beginning is for those who run its ranks
+            while self.inbox:  # messages after a generation's start are left for `is_stopped`
                 try:
                     answer = self._take(self.inbox.pop(0))
                 except (LookupError, TypeError, ValueError) as error:
@@ -297,18 +298,18 @@ class NodeAgent:
             self.number, bool(message["suspect"]), first, num_ranks, slots, len(spares), master, step
         )
 
-    # -------------------------------------------------------------------------------------------------- beside ranks
+    # -------------------------------------------------------------------------------------------- while ranks run
 
     def is_stopped(self) -> bool:
-        """Whether this machine's ranks are to end, since others have: the head says so, or is lost."""
+        """Return whether this machine's ranks must end: the head stops the generation, or is lost."""
         if not self.stopped and self.channel is not None:
             self.inbox += [message for message in self.channel.messages() if "beat" not in message]
-            told = any({"stop", "end", "dropped"} & message.keys() for message in self.inbox)
-            self.stopped = told or self._head_is_lost
+            is_asked = any({"stop", "end", "dropped"} & message.keys() for message in self.inbox)
+            self.stopped = is_asked or self._head_is_lost
         return self.stopped
 
     def report(self, code: int, lost: Failure | None, absent: Sequence[int], step: int) -> None:
-        """This machine's ranks of the latest generation have ended."""
+        """Report to the head how this machine's ranks of the latest generation ended."""
         self.station.step = step
         if self.channel is not None:
             failure = None
@@ -321,7 +322,7 @@ class NodeAgent:
     # ------------------------------------------------------------------------------------------------ finding the head
 
     def _meet(self) -> bool:
-        """Whether a head was found that took this machine in."""
+        """Look for the head and join it; return whether that succeeded."""
         station = self.station
         if station.head is not None:
             return self._join((station.address or self.name or self.home[0], station.port))
@@ -351,7 +352,7 @@ class NodeAgent:
             self.refused.append(where)
             at = ":".join(map(str, where))
             print_line(
-                f"the launcher at {at} has another secret than this machine: {SECRET_FIX}; this machine goes on asking"
+                f"the launcher at {at} has another secret than this machine: {SECRET_FIX}; this machine keeps trying"
             )
         for message in answer:
             if "seat" in message:  # no head is there
@@ -376,8 +377,8 @@ class NodeAgent:
         return 0.0 if self.channel is None else time.monotonic() - self.channel.heard
 
     def _come_again(self) -> None:
-        """The others went on without this machine: what it was in the job does not count."""
-        print_line("the others went on without this machine, which was silent; it asks to be taken again")
+        """Join as a new machine: the others went on without this one."""
+        print_line("the others went on without this machine, which was silent; it asks to join again")
         seat = next(((address, port) for node, address, port in self.crew if node == self.leader), None)
         self.station.seat = seat or self.station.seat
         self.number, self.crew = -1, []
@@ -391,15 +392,15 @@ class NodeAgent:
         self.channel = self.station.member = None
 
     def _follow(self) -> int | None:
-        """The head is lost: find the next one, or be it. The exit code where that must not be."""
-        silent = self._silence > SURE_SECONDS  # who closes behind a silence may live
+        """Find the next head after the loss of this one, or take over. Return an exit code if neither is allowed."""
+        silent = self._silence > SURE_SECONDS  # then the head may still be alive
         self._hang_up()
         if self.station.gave_way or self.number < 0 or self.leader == self.node:  # begin from the start
             return None
-        if self.station.called is not None and self._join(self.station.called):  # somebody was faster
+        if self.station.called is not None and self._join(self.station.called):  # another machine took over first
             return None
-        everybody = sorted(self.crew)
-        left = [place for place in everybody if place[0] != self.leader]
+        machines = sorted(self.crew)
+        left = [place for place in machines if place[0] != self.leader]
         for node, address, port in left:
             if node != self.node:
                 limit = time.monotonic() + _TAKE_OVER_SECONDS
@@ -408,11 +409,9 @@ class NodeAgent:
                         return None
                     time.sleep(_TURN_SECONDS)
                 continue
-            if silent and 2 * len(left) <= len(everybody):
-                what = (
-                    f"machine {self.leader}, which led, is silent: half of the machines cannot know whether it goes on"
-                )
-                print_line(f"{what} without them, and end")
+            if silent and 2 * len(left) <= len(machines):
+                what = f"machine {self.leader}, the head, is silent and may go on without this half of the machines"
+                print_line(f"{what}; they end")
                 return EXIT_ALONE
             self._take_over(left, silent)
             return None
@@ -423,15 +422,15 @@ class NodeAgent:
         head = self._lead({node for node, _, _ in left}, now + _TAKE_OVER_SECONDS, self.settings.wait_seconds)
         head.number = self.number + 1
         head.course.step = self.station.step
-        head.known = {node: (address, port) for node, address, port in self.crew}
+        head.addresses = {node: (address, port) for node, address, port in self.crew}
         head.least = len(self.crew) // 2 + 1 if silent else 1
         after = head.course.after_step
         how = "is silent" if silent else "is gone"
-        head.how = f"machine {self.leader}, which led, {how}{after}; generation {head.number} goes on"
+        head.how = f"machine {self.leader}, the head, {how}{after}; generation {head.number} goes on"
 
 
 def _excerpt(content: str) -> str:
-    """The beginning of a text, as a message may contain it."""
+    """Return the beginning of a text, in valid UTF-8 and short enough for a message."""
     return content[:_MOST_CHARACTERS].encode("utf-8", "backslashreplace").decode()
 
 

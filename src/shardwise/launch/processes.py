@@ -1,4 +1,4 @@
-"""The process of a rank, as the launcher sees it: its output, where it is, and how it failed. Standard library only."""
+"""The process of a rank: its output, its position in the code, and its failure. Standard library only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.pa
 
 
 class Process(Protocol):
-    """What is needed of ``subprocess.Popen``."""
+    """The part of ``subprocess.Popen`` that the launcher needs."""
 
     pid: int
     returncode: int | None
@@ -42,9 +42,9 @@ Spawn = Callable[[Sequence[str], dict[str, str], int, int], Process]
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """How a rank failed. ``follow_up``: by its own account it lost a peer; ``killed_by``: the signal that ended it;
-    ``hangs``: what the launcher saw of a rank that it stopped, since nothing more was to come of it; ``blames``: the
-    ranks that are to blame by its own account; ``differs``: since their copies differ."""
+    """A rank's failure. ``follow_up``: its error reports a lost peer; ``killed_by``: the signal that ended it;
+    ``hangs``: how it hung, if the launcher killed it for that; ``blames``: the ranks that its error blames;
+    ``differs``: whether it blames them because replicas differ."""
 
     rank: int
     seconds: float
@@ -59,11 +59,11 @@ class Failure:
 
     @property
     def waited_in_vain(self) -> bool:
-        """Whether the rank gave up on another one, which may hang. (NCCL's watchdog aborts the process.)"""
+        """Return whether the rank timed out waiting for another one, which may hang. (NCCL's watchdog aborts.)"""
         return self.killed_by == "SIGABRT" or any(text in self.error.lower() for text in _WAITED_IN_VAIN)
 
     def describe(self) -> str:
-        """One line, for example ``failed with exit code 1 (ValueError: no such file)``."""
+        """Return one line, for example ``failed with exit code 1 (ValueError: no such file)``."""
         if self.killed_by or self.hangs:
             return self.hangs or f"was killed by {self.killed_by}"
         reason = self.error.split("\n", 1)[0]
@@ -89,7 +89,7 @@ class RankProcess:
                 (os.killpg if whole_group else os.kill)(self.process.pid, signum)
 
     def ended(self) -> bool:
-        """Whether the process has ended. What it leaves behind in its process group is killed then."""
+        """Return whether the process has ended; if so, kill the rest of its process group."""
         now = time.time()
         if self.process.returncode is None and self.process.poll() is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -99,9 +99,9 @@ class RankProcess:
         return self.process.returncode is not None
 
     def position(self) -> str:
-        """Where the rank was when it got STACK_SIGNAL, for example ``in load (train.py:7)``; empty if it never said.
+        """Return where the rank was when it got STACK_SIGNAL, for example ``in load (train.py:7)``.
 
-        Of its stack, that is the innermost function of the user's code; empty too if there is none.
+        That is the innermost function of the user's code on its stack; empty if there is none, or no stack.
         """
         try:
             with open(bootstrap.STACK_FILE.format(failure_file=self.failure_file), encoding="utf-8") as file:
@@ -112,7 +112,7 @@ class RankProcess:
         return next((f"in {name} ({os.path.basename(path)}:{line})" for path, line, name in user_frames), "")
 
     def look_for_failure(self) -> Failure | None:
-        """The failure that the rank recorded, or that its exit code tells."""
+        """Return the failure that the rank recorded, or that its exit code shows; None if there is none."""
         if self.failure is None and os.path.exists(self.failure_file):
             with open(self.failure_file, encoding="utf-8") as file:
                 record = json.load(file)
@@ -121,8 +121,8 @@ class RankProcess:
         if self.failure is None and code is not None and code != 0:
             killed_by = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
             exit_code, killed_by = (code, "") if code > 0 else (128 - code, killed_by)
-            # It left no record. Whatever its peers suffered from its end is younger than the moment it was last seen
-            # alive. An abort is mostly native code (NCCL's watchdog) that gave up on a peer.
+            # It left no record. Failures that its end caused are younger than the moment it was last seen alive.
+            # An abort is mostly native code (NCCL's watchdog) that timed out on a peer.
             aborted = killed_by == "SIGABRT"
             self.failure = Failure(self.number, self.seen_alive, exit_code, follow_up=aborted, killed_by=killed_by)
         return self.failure
@@ -138,7 +138,7 @@ class Pipe:
     rest: bytes = b""
 
     def lines(self, data: bytes) -> list[bytes]:
-        """The lines that ``data`` completes; all that is left when ``data`` is empty (the end)."""
+        """Return the lines that ``data`` completes; with empty ``data`` (end of file), all that is left."""
         text = self.rest + data
         # A progress bar's carriage return ends a line too; one at the end of the data may be half of "\r\n".
         end = max(text.rfind(b"\n"), text.rfind(b"\r", 0, max(0, len(text) - 1))) + 1

@@ -1,6 +1,6 @@
-"""A process's place among the ranks, as the launcher's environment variables tell it.
+"""Rank, world size and master address of a process, from the launcher's environment variables.
 
-Every launcher has its own variables; one function each turns them into those of torchrun, which count first:
+Every launcher has its own variables. One function each converts them to those of torchrun, which take precedence:
 
 * ``shardwise run``, ``torchrun``: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT
 * ``mpirun`` of Open MPI: OMPI_COMM_WORLD_*; no address, which one machine does not need
@@ -8,9 +8,9 @@ Every launcher has its own variables; one function each turns them into those of
 * ``mpirun`` of MPICH and Intel MPI: PMI_RANK and others; no address
 * a script that starts one process per device of a rank table: RANK_TABLE_FILE and RANK_ID
 
-MASTER_ADDR and MASTER_PORT, where the user sets them, count under every launcher. A launcher that tells no port has a
-job number, from which every rank computes the same port, so that two jobs on a machine do not meet by accident. A
-process without any of these variables is a world of one rank, so that a script runs as ``python train.py`` too.
+MASTER_ADDR and MASTER_PORT set by the user take precedence under every launcher. A launcher that gives no port has a
+job number. Every rank computes the same port from it, so that two jobs on a machine do not collide. A process without
+any of these variables is a world of one rank, so that a script also runs as ``python train.py``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ OPEN_MPI = {
 }
 OPEN_MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")  # either: every mpirun has its own
 SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_NTASKS", "LOCAL_RANK": "SLURM_LOCALID"}
-SLURM_OF_STEP = {**SLURM, "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}  # says the same, or srun started a part of the job
-# Only srun sets one of these: what runs in a batch script itself has SLURM_PROCID=0 but is no task. (Numbers from
+SLURM_OF_STEP = {**SLURM, "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}  # differs if srun started only a part of the job
+# Only srun sets one of these. A batch script itself has SLURM_PROCID=0 but is no task. (Step numbers from
 # FIRST_SPECIAL_STEP on are those of the batch script and of the shell of salloc.)
 SLURM_STEP = ("SLURM_STEP_ID", "SLURM_STEPID", "SLURM_STEP_NODELIST")
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
@@ -56,9 +56,8 @@ RANK_TABLE = {"RANK": "RANK_ID", "WORLD_SIZE": "RANK_SIZE"}
 
 @dataclass(frozen=True, slots=True)
 class RankEnvironment:
-    """Where a process stands. ``master``: (host, port) where the ranks meet, None for a world without a launcher.
-    ``launcher`` is for messages.
-    """
+    """Rank and sizes of a process. ``master``: (host, port) where the ranks meet, None without a launcher;
+    ``launcher``: its name for messages."""
 
     rank: int = 0
     world_size: int = 1
@@ -70,9 +69,8 @@ class RankEnvironment:
 
 @dataclass(frozen=True, slots=True)
 class _LauncherVariables:
-    """What a launcher tells: ``values`` under torchrun's names, whose ``names`` it has instead, and how the user gives
-    an address that it does not tell.
-    """
+    """The variables of a launcher. ``values``: under torchrun's names; ``names``: from torchrun's names to the
+    launcher's; ``address_fix``: how the user sets the address, if the launcher does not."""
 
     launcher: str
     values: dict[str, str]
@@ -81,7 +79,7 @@ class _LauncherVariables:
 
 
 def read_place(environment: Environment) -> RankEnvironment:
-    """The place that environment variables tell. Without LOCAL_RANK all ranks are taken to be on one machine.
+    """Read rank, sizes and master address from the environment. Without LOCAL_RANK all ranks are on one machine.
 
     Raises LaunchError if the variables are incomplete or contradict each other.
 
@@ -91,15 +89,15 @@ def read_place(environment: Environment) -> RankEnvironment:
     ('node0', 29500)
     """
     standard = {name: environment[name] for name in (*PLACE, *MASTER, *LOCAL) if name in environment}
-    told = next((said for read in LAUNCHERS if (said := read(environment)) is not None), None)
-    if told is None or ("RANK" in standard and standard["RANK"] != told.values["RANK"]):
+    launched = next((variables for read in LAUNCHERS if (variables := read(environment)) is not None), None)
+    if launched is None or ("RANK" in standard and standard["RANK"] != launched.values["RANK"]):
         return _place(standard, "the environment")
     for name in PLACE:
-        if standard.get(name, told.values[name]) != told.values[name]:
-            theirs = f"{told.names[name]}={told.values[name]}"
-            what = f"{name}={standard[name]} in the environment, but {told.launcher} says {theirs}"
+        if standard.get(name, launched.values[name]) != launched.values[name]:
+            theirs = f"{launched.names[name]}={launched.values[name]}"
+            what = f"{name}={standard[name]} in the environment, but {launched.launcher} says {theirs}"
             raise LaunchError(problem(what, fix=f"unset {name}: the launcher's own variables are read"))
-    return _place({**told.values, **standard}, told.launcher, told.address_fix)
+    return _place({**launched.values, **standard}, launched.launcher, launched.address_fix)
 
 
 def _place(variables: Mapping[str, str], launcher: str, address_fix: str = "") -> RankEnvironment:
@@ -108,10 +106,7 @@ def _place(variables: Mapping[str, str], launcher: str, address_fix: str = "") -
     if not any(name in variables for name in needed):
         return RankEnvironment()
     if missing and address_fix:
-        what = (
-            f"{launcher} started these {variables['WORLD_SIZE']} ranks on several machines and tells no address "
-            "to meet at"
-        )
+        what = f"{launcher} started these {variables['WORLD_SIZE']} ranks on several machines without MASTER_ADDR"
         raise LaunchError(problem(what, fix=address_fix))
     if missing:
         present = ", ".join(sorted(name for name in needed if name in variables))
@@ -134,7 +129,7 @@ def _place(variables: Mapping[str, str], launcher: str, address_fix: str = "") -
 
 
 def job_port(job: str) -> str:
-    """The port of a job: consecutive numbers get different ports, any other name one by its checksum.
+    """Return the port of a job: consecutive numbers get different ports; other names get one by checksum.
 
     >>> job_port("1000"), job_port("1001"), job_port("prterun-node0-4711@1")
     ('62440', '62441', '62616')
@@ -167,7 +162,7 @@ def _mpich(environment: Environment) -> _LauncherVariables | None:
 def _on_one_machine(
     launcher: str, variables: dict[str, str], names: Mapping[str, str], port: str, example: str
 ) -> _LauncherVariables:
-    """With the address of the only machine; without any if there may be several."""
+    """Add the local address if all ranks are on one machine; otherwise the user must give it."""
     if variables.get("LOCAL_WORLD_SIZE") == variables["WORLD_SIZE"]:
         return _LauncherVariables(launcher, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}, names)
     fix = f"name the machine on which rank 0 runs: {example}"
@@ -201,7 +196,7 @@ def _slurm(environment: Environment) -> _LauncherVariables | None:
 
 
 def _slurm_local_count(environment: Environment, world_size: int, num_hosts: int) -> int:
-    """Tasks on this machine: of the first of Slurm's variables that agrees with the number of all tasks."""
+    """Return the tasks on this machine, from the first Slurm variable that agrees with the total number of tasks."""
     node = _number("SLURM_NODEID", environment.get("SLURM_NODEID", "0"))
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
         try:
@@ -215,7 +210,7 @@ def _slurm_local_count(environment: Environment, world_size: int, num_hosts: int
         return int(per_node)
     if num_hosts == 1:
         return world_size
-    what = f"Slurm started {world_size} tasks on {num_hosts} machines and does not tell how many are on this one"
+    what = f"Slurm started {world_size} tasks on {num_hosts} machines and does not give the number on this one"
     raise LaunchError(problem(what, fix="ask for the same number on each: srun --ntasks-per-node=8 ..."))
 
 
@@ -242,7 +237,7 @@ def _rank_table(environment: Environment) -> _LauncherVariables | None:
     return _LauncherVariables("the rank table", values, RANK_TABLE)
 
 
-# In the order in which they count: an mpirun inside a Slurm job sees both kinds of variables.
+# In order of precedence: an mpirun inside a Slurm job sees both kinds of variables.
 LAUNCHERS: tuple[Callable[[Environment], _LauncherVariables | None], ...] = (_open_mpi, _slurm, _mpich, _rank_table)
 
 

@@ -1,8 +1,7 @@
 """Collectives over chosen ranks, for programs that are written rank by rank instead of being partitioned here.
 
-A ``RankGroup`` is the only handle of it; a group of one rank exchanges nothing, so that such a program runs as a single
-process too. ``record_exchanges`` lists what is exchanged. Nothing here is differentiable: whoever needs a gradient says
-which.
+They take a ``RankGroup``. A group of one rank exchanges nothing, so such a program also runs as a single process.
+``record_exchanges`` lists the exchanges. Nothing here is differentiable: callers define the backward themselves.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ REDUCTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """Some ranks, ascending; this process may be none of them. ``handle``: the process group, if they exchange."""
+    """A group of ranks, ascending; this process need not be a member. ``handle``: the process group, if it has one."""
 
     ranks: tuple[int, ...]
     handle: Any = field(default=None, compare=False, repr=False)
@@ -43,7 +42,7 @@ class RankGroup:
 
     @property
     def position(self) -> int:
-        """This process's number in the group. LaunchError if it is not a member."""
+        """Return this process's index in the group. Raises LaunchError if it is not a member."""
         if rank() not in self.ranks:
             what = f"rank {rank()} is not in the group of the ranks {_dashed(self.ranks)}"
             raise LaunchError(problem(what, fix="let only members call the collectives of a group"))
@@ -51,7 +50,7 @@ class RankGroup:
 
 
 class RecordedExchange(NamedTuple):
-    """A collective that this rank took part in. ``num_bytes``: what is reduced, or all pieces together."""
+    """A collective of this rank. ``num_bytes``: of the reduced tensor, or of all pieces together."""
 
     kind: str
     group: tuple[int, ...]
@@ -64,7 +63,7 @@ _records: list[list[RecordedExchange]] = []
 
 @contextmanager
 def record_exchanges() -> Iterator[list[RecordedExchange]]:
-    """A list that grows by every exchange of this process until the block ends."""
+    """Yield a list to which every exchange of this process is appended until the block ends."""
     record: list[RecordedExchange] = []
     _records.append(record)
     try:
@@ -73,22 +72,22 @@ def record_exchanges() -> Iterator[list[RecordedExchange]]:
         _records[:] = [other for other in _records if other is not record]
 
 
-# By the group of all ranks: how many groups of some ranks this process has made, also those that it has left.
+# How many groups this process has created per tuple of ranks, including those it has left; by the group of all ranks.
 _groups_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
 
 
 def is_connected() -> bool:
-    """Whether this process has joined the others (``init_ranks``, or the script's own ``init_process_group``)."""
+    """Return whether a process group exists (from ``init_ranks`` or the script's own ``init_process_group``)."""
     return dist.is_initialized()
 
 
 def backend() -> str:
-    """The backend of all ranks: "gloo", "nccl"; empty before they are connected."""
+    """Return the backend of all ranks ("gloo", "nccl"); empty before they are connected."""
     return str(dist.get_backend()) if dist.is_initialized() else ""
 
 
 def all_ranks_group() -> RankGroup:
-    """All ranks. LaunchError if there are several and they are not connected yet."""
+    """Return the group of all ranks. Raises LaunchError if there are several and they are not connected yet."""
     if world_size() > 1 and not dist.is_initialized():
         what = f"this process is rank {rank()} of {world_size()} and has not joined the others yet"
         raise LaunchError(problem(what, fix="call init() first (shardwise.init_ranks(), or the dialect's own)"))
@@ -96,8 +95,8 @@ def all_ranks_group() -> RankGroup:
 
 
 def make_group(ranks: Sequence[int]) -> RankGroup:
-    """A group of some ranks. All its members must make it, in the same order as their other common groups; the rest
-    may, and wait for nobody."""
+    """Create a group of ranks. All members must call this, in the same order as for their other common groups. Other
+    ranks may call it, and do not wait."""
     members = tuple(sorted(ranks))
     whole = all_ranks_group()
     if members == whole.ranks:
@@ -107,20 +106,20 @@ def make_group(ranks: Sequence[int]) -> RankGroup:
     groups_made = _groups_made.setdefault(whole.handle, Counter())
     groups_made[members] += 1
     name = f"shardwise/{'-'.join(map(str, members))}/{groups_made[members]}"
-    # Members meet under a name. Torch's counts all groups of a rank, of which another member may have more or fewer.
+    # Members meet under a name. Torch's name counts all groups of a rank; other members may have more or fewer.
     with patch.object(dist.distributed_c10d, "_hash_ranks_to_str", lambda ranks: name):
         handle = dist.new_group(list(members), timeout=group_timeout(), use_local_synchronization=True)
     return RankGroup(members, handle)
 
 
 def leave_group(group: RankGroup) -> None:
-    """Free a group's connections; the group of all ranks stays."""
+    """Free a group's connections; the group of all ranks is kept."""
     if group.handle is not None and group.size < world_size():
         dist.destroy_process_group(group.handle)
 
 
 def all_reduce(tensor: torch.Tensor, reduction: str, group: RankGroup) -> torch.Tensor:
-    """The ``reduction`` ("sum", "max", "min", "prod") of the members' tensors, as a new tensor."""
+    """Return the ``reduction`` ("sum", "max", "min", "prod") of the members' tensors, as a new tensor."""
     result = tensor.contiguous().clone()
     if _exchanges("all_reduce", result, group):
         dist.all_reduce(result, op=REDUCTIONS[reduction], group=group.handle)
@@ -128,7 +127,7 @@ def all_reduce(tensor: torch.Tensor, reduction: str, group: RankGroup) -> torch.
 
 
 def all_gather(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
-    """The members' equally large tensors, one behind the other along dim 0; a scalar counts as one row."""
+    """Return the members' equally large tensors, concatenated along dim 0; a scalar counts as one row."""
     sent = tensor.contiguous()
     sent = sent.reshape(1) if sent.ndim == 0 else sent
     result = sent.new_empty(group.size * sent.shape[0], *sent.shape[1:])
@@ -139,7 +138,7 @@ def all_gather(tensor: torch.Tensor, group: RankGroup) -> torch.Tensor:
 
 
 def reduce_scatter(tensor: torch.Tensor, reduction: str, group: RankGroup) -> torch.Tensor:
-    """Member i's i-th part, along dim 0, of the reduction of the members' tensors. Their dim 0 is divisible."""
+    """Reduce the members' tensors and return member i's i-th chunk along dim 0, which must be divisible."""
     sent = tensor.contiguous()
     if not _exchanges("reduce_scatter", sent, group):
         return sent.clone()
@@ -149,7 +148,7 @@ def reduce_scatter(tensor: torch.Tensor, reduction: str, group: RankGroup) -> to
 
 
 def broadcast(tensor: torch.Tensor, root: int, group: RankGroup) -> torch.Tensor:
-    """What rank ``root`` (its number among all ranks) has, as a new tensor."""
+    """Return the tensor of rank ``root`` (a global rank), as a new tensor."""
     result = tensor.contiguous().clone()
     if _exchanges("broadcast", result, group):
         dist.broadcast(result, src=root, group=group.handle)
@@ -157,7 +156,7 @@ def broadcast(tensor: torch.Tensor, root: int, group: RankGroup) -> torch.Tensor
 
 
 def all_to_all(pieces: Sequence[torch.Tensor], group: RankGroup) -> list[torch.Tensor]:
-    """Piece i goes to member i; returned are the pieces that came, by member. All have the same shape."""
+    """Send piece i to member i; return the received pieces, by member. All have the same shape."""
     sent = torch.stack([piece.contiguous() for piece in pieces])
     if not _exchanges("all_to_all", sent, group):
         return list(sent.unbind(0))
@@ -169,8 +168,8 @@ def all_to_all(pieces: Sequence[torch.Tensor], group: RankGroup) -> list[torch.T
 def exchange(
     tensors: Sequence[torch.Tensor], to: Sequence[int], empty: Sequence[torch.Tensor], sources: Sequence[int]
 ) -> tuple[torch.Tensor, ...]:
-    """Tensor i goes to rank ``to[i]``, of all ranks; what comes from the ``sources`` fills the ``empty`` ones, which
-    are returned. Between two ranks messages arrive in their order."""
+    """Send tensor i to global rank ``to[i]``, receive from the ``sources`` into the ``empty`` tensors, and return
+    these. Messages between two ranks arrive in order."""
     kept_here = [tensor for tensor, target in zip(tensors, to, strict=True) if target == rank()]
     calls = [
         dist.P2POp(dist.isend, tensor.contiguous(), target)
@@ -191,7 +190,7 @@ def exchange(
 
 
 def _exchanges(kind: str, tensor: torch.Tensor, group: RankGroup) -> bool:
-    """Whether anything must be sent; then it is recorded. LaunchError if this rank is not a member."""
+    """Record an exchange; return False if the group has one rank. Raises LaunchError if this rank is not a member."""
     _ = group.position
     if group.size == 1:
         return False

@@ -1,6 +1,6 @@
-"""Joins ``torch.distributed`` as one of the ranks, and says who is missing or different if that does not succeed.
+"""Initialization of ``torch.distributed``, with errors that name the ranks that are missing or differ.
 
-Where this process stands is read from the launcher's environment variables (``launch.rank_environment``).
+Rank and world size come from the launcher's environment variables (``launch.rank_environment``).
 """
 
 from __future__ import annotations
@@ -30,26 +30,29 @@ from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.generation import current, read_generation
 from shardwise.runtime.heartbeat_file import PAGE
 
-_OWN_GPU = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")  # with either, Slurm shows every task its own GPU only
+_GPU_PER_TASK = ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")  # with either, Slurm shows a task only its own GPU
 _VERDICT = "shardwise/verdict"
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.001, 0.05
-_NOTICE_SECONDS = 30.0  # after which rank 0 says for whom it waits
-_LATE_SECONDS = 5.0  # what the other ranks wait longer than rank 0, for its verdict
+_NOTICE_SECONDS = 30.0  # after which rank 0 prints which ranks are missing
+_LATE_SECONDS = 5.0  # how much longer the other ranks wait than rank 0, for its verdict
 _NUM_NAMED = 8  # ranks that a message lists
 
 
 def init_ranks(backend: str | None = None, timeout_seconds: float = 600.0) -> None:
-    """Join the other ranks; called again, or after the script's own ``init_process_group``, it changes nothing.
+    """Join the other ranks and create the process group.
 
-    ``backend``: "nccl" or "gloo"; by default nccl if this machine has a GPU for every local rank, else gloo. With nccl
-    the CUDA device ``local_rank`` becomes current (or the only one, where Slurm shows each task its own).
-    ``timeout_seconds`` bounds the wait for the others, here and in every collective. The group is destroyed when the
-    process ends. Under a launcher that leaves OMP_NUM_THREADS unset (mpirun, srun) the ranks of a machine share its
-    cores: torch's threads are divided by their number. With gloo the process keeps the memory that it lets go
-    (``launch.heap``).
+    A second call, or a call after the script's own ``init_process_group``, does nothing. The group is destroyed when
+    the process exits. If the launcher leaves OMP_NUM_THREADS unset (mpirun, srun), torch's threads are divided among
+    the ranks of a machine. With gloo the process keeps freed memory for later buffers (``launch.heap``).
 
-    Raises LaunchError if the environment is incomplete or contradictory, if a rank does not come in time or runs
-    another version of torch or shardwise, or if the backend is not the existing group's.
+    Args:
+        backend: "nccl" or "gloo"; by default nccl if this machine has a GPU for every local rank, else gloo. With nccl
+            the CUDA device ``local_rank`` becomes current (or the only one, if Slurm shows each task its own).
+        timeout_seconds: limit of the wait for other ranks, here and in every collective.
+
+    Raises:
+        LaunchError: the environment is incomplete or contradictory, a rank is late or runs another version of torch or
+            shardwise, or an existing group has another backend.
     """
     if dist.is_initialized():
         if backend is not None and backend != dist.get_backend():
@@ -63,10 +66,10 @@ def init_ranks(backend: str | None = None, timeout_seconds: float = 600.0) -> No
     if PAGE in os.environ:
         trail.write_to(os.environ[PAGE])
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    own_gpu = num_gpus == 1 and any(name in os.environ for name in _OWN_GPU)
-    gpu = 0 if own_gpu else place.local_rank
+    is_single_gpu = num_gpus == 1 and any(name in os.environ for name in _GPU_PER_TASK)
+    gpu = 0 if is_single_gpu else place.local_rank
     if backend is None:
-        backend = "nccl" if own_gpu or num_gpus >= place.local_world_size else "gloo"
+        backend = "nccl" if is_single_gpu or num_gpus >= place.local_world_size else "gloo"
     if backend == "nccl" and gpu >= num_gpus:
         what = f"local rank {place.local_rank} has no GPU: this machine shows {num_gpus}"
         raise LaunchError(problem(what, fix=f"start {num_gpus or 'no'} ranks here, or use the backend gloo"))
@@ -82,7 +85,7 @@ def init_ranks(backend: str | None = None, timeout_seconds: float = 600.0) -> No
 
 
 def _join(place: RankEnvironment, backend: str, timeout: timedelta, device: torch.device | None) -> None:
-    """Create the process group, once all ranks are known to be there and alike."""
+    """Create the process group after all ranks have connected and their versions were compared."""
     if place.master is None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout, device_id=device)
         return
@@ -105,8 +108,8 @@ def _join(place: RankEnvironment, backend: str, timeout: timedelta, device: torc
 
 
 def _meet(place: RankEnvironment, host: str, port: int, timeout: timedelta) -> Store:
-    """The key-value store of the ranks, which rank 0 serves; under torchrun its agent does, and what an earlier attempt
-    wrote stays there."""
+    """Connect to the ranks' store. Rank 0 serves it; under torchrun the agent does, and keeps keys of earlier
+    attempts."""
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = place.rank == 0 and not is_agents
     try:
@@ -131,11 +134,12 @@ def _meet(place: RankEnvironment, host: str, port: int, timeout: timedelta) -> S
 
 
 def _listen(host: str, port: int) -> int | None:
-    """A descriptor of a socket at the address that other ranks know: by itself torch listens at all addresses of the
-    machine, and whoever reaches the store can write to it. None where torch is to do so, or to say why it cannot."""
+    """Listen at the address that other ranks use, and return the socket's descriptor. By default torch listens on all
+    addresses, and anyone who reaches the store can write to it. None: let torch listen, or report why it cannot."""
     address = own_address(host)
     if not address:
-        print(f"shardwise: the store listens on all addresses: {host} leads to none that others reach", file=sys.stderr)
+        what = f"the store listens on all addresses: {host} resolves to none that others can reach"
+        print(f"shardwise: {what}", file=sys.stderr)
         return None
     try:
         return listen(address, port).detach()
@@ -144,23 +148,17 @@ def _listen(host: str, port: int) -> int | None:
 
 
 def _agree(place: RankEnvironment, store: Store, timeout: timedelta, gpu: str) -> None:
-    """Wait for every rank, and compare their versions and (under NCCL) GPUs. Rank 0 judges, so that all of them raise
-    the same LaunchError.
-
-    Costs three requests per rank, and of rank 0 one more for every rank.
-    """
-    everyone = range(place.world_size)
-    keys = {rank: f"shardwise/rank-{rank}" for rank in everyone}
+    """Wait for every rank, and compare versions and (under NCCL) GPUs. Rank 0 decides, so that all ranks raise the same
+    LaunchError. Costs three requests per rank, and one more per rank on rank 0."""
+    keys = {rank: f"shardwise/rank-{rank}" for rank in range(place.world_size)}
     store.set(keys[place.rank], f"{_versions()}\n{gpu}")
     if place.rank == 0:
         missing = _wait_for(keys, store, timeout.total_seconds(), f" of {place.world_size}")
         verdict = _absence(missing, place, timeout.total_seconds()) if missing else ""
         verdict = verdict or _difference(store.multi_get(list(keys.values())))
         store.set(_VERDICT, verdict)
-        if verdict:  # the store ends with this process: not before the others have read
-            _wait_for(
-                {rank: f"{keys[rank]}-told" for rank in everyone if rank not in (0, *missing)}, store, _LATE_SECONDS
-            )
+        if verdict:  # the store ends with this process: wait until the others have read it
+            _wait_for({rank: f"{keys[rank]}-told" for rank in keys if rank not in (0, *missing)}, store, _LATE_SECONDS)
     else:
         store.wait([_VERDICT], timeout + timedelta(seconds=_LATE_SECONDS))
         verdict = store.get(_VERDICT).decode()
@@ -171,14 +169,14 @@ def _agree(place: RankEnvironment, store: Store, timeout: timedelta, gpu: str) -
 
 
 def _versions() -> str:
-    package = sys.modules["shardwise"]  # this module's own, whose names are a later layer's: nothing is imported here
+    package = sys.modules["shardwise"]  # not imported: the package is a later layer
     return f"torch {torch.__version__} and shardwise {package.__version__}"
 
 
 def _wait_for(keys: dict[int, str], store: Store, seconds: float, notice: str = "") -> list[int]:
-    """The ranks whose keys are not there in time. (``Store.wait`` would not tell which.)
+    """Return the ranks whose keys do not appear in time. (``Store.wait`` would not tell which.)
 
-    With ``notice``, which follows their names, a line says after half a minute for whom rank 0 waits.
+    With ``notice``, a line after half a minute names the missing ranks, followed by ``notice``.
     """
     began, pause = time.monotonic(), _FIRST_POLL_SECONDS
     left = sorted(keys, reverse=True)
@@ -209,7 +207,7 @@ def _absence(missing: list[int], place: RankEnvironment, seconds: float) -> str:
 
 
 def _difference(answers: list[bytes]) -> str:
-    """Empty if all ranks run the same versions, under NCCL each on its own GPU; else what is wrong."""
+    """Return an error text if ranks run different versions, or share a GPU under NCCL; else an empty text."""
     versions_of, gpus_of = zip(*(answer.decode().split("\n") for answer in answers), strict=True)
     if len(ranks := _by(versions_of)) > 1:
         who = "; ".join(f"{_name(numbers)}: {versions}" for versions, numbers in ranks.items())
@@ -225,7 +223,7 @@ def _difference(answers: list[bytes]) -> str:
 
 
 def _by(answers: Sequence[str]) -> dict[str, list[int]]:
-    """The ranks that gave each answer."""
+    """Return the ranks that gave each answer."""
     ranks: dict[str, list[int]] = {}
     for number, answer in enumerate(answers):
         ranks.setdefault(answer, []).append(number)
@@ -233,28 +231,28 @@ def _by(answers: Sequence[str]) -> dict[str, list[int]]:
 
 
 def _name(ranks: list[int]) -> str:
-    """``rank 3`` or ``ranks 0, 1, 4``; of many only the first."""
+    """Return ``rank 3`` or ``ranks 0, 1, 4``; long lists are cut."""
     listed = ", ".join(map(str, ranks[:_NUM_NAMED])) + ", ..." * (len(ranks) > _NUM_NAMED)
     return f"rank{'s' * (len(ranks) > 1)} {listed}"
 
 
 def rank() -> int:
-    """This process's number, from 0; known before ``init_ranks`` too."""
+    """Return the rank of this process, from 0. Works before ``init_ranks`` too."""
     return dist.get_rank() if dist.is_initialized() else read_place(os.environ).rank
 
 
 def world_size() -> int:
-    """How many ranks there are; known before ``init_ranks`` too."""
+    """Return the number of ranks. Works before ``init_ranks`` too."""
     return dist.get_world_size() if dist.is_initialized() else read_place(os.environ).world_size
 
 
 def group_file() -> str:
-    """Where the environment's GROUP_INFO_FILE wants to know which ranks hold the same; "" if it does not."""
+    """Return the path in GROUP_INFO_FILE, where the ranks that hold the same shards are written; "" if unset."""
     return os.environ.get("GROUP_INFO_FILE", "")
 
 
 def local_rank() -> tuple[int, int]:
-    """(this process's number, how many there are) on its machine; a launcher that does not tell has only one."""
+    """Return (local rank, local world size); all ranks are on one machine if the launcher does not give them."""
     place = read_place(os.environ)
     if place.world_size != world_size():  # the script connected the ranks itself
         return rank(), world_size()
@@ -262,12 +260,12 @@ def local_rank() -> tuple[int, int]:
 
 
 def device() -> torch.device:
-    """Where this rank's tensors belong: its GPU under nccl, else the CPU."""
+    """Return this rank's device: its GPU under nccl, else the CPU."""
     on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def finish() -> None:
-    """Leave the group of ranks. Happens by itself when the process ends; called twice, it does nothing."""
+    """Destroy the process group. Called automatically when the process exits; a second call does nothing."""
     if dist.is_initialized():
         dist.destroy_process_group()

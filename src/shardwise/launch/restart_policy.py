@@ -1,4 +1,4 @@
-"""What an elastic job does after a loss: whether another generation is worth it, and on which slots it runs.
+"""Restart policy of an elastic job: whether to start another generation after a loss, and on which slots.
 
 Standard library only.
 """
@@ -17,12 +17,12 @@ _SAME_ERROR = 2  # times that an exception of the script may end a generation wi
 
 @dataclass(frozen=True, slots=True)
 class ElasticConfig:
-    """``min_ranks``: fewer than these never run (None: as many as at the start); ``spares``: slots of this machine that
-    take the places of lost ones; ``max_failures``: losses without a step in between after which the job ends;
-    ``silent_seconds``: what a rank may go without a sign of life while others give some, or a machine;
-    ``idle_seconds``: what a rank may stay out of the collective, or the exchange of stages, in which all others wait
-    (None: as long as that waits); ``wait_seconds``: how long the job waits for machines, at its start and where too few
-    are left; ``preload``: further modules that are imported once for all ranks."""
+    """Settings of an elastic job. ``min_ranks``: minimum number of ranks (None: the initial number); ``spares``: slots
+    of this machine that replace lost ones; ``max_failures``: losses without a step in between before the job ends;
+    ``silent_seconds``: limit without a heartbeat, of a rank (while others send some) or a machine; ``idle_seconds``:
+    limit outside the collective or pipeline exchange in which all others wait (None: its own timeout);
+    ``wait_seconds``: how long to wait for machines, at the start and when too few are left; ``preload``: more modules
+    to import once for all ranks."""
 
     min_ranks: int | None = None
     spares: int = 0
@@ -33,23 +33,23 @@ class ElasticConfig:
     preload: Sequence[str] = ()
 
     def check(self, num_ranks: int) -> None:
-        """Raises LaunchError for numbers that cannot be. ``num_ranks``: of all machines."""
+        """Raise LaunchError for invalid values. ``num_ranks``: of all machines."""
         if self.min_ranks is not None and not 1 <= self.min_ranks <= num_ranks:
             what = f"--min-ranks {self.min_ranks} is not from 1 to the {num_ranks} ranks that start"
             raise LaunchError(problem(what, fix="give the fewest ranks with which training should go on"))
         if self.spares < 0 or self.max_failures < 0:
-            raise LaunchError(problem("there cannot be fewer than 0 spares or failures", fix="give a number from 0"))
+            raise LaunchError(problem("--spares and --max-failures cannot be negative", fix="give 0 or more"))
         if not self.silent_seconds > 1 or (self.idle_seconds is not None and not self.idle_seconds > 0):
-            what = "a rank gives signs of life twice a second: --silent-after must be more than 1, --idle-after than 0"
-            raise LaunchError(problem(what, fix="leave them out, or give some seconds"))
+            what = "ranks send two heartbeats a second: --silent-after must be more than 1, --idle-after more than 0"
+            raise LaunchError(problem(what, fix="leave them out, or give a number of seconds"))
         if not self.wait_seconds > 0:
-            what = f"--wait-for-machines {self.wait_seconds:g} leaves no time for one to come"
-            raise LaunchError(problem(what, fix="leave it out, or give some seconds"))
+            what = f"--wait-for-machines must be more than 0, got {self.wait_seconds:g}"
+            raise LaunchError(problem(what, fix="leave it out, or give a number of seconds"))
 
 
 @dataclass(slots=True)
 class RestartPolicy:
-    """``num_ranks``: that started; ``step``: the last one of which a rank said that it was done."""
+    """Decides after each loss. ``num_ranks``: initial number; ``step``: the last step that a rank reported as done."""
 
     settings: ElasticConfig
     num_ranks: int
@@ -70,7 +70,7 @@ class RestartPolicy:
             self.step, self.num_failures, self.num_errors = step, 0, 0
 
     def why_end(self, *, by_the_script: bool) -> str:
-        """Count a loss. Why another generation is not worth it; empty where it is."""
+        """Count a loss; return why the job must end, or an empty text to start another generation."""
         self.num_failures += 1
         self.num_errors += by_the_script
         if self.num_errors >= _SAME_ERROR:
@@ -82,8 +82,8 @@ class RestartPolicy:
     def replaced(
         self, slots: list[int], spares: list[int], lost: int, num_ranks: int
     ) -> tuple[list[int], list[int], str]:
-        """(a machine's slots of the next generation, its spares that are left, how it goes on). ``lost``: of its slots;
-        ``num_ranks``: of all machines."""
+        """Return (a machine's slots of the next generation, its remaining spares, a text on how the job goes on).
+        ``lost``: the lost slot; ``num_ranks``: of all machines."""
         if spares:
             chosen, *rest = spares
             how = f"with slot {chosen} in place of slot {lost}"
@@ -95,13 +95,13 @@ class RestartPolicy:
 
 
 def lost_rank(cause: Failure, absent: Sequence[int]) -> Failure:
-    """The rank that is lost: the one that failed first, or the one that it waited for. ``absent``: ranks that were in
-    no collective when they were stopped."""
+    """Return the failure of the lost rank: the one that failed first, or the one that it waited for. ``absent``: ranks
+    that were in no collective when they were stopped."""
     if cause.differs and cause.blames:
         return replace(cause, rank=cause.blames[0])
     if not cause.waited_in_vain:
         return cause
-    named = [number for number in absent if number in cause.blames]  # what no page tells of is waited for, too
+    named = [number for number in absent if number in cause.blames]  # ranks may also wait for what no page shows
     lost = next(iter(named or absent or cause.blames), None)
     if lost is None:
         return cause

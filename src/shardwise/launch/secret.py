@@ -1,7 +1,7 @@
-"""The secret of an elastic job on several machines, by which its launchers know each other. Standard library only.
+"""The shared secret that authenticates the launchers of an elastic job on several machines. Standard library only.
 
-It is the text of SHARDWISE_JOB_SECRET, else that of the file that SHARDWISE_JOB_SECRET_FILE names, by default
-``shardwise/job-secret`` in the user's folder of settings. The first launcher that finds no file makes it.
+It is the value of SHARDWISE_JOB_SECRET, or else the content of the file SHARDWISE_JOB_SECRET_FILE, by default
+``shardwise/job-secret`` in the user's configuration folder. The first launcher creates a missing file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from shardwise.errors import LaunchError, problem
 from shardwise.runtime.private import open_own
 
-SECRET = "SHARDWISE_JOB_SECRET"  # nothing whose name begins so reaches the ranks
+SECRET = "SHARDWISE_JOB_SECRET"  # variables with this prefix are not passed to the ranks
 SECRET_FIX = f"give every machine the same file, or the same {SECRET}"
 _FILE = f"{SECRET}_FILE"
 _FEWEST_BYTES, _MOST_BYTES = 16, 4096
@@ -42,7 +42,7 @@ def job_secret(environment: Mapping[str, str]) -> bytes:
 
 
 def _make(path: str) -> None:
-    """Make the file at once and whole: of several launchers only the first does."""
+    """Create the file atomically: only the first of several launchers succeeds."""
     folder = os.path.dirname(os.path.abspath(path))
     os.makedirs(folder, mode=0o700, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=folder) as file:  # of mode 600
@@ -56,8 +56,8 @@ def _make(path: str) -> None:
 def _long_enough(content: bytes, source: str) -> bytes:
     secret = content.strip()
     if len(secret) < _FEWEST_BYTES:
-        what = f"{source} has {len(secret)} bytes, and a secret that cannot be guessed at least {_FEWEST_BYTES}"
-        raise LaunchError(problem(what, fix="make one: python -c 'import secrets; print(secrets.token_hex(32))'"))
+        what = f"the job secret in {source} has {len(secret)} bytes, and needs at least {_FEWEST_BYTES}"
+        raise LaunchError(problem(what, fix="create one: python -c 'import secrets; print(secrets.token_hex(32))'"))
     return secret
 
 

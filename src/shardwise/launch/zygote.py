@@ -1,11 +1,11 @@
-"""Processes that have imported torch before they are needed: ranks are forked from one that did nothing else.
+"""A zygote process that imports torch once and forks the ranks.
 
 Importing torch takes seconds of a core, per rank. ``shardwise run --elastic``, or with ``--preload``, therefore starts
-one *zygote*, which imports once and then forks a rank whenever it is told to; a fork takes hundredths of a second, and
-a rank of a later generation is as fresh as one of the first. The zygote starts no thread and touches no device.
+one *zygote*, which imports once and then forks ranks on request. A fork takes hundredths of a second, and ranks of
+later generations start from the same state. The zygote starts no thread and touches no device.
 
-The launcher talks to it over a socket, in JSON lines: it asks for ranks (their environment, with the descriptors of
-their output), and hears their process ids and how they end. This file is executed by its path, as ``bootstrap`` is.
+The launcher talks to it over a socket, in JSON lines. It requests ranks (their environment, with the descriptors of
+their output), and receives their process ids and exit codes. This file is executed by its path, like ``bootstrap``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-# What a training script imports sooner or later, and what torch.export imports when it is first called.
+# Modules that training scripts import sooner or later, and that torch.export imports on its first call.
 PRELOADED = (
     "torch",
     "torch.distributed",
@@ -38,11 +38,11 @@ PRELOADED = (
 )
 _LEAST_URGENT = 19  # the niceness of a process that only plans ahead
 _POLL_SECONDS = 0.01
-_START_SECONDS = 120.0  # for the imports, on a machine that does other things as well
+_START_SECONDS = 120.0  # for the imports, on a busy machine
 
 
 class Forked:
-    """A process that the zygote started, for the launcher: what it needs of ``subprocess.Popen``."""
+    """A process that the zygote forked, with the part of ``subprocess.Popen`` that the launcher needs."""
 
     def __init__(self, pid: int, zygote: Zygote) -> None:
         self.pid, self._zygote = pid, zygote
@@ -61,7 +61,7 @@ class Forked:
 
 
 class Zygote:
-    """The launcher's side. ``modules``: that it imports."""
+    """The launcher's handle of the zygote. ``modules``: those that it imports."""
 
     def __init__(self, environment: dict[str, str], modules: Sequence[str]) -> None:
         near_end, far_end = socket.socketpair()
@@ -82,7 +82,7 @@ class Zygote:
         return self._process.poll() is None
 
     def spawn(self, command: Sequence[str], environment: dict[str, str], stdout: int, stderr: int) -> Forked:
-        """A new process that executes ``bootstrap`` on a command. Raises OSError where none can be had."""
+        """Fork a process that executes ``bootstrap`` on a command. Raises OSError if that fails."""
         request = json.dumps({"command": list(command), "environment": environment}).encode()
         socket.send_fds(self._socket, [len(request).to_bytes(8, "little")], [stdout, stderr])
         self._socket.sendall(request)
@@ -96,7 +96,7 @@ class Zygote:
         return Forked(answer["pid"], self)
 
     def exit_of(self, pid: int) -> int | None:
-        """How a process ended, as ``Popen.returncode`` says it; None while it runs."""
+        """Return the exit code of a process, as ``Popen.returncode``; None while it runs."""
         if pid not in self._exits and not self._hear(0) and pid not in self._exits:
             return -signal.SIGKILL  # ranks do not outlive the zygote
         return self._exits.pop(pid, None)
@@ -107,7 +107,7 @@ class Zygote:
         self._socket.close()
 
     def _hear(self, seconds: float) -> bool:
-        """Read what the zygote says; whether it is there."""
+        """Read the zygote's messages; return whether it is alive."""
         while select.select([self._socket], [], [], seconds)[0]:
             seconds = 0
             try:
@@ -118,12 +118,12 @@ class Zygote:
                 return False
             *lines, self._rest = (self._rest + data).split(b"\n")
             for line in lines:
-                said = json.loads(line)
-                if "code" in said:
-                    self._exits[said["pid"]] = said["code"]
+                message = json.loads(line)
+                if "code" in message:
+                    self._exits[message["pid"]] = message["code"]
                 else:
-                    self._exits.pop(said.get("pid"), None)  # of an earlier process that nobody asked about
-                    self._answers.append(said)
+                    self._exits.pop(message.get("pid"), None)  # an unread exit code of an earlier process
+                    self._answers.append(message)
         return True
 
 
@@ -131,7 +131,7 @@ class Zygote:
 
 
 def _serve(connection: socket.socket) -> None:
-    """Fork what the launcher asks for, and tell how it ended, until the launcher has gone."""
+    """Fork ranks on the launcher's requests and report their exit codes, until the launcher closes the socket."""
     wake_up, woken = os.pipe()
     os.set_blocking(woken, False)
     os.set_blocking(wake_up, False)
@@ -171,7 +171,7 @@ def _fork(connection: socket.socket, request: Any, output: list[int], others: Se
         for descriptor in (*output, *others):
             os.close(descriptor)
         _become_a_rank(request["command"], request["environment"], parent)
-    with contextlib.suppress(OSError):  # the child does so, too; whoever is first
+    with contextlib.suppress(OSError):  # the child does so too: either may be first
         os.setpgid(pid, pid)
     for descriptor in output:
         os.close(descriptor)
@@ -179,7 +179,7 @@ def _fork(connection: socket.socket, request: Any, output: list[int], others: Se
 
 
 def _become_a_rank(command: list[str], environment: dict[str, str], parent: int) -> None:
-    """What a fresh interpreter would do in this environment. Never returns."""
+    """Set up the forked process like a fresh interpreter and run ``bootstrap``. Never returns."""
     from shardwise.launch import bootstrap
     from shardwise.runtime.generation import GENERATION
 
@@ -217,7 +217,7 @@ def _main(descriptor: int, launcher_pid: int, modules: Sequence[str]) -> None:
     for name in modules:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # what was imported stays: no rank needs to look through it, and its pages remain shared
+    gc.freeze()  # imported objects stay: ranks need not scan them, and their pages remain shared
     _serve(socket.socket(fileno=descriptor))
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.call_arguments import call_module, divide_targets
 from shardwise.graph.capture import Capture
 from shardwise.graph.fakes import deep_copy
@@ -127,6 +127,7 @@ class OneDevice:
         ):
             output = self._output()
         leaves, _ = flatten_output(output)
+        self._check_outputs(leaves)
         for i, (leaf, out) in enumerate(zip(leaves, self.captured.graph.outputs, strict=True)):
             if isinstance(leaf, torch.Tensor):
                 is_loss = isinstance(out, Ref) and out.name == self.captured.graph.loss
@@ -153,6 +154,22 @@ class OneDevice:
         for name, parameter in self.module.named_parameters():
             values["parameter", name] = parameter.detach().clone()
         return values
+
+    def _check_outputs(self, leaves: Sequence[Any]) -> None:
+        """Raise ShardwiseError if the model's code took another branch than when it was captured."""
+        outputs = self.captured.graph.outputs
+        pairs = zip(leaves, outputs, strict=False)
+        if len(leaves) == len(outputs) and all(isinstance(x, torch.Tensor) for x, o in pairs if isinstance(o, Ref)):
+            return
+        what = f"on one device the model returns {_described(leaves)}, but when captured {_described(outputs)}"
+        raise ShardwiseError(
+            problem(
+                what,
+                op=type(self.module).__name__,
+                fix="forward must return the same structure in every call: remove the branch on requires_grad, dtype, "
+                "a counter or other state that differs between calls",
+            )
+        )
 
     def _dtypes(self) -> Dtypes:
         """Return the captured dtypes of parameters, buffers and inputs."""
@@ -348,6 +365,11 @@ def state_of_part(
         for key, entry in state.items()
         if entry is not None
     }
+
+
+def _described(outputs: Sequence[Any]) -> str:
+    tensors = sum(isinstance(output, Ref | torch.Tensor) for output in outputs)
+    return f"{len(outputs)} values ({tensors} tensors)"
 
 
 def stored_values(spmd: SpmdProgram) -> list[Source]:

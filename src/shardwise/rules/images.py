@@ -93,16 +93,18 @@ def _col2im(op: Op, graph: Graph) -> OpRule:
         return LocalOpCall(COL2IM_WINDOW, (Ref(op.operands[0]), kernel, dilation, stride, numbers, fronts, lengths))
 
     batch: Dims = (("n",),) if len(shape) == 3 else ()
+    # Two atoms of size 1 in a dim cannot be told apart: the rows and columns of a single window stay whole.
+    whole = ("k0", "k1", *(("x0", "x1", "y0", "y1") if prod(counts) == 1 else ()))
     return build(
         op,
         graph,
         [(*batch, ("c", "k0", "k1"), ("x0", "x1"))],
         [(*batch, ("c",), ("y0",), ("y1",))],
-        kinds={"k0": "whole", "k1": "whole"},
+        kinds=dict.fromkeys(whole, "whole"),
         sizes={"k0": kernel[0], "k1": kernel[1], "x0": counts[0], "x1": counts[1]},
         linear=((0,),),
         localize=localize,
-        windows={f"x{i}": Window(f"y{i}", sliding_map.transposed) for i, sliding_map in enumerate(maps)},
+        windows={f"x{i}": Window(f"y{i}", m.transposed) for i, m in enumerate(maps) if f"x{i}" not in whole},
     )
 
 

@@ -7,11 +7,13 @@ forward and backward together; this makes two, and works in them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.errors import problem
 from shardwise.graph.ir import Graph, Op
 from shardwise.rules.arguments import replace_arguments
 from shardwise.rules.binding import RuleTable, build, dim_names, single
@@ -40,6 +42,7 @@ def label_terms(
     that dim, int64, global: ``sizes``, ``offsets`` and ``lengths`` say which classes ``scores`` has
     (``rules.local_kernels``), and an entry that it does not have is 0. Both results have the shape of ``index``.
     """
+    _check_labels(index, prod(sizes))
     total = (scores - maximum).exp_().sum(dim)
     if scores.shape[dim] == 0:
         return total, torch.zeros_like(total)
@@ -71,6 +74,31 @@ def _backward(ctx: Any, of_total: Tensor, of_picked: Tensor) -> tuple[Tensor | N
 label_terms.register_autograd(_backward, setup_context=_setup)
 
 
+def _check_labels(labels: Tensor, classes: int) -> None:
+    """Raise torch's error for a label out of range. On GPUs the lookups that follow assert it, as torch does there."""
+    if labels.device.type == "cpu" and (outside := (labels < 0) | (labels >= classes)).any():
+        what = f"Target {labels[outside][0]} is out of bounds."
+        raise IndexError(problem(what, fix=f"labels from 0 to {classes - 1}, or ignore_index"))
+
+
+@torch.library.custom_op("shardwise::checked_labels", mutates_args=(), schema="(Tensor labels, int classes) -> Tensor")
+def checked_labels(labels: Tensor, classes: int) -> Tensor:
+    """Return a copy of the labels after raising for one out of range."""
+    _check_labels(labels, classes)
+    return labels.clone()
+
+
+@checked_labels.register_fake
+def _(labels: Tensor, classes: int) -> Tensor:
+    return torch.empty_like(labels)
+
+
+def checked_labels_rule(op: Op, graph: Graph) -> OpRule:
+    """Parallel in every dim."""
+    dims = single(dim_names(len(graph.by_name[op.operands[0]].shape)))
+    return build(op, graph, [dims], [dims])
+
+
 def label_terms_rule(op: Op, graph: Graph) -> OpRule:
     """Parallel in every dim but that of the classes, over which both results are sums."""
     dim = op.args[3]
@@ -93,4 +121,7 @@ def label_terms_rule(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, operands, [rest, rest], kinds={"c": "sum"}, localize=localize)
 
 
-LABEL_TERMS: RuleTable = {label_terms._opoverload: label_terms_rule}
+LABEL_TERMS: RuleTable = {
+    label_terms._opoverload: label_terms_rule,
+    checked_labels._opoverload: checked_labels_rule,
+}

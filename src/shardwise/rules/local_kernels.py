@@ -91,7 +91,7 @@ def _take_rows(
 ) -> Tensor:
     shape = broadcast_shape(_without(x, dim), _without(indices, dim))
     whole = [*shape[:dim], -1, *shape[dim + 1 :]]
-    indices = torch.where(indices < 0, indices + prod(sizes), indices)  # those of gather are never negative
+    indices = indices % prod(sizes)  # as take_along_dim does, unlike gather
     return _gather_rows(x.expand(whole), dim, indices.expand(whole), sizes, offsets, lengths)
 
 
@@ -274,7 +274,9 @@ def _slices(rank: int, dims: Sequence[int], indices: Sequence[Tensor]) -> list[T
 
 
 def _one_hot_classes(index: Tensor, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    return (index.unsqueeze(-1) == global_index(sizes, offsets, lengths, index.device)).to(torch.int64)
+    # gather raises for a class outside, as one_hot does: without a wait on GPUs, and also when compiled
+    classes = torch.arange(prod(sizes), device=index.device).gather(0, index.flatten()).reshape(index.shape)
+    return (classes.unsqueeze(-1) == global_index(sizes, offsets, lengths, index.device)).to(torch.int64)
 
 
 def _triangle(

@@ -43,9 +43,9 @@ class Zero:
 
     def __post_init__(self) -> None:
         if type(self.stage) is not int or self.stage not in (1, 2, 3):
-            raise ShardwiseError(f"zero must be 1, 2, 3 or None, got {self.stage!r}")
+            raise ShardwiseError(problem(f"zero is {self.stage!r}", fix="1, 2 or 3; None: no sharding"))
         if isinstance(self.whole_below, bool) or not isinstance(self.whole_below, int) or self.whole_below < 0:
-            raise ShardwiseError(f"whole_below must be a number of elements from 0, got {self.whole_below!r}")
+            raise ShardwiseError(problem(f"whole_below is {self.whole_below!r}", fix="a number of elements from 0"))
 
     @property
     def gathered(self) -> Gathered:

@@ -1,1 +1,1 @@
-"""What surrounds a step: checkpoints for any plan, weights in and out, data in a global order, and a small loop."""
+"""Training around the step: checkpoints for any plan, weight import and export, data in a global order, a Trainer."""

@@ -1,4 +1,4 @@
-"""What the ranks of a job tell each other around a checkpoint. Without a process group there is one rank."""
+"""Exchange of values between ranks around a checkpoint. Without a process group there is one rank."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _HALF_AN_HOUR = 1800.0
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """(rank, number of ranks)."""
+    """Return (rank, number of ranks)."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def gather_values(value: T) -> list[T]:
-    """What every rank gives, on each of them."""
+    """Return the values of all ranks, by rank. Collective."""
     _, count = rank_and_world_size()
     values: list[Any] = [value]
     if count > 1:
@@ -29,17 +29,17 @@ def gather_values(value: T) -> list[T]:
 
 
 def raise_first(kind: type[ShardwiseError], fault: ShardwiseError | None) -> None:
-    """Raise, on every rank, what went wrong on this one, or else on the first where something did."""
-    said = gather_values(None if fault is None else str(fault))
+    """Raise on every rank if any rank has a fault: this rank's own, else that of the first such rank. Collective."""
+    faults = gather_values(None if fault is None else str(fault))
     if fault is not None:
         raise fault
-    failed = next(((rank, text) for rank, text in enumerate(said) if text is not None), None)
+    failed = next(((rank, text) for rank, text in enumerate(faults) if text is not None), None)
     if failed is not None:
         raise kind(f"rank {failed[0]}: {failed[1]}")
 
 
 def patience_seconds() -> float:
-    """How long a rank waits for the others."""
+    """Return the timeout in seconds when waiting for other ranks."""
     timeout = group_timeout() if rank_and_world_size()[1] > 1 else None
     return _HALF_AN_HOUR if timeout is None else timeout.total_seconds()
 

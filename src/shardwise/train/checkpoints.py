@@ -1,8 +1,8 @@
-"""``sw.save_checkpoint``: the state of a training run, for any plan and any number of ranks.
+"""``sw.save_checkpoint``: save the state of a training run, for any plan and any number of ranks.
 
-A checkpoint says where the elements of global tensors are, by the original names (``train.parts``); nothing in it
-depends on who holds what. The ranks agree on what each writes (``train.sharing``), copy it to memory of their own, and
-write it (``train.saving``) while they wait or train on.
+A checkpoint stores the elements of global tensors under their original names (``train.parts``), independent of the
+sharding. The ranks agree on what each writes (``train.sharing``) and write it (``train.saving``); without ``blocking``
+they copy it to a buffer first, and train on meanwhile.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from shardwise.untrusted_text import check_texts
 
 
 class Resumable(Protocol):
-    """What can be saved and goes on from there: schedulers, scalers, loaders."""
+    """An object with a state to save and load: a scheduler, scaler or data loader."""
 
     def state_dict(self) -> Any: ...
 
@@ -60,7 +60,7 @@ Names = Sequence[Sequence[Sequence[str]]]  # of the parameters in every group of
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What this rank has to save. ``values`` are equal on all ranks."""
+    """The state of this rank to save. ``values`` are equal on all ranks."""
 
     parts: Mapping[str, TensorPart]
     tied: Mapping[str, str]
@@ -71,7 +71,7 @@ class TrainingState:
 
 @dataclass(frozen=True)
 class Shares:
-    """Who writes what: the ``files`` of every rank, what each ``offers``, and what is the same for all of them."""
+    """Which rank writes which pieces. ``files``, ``offers``: of every rank; the rest is common to all ranks."""
 
     files: Sequence[Sequence[PlannedFile]] = ()
     offers: Sequence[Sequence[Offer]] = ()
@@ -80,7 +80,7 @@ class Shares:
 
     @cached_property
     def stored(self) -> dict[str, StoredTensor]:
-        """Where the elements of every tensor are."""
+        """Return the location of the elements of every tensor."""
         pieces: dict[str, WritePiece] = {}
         chunks: dict[str, list[Chunk]] = defaultdict(list)
         for file in (file for rank_files in self.files for file in rank_files):
@@ -90,13 +90,13 @@ class Shares:
         return {name: StoredTensor(piece.dtype, piece.shape, tuple(chunks[name])) for name, piece in pieces.items()}
 
     def model_names(self) -> dict[str, str]:
-        """Further names of tensors of the model -> their first."""
+        """Return the additional names of tied tensors of the model, mapped to their first names."""
         return {MODEL + name: MODEL + first for name, first in self.tied.items()}
 
 
 @dataclass
 class _Saver:
-    """What is kept between the saves of a module: who writes what, the memory it is staged in, the save under way."""
+    """State kept between the saves of a module: assigned writers, staging buffers, and the save in progress."""
 
     structures: list[str] = field(default_factory=list)
     shares: Shares = field(default_factory=Shares)
@@ -121,19 +121,34 @@ def save_checkpoint(
     keep: Keep | None = None,
     blocking: bool = True,
 ) -> Saving:
-    """Write a checkpoint to the folder ``path``, which appears when it is complete; called on every rank alike.
+    """Write a checkpoint to the folder ``path``, which appears when it is complete. Call it on every rank.
 
-    It holds the parameters and persistent buffers of ``par`` (a parallel module, one with such modules in it, or any
-    module that every rank holds whole), the states and settings of ``optimizer`` (one or several), of schedulers,
-    scaler and data loader (``state_dict()``, equal on all ranks), the states of the ranks' random generators, ``step``
-    and ``extra`` (numbers, texts, tensors, and lists and dicts of these). ``metrics`` are for ``keep``, which says
-    which older checkpoints beside this one are deleted once it is complete. With ``blocking=False`` it returns when all
-    is copied to memory of its own, which takes as much as this rank's share of the checkpoint; the files are written
-    while training goes on. A second save waits for the first. ``wait()`` of what is returned says whether it succeeded.
+    The checkpoint also holds the states of the ranks' random generators. A second save waits for the first. Earlier
+    checkpoints are not changed.
 
-    Raises CheckpointError, on all ranks, where it cannot be written (with ``blocking=False`` that is a warning at the
-    next save, and raised by ``wait()``), and where there is a checkpoint of that name; ShardwiseError for values that
-    no file brings back, and where ranks differ in what must be equal. Earlier checkpoints stay as they are.
+    Args:
+        path: folder of the checkpoint, on a file system that all ranks share.
+        par: a parallel module, a module that contains some, or any module that every rank holds whole. Its parameters
+            and persistent buffers are saved.
+        optimizer: one or several optimizers, whose states and settings are saved.
+        step: number of finished optimizer steps.
+        schedulers: one or several schedulers; like ``scaler`` and ``data`` they have a ``state_dict()`` that is equal
+            on all ranks.
+        scaler: a gradient scaler.
+        data: the data loader, usually a ``sw.DataLoader``.
+        extra: other values to save: numbers, texts, tensors, and lists and dicts of these; equal on all ranks.
+        metrics: values by which ``keep`` compares checkpoints.
+        keep: which older checkpoints in the same parent folder to delete once this one is complete.
+        blocking: if False, return after copying this rank's share to a buffer of the same size; the files are written
+            while training continues.
+
+    Returns:
+        A handle; its ``wait()`` returns once the save is complete, and raises CheckpointError if it failed.
+
+    Raises:
+        CheckpointError: on all ranks, if the checkpoint cannot be written or exists already. With ``blocking=False``
+            write errors are raised by ``wait()``, and are a warning at the next save.
+        ShardwiseError: a value cannot be stored, or ranks differ where they must be equal.
     """
     finish_saving(par)
     saver = _savers.setdefault(par, _Saver())
@@ -160,7 +175,7 @@ def save_checkpoint(
         raise
     try:
         files = _files(saver, state.parts, saver.shares.files[rank], blocking)
-    except BaseException as error:  # no memory, above all
+    except BaseException as error:  # mostly out of memory
         failed = give_up(path, token, rank, str(error))
         release(token)
         if isinstance(error, (RuntimeError, MemoryError)):
@@ -183,7 +198,7 @@ def save_checkpoint(
         if blocking:
             with show_progress_once("saving a checkpoint"):
                 saving.wait()
-    except BaseException:  # an interruption, too
+    except BaseException:  # includes KeyboardInterrupt
         job.abandoned.set()
         raise
     if blocking:
@@ -196,7 +211,7 @@ def save_checkpoint(
 def _files(
     saver: _Saver, parts: Mapping[str, TensorPart], planned: Sequence[PlannedFile], blocking: bool
 ) -> list[StagedFile | StreamedFile]:
-    """This rank's files: from its parts as they are, or from a copy of them, whose memory later saves use again."""
+    """Return this rank's files, from its parts directly, or from a staged copy whose buffers later saves reuse."""
     pinned = any(part.tensor.is_cuda for part in parts.values())
     files: list[StagedFile | StreamedFile] = []
     for file in planned:
@@ -213,7 +228,7 @@ def _files(
 
 
 def finish_saving(par: torch.nn.Module) -> None:
-    """Wait for a save of a module that is under way. On rank 0, a warning where it failed."""
+    """Wait for a module's save in progress. Rank 0 warns if it failed."""
     saver = _savers.get(par)
     if saver is None or saver.under_way is None:
         return
@@ -221,12 +236,12 @@ def finish_saving(par: torch.nn.Module) -> None:
         saver.under_way.wait()
     except CheckpointError as error:
         if rank_and_world_size()[0] == 0:
-            warnings.warn(f"the save before failed: {error}", PlanWarning, stacklevel=3)
+            warnings.warn(f"the previous save failed: {error}", PlanWarning, stacklevel=3)
     saver.under_way = None
 
 
 def as_list(value: Any) -> list[Any]:
-    """One, several or none of something, as a list."""
+    """Return a list of the objects in ``value``: one, several or None."""
     if value is None:
         return []
     return [value] if hasattr(value, "state_dict") else list(value)
@@ -250,12 +265,12 @@ def values_of(
     extra: Any,
     metrics: Mapping[str, float] | None,
 ) -> dict[str, Any]:
-    """What is no tensor and equal on all ranks, encoded. Raises ShardwiseError for what cannot be."""
+    """Encode the values that are not tensors and equal on all ranks. Raises ShardwiseError if that is impossible."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ShardwiseError(f"step is a number of optimizer steps from 0, not {step!r}")
+        raise ShardwiseError(f"step must be a number of optimizer steps, 0 or more; got {step!r}")
     for name, metric in (metrics or {}).items():
         if not math.isfinite(float(metric)):
-            raise ShardwiseError(f"the metric {name} is {metric}: no file says which checkpoint is better by it")
+            raise ShardwiseError(f"the metric {name} is {metric}: checkpoints can only be compared by finite numbers")
     values = {
         "step": step,
         "schedulers": [_encoded(scheduler, f"scheduler {at}") for at, scheduler in enumerate(schedulers)],
@@ -263,20 +278,20 @@ def values_of(
         "data": None if data is None else _encoded(data, "data"),
         "extra": encode(extra, "extra"),
     }
-    check_texts([[values]])  # as deep as they lie in the manifest
+    check_texts([[values]])  # nested as deep as in the manifest
     return values
 
 
 def _encoded(resumable: Resumable, what: str) -> Any:
     if not hasattr(resumable, "state_dict"):
-        fault = f"{what} is a {type(resumable).__name__}, which has no state_dict(): nothing says where it is"
-        raise ShardwiseError(problem(fault, fix="leave it out; for data sw.DataLoader has one"))
+        fault = f"{what} is a {type(resumable).__name__}, which has no state_dict() to save"
+        raise ShardwiseError(problem(fault, fix="leave it out, or for data use sw.DataLoader"))
     return encode(resumable.state_dict(), what)
 
 
 def _agree(saver: _Saver, path: Path, state: TrainingState, token: str) -> tuple[dict[str, Any], str]:
-    """Brings the saver up to date with what all ranks hold; returns the optimizers' states that are no tensors, and
-    rank 0's ``token``. One exchange where nothing has changed since the last save."""
+    """Update the saver to what all ranks hold. Return the optimizers' states that are not tensors, and rank 0's
+    ``token``. Takes one exchange if nothing has changed since the last save."""
     offers = describe_parts(state.parts)
     structure = _digest([offers, dict(state.tied), state.names])
     common = {name: _digest(value) for name, value in {**state.values, "path": str(path)}.items()}
@@ -286,15 +301,15 @@ def _agree(saver: _Saver, path: Path, state: TrainingState, token: str) -> tuple
         if differing:
             raise ShardwiseError(
                 problem(
-                    f"{differing[0]} of rank {rank} is not that of rank 0, and a checkpoint has one for all",
-                    fix="give the same on every rank; what differs between ranks can be gathered into one value first",
+                    f"{differing[0]} differs between rank {rank} and rank 0, and a checkpoint has one for all ranks",
+                    fix="pass the same value on every rank, or gather the values of all ranks into one first",
                 )
             )
     structures = [structure for structure, *_ in everywhere]
     if structures != saver.structures:
         blind = [rank for rank, sees in enumerate(gather_values(incomplete(path).is_dir())) if not sees]
         if blind:
-            what = f"rank {blind[0]} does not see {incomplete(path)}, which rank 0 made"
+            what = f"rank {blind[0]} does not see {incomplete(path)}, which rank 0 created"
             raise CheckpointError(problem(what, fix="give a folder on a file system that all machines share"))
         saver.shares = assign_writers(state)
         saver.staged.clear()
@@ -304,7 +319,7 @@ def _agree(saver: _Saver, path: Path, state: TrainingState, token: str) -> tuple
 
 
 def assign_writers(state: TrainingState) -> Shares:
-    """Who writes what of the states of all ranks. Every rank calls this."""
+    """Assign the pieces of all ranks' states to writers. Collective."""
     offered = gather_values((describe_parts(state.parts), dict(state.tied), state.names))
     tied = {name: first for _, some, _ in offered for name, first in some.items()}
     offers = [offer for offer, *_ in offered]
@@ -312,7 +327,7 @@ def assign_writers(state: TrainingState) -> Shares:
 
 
 def _merged(names: Sequence[Names]) -> list[list[list[str]]]:
-    """The parameters in every group of every optimizer, over all ranks: a rank may hold a part of the model only."""
+    """Merge the parameter names of every group of every optimizer over all ranks: a rank may hold part of the model."""
     return [
         [list(dict.fromkeys(name for rank in names for name in rank[o][g])) for g in range(len(names[0][o]))]
         for o in range(len(names[0]))

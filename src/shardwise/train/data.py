@@ -1,8 +1,8 @@
-"""``sw.DataLoader``: one order of samples for the whole job, of which every rank reads its part.
+"""``sw.DataLoader``: one global order of samples, of which every rank reads its part.
 
-The order of an epoch is a permutation that follows from the seed and the epoch alone. A step takes the next samples of
-it, and a rank of those the ones that the plan's layout of the inputs gives it. Where the run is, is one number, the
-samples handed out in this epoch: it means the same for any number of ranks and any size of batch.
+The order of an epoch is a permutation that depends only on the seed and the epoch. A step takes the next samples, and a
+rank reads those that the plan's input layout assigns to it. The position of the run is a single number: the samples
+consumed in this epoch. It is valid for any number of ranks and any batch size.
 """
 
 from __future__ import annotations
@@ -28,21 +28,30 @@ Rows = tuple[int, int]  # [start, stop) of a batch
 
 
 class DataLoader:
-    """Batches of a data set, epoch after epoch with every ``for``; alike on every rank.
+    """Data loader with one sample order for all ranks. Every ``for`` loop runs one epoch.
 
-    ``dataset``: with ``len`` and ``[i]``, or an iterable one. ``par``: the parallel module that they are for, by itself
-    or in another one, or any other module: one made with ``inputs="local"`` gets on each rank the samples of its own
-    part, and of inputs that are split in other dims, too (sequence, features), its part of these; any other gets whole
-    batches. ``batch_size``: of the whole step. ``shuffle``: another permutation in every epoch. ``drop_last``: leave
-    out a last, smaller batch. ``seed_samples``: seed the generators of Python, NumPy and torch for every sample, so
-    that random augmentations, too, are those of the seed, whatever ranks and workers there are. ``collate_fn`` and
-    ``options``: as of ``torch.utils.data.DataLoader`` (``num_workers``, ``pin_memory``, ``persistent_workers``, ...);
-    what it makes of samples must not depend on which they are together (pad to a fixed length).
+    ``state_dict()`` holds the position, counted in consumed samples; ``load_state_dict`` continues from there.
 
-    Every rank reads the whole of an iterable data set, which must give the same samples on each, and keeps its part;
-    how many there were in a batch is compared between ranks. Its workers are not used.
+    Every rank reads an iterable data set completely and keeps its part; all ranks must get the same samples. The number
+    of samples per batch is compared between ranks. Workers are not used.
 
-    ``state_dict()`` says where the run is, counted in samples that were handed out; ``load_state_dict`` goes on there.
+    Args:
+        dataset: a data set with ``len`` and ``[i]``, or an iterable one.
+        par: the module that gets the batches. If it is, or contains, a parallel module with ``inputs="local"``, each
+            rank gets its part of the samples, and its part of other split dims (sequence, features). Otherwise every
+            rank gets whole batches.
+        batch_size: samples per step, over all ranks.
+        shuffle: whether to use a new permutation in every epoch.
+        seed: seed of the permutations, and of the samples with ``seed_samples``.
+        drop_last: whether to skip a last, smaller batch.
+        seed_samples: seed the generators of Python, NumPy and torch for every sample, so that random augmentations do
+            not depend on the number of ranks and workers.
+        collate_fn: as of ``torch.utils.data.DataLoader``; each sample's result must not depend on the others in its
+            batch (pad to a fixed length).
+        options: other options of ``torch.utils.data.DataLoader`` (``num_workers``, ``pin_memory``, ...).
+
+    Raises:
+        ShardwiseError: an invalid option, an empty data set, or a loader that differs between ranks.
     """
 
     def __init__(
@@ -59,11 +68,11 @@ class DataLoader:
         **options: Any,
     ) -> None:
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ShardwiseError(f"batch_size is the number of samples of a step, from 1, not {batch_size!r}")
+            raise ShardwiseError(f"batch_size must be a number of samples per step, 1 or more; got {batch_size!r}")
         taken = {"sampler", "batch_sampler"} & options.keys()
         if taken:
-            what = f"{min(taken)}= would choose samples, and the loader does"
-            raise ShardwiseError(problem(what, fix="give the data set in the order that is meant, and shuffle=False"))
+            what = f"{min(taken)}= is not allowed: the loader chooses the samples itself"
+            raise ShardwiseError(problem(what, fix="order the data set as you need it, and give shuffle=False"))
         self.dataset, self.par, self.batch_size = dataset, par, batch_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = self.cursor = self._turn = 0
@@ -78,13 +87,13 @@ class DataLoader:
             if not self._length:
                 raise ShardwiseError("the data set has no samples")
             if splits_in(par):
-                self._check_alike()
+                self._check_same_on_all_ranks()
         elif shuffle or seed_samples or options:
-            what = "an iterable data set gives its samples in its own order, in this process"
-            raise ShardwiseError(problem(what, fix="shuffle=False, no seed_samples, and no workers; or one with len"))
+            what = "an iterable data set is read in its own order, in this process: it takes no shuffle or options"
+            raise ShardwiseError(problem(what, fix="shuffle=False, no seed_samples and no workers; or a map-style set"))
 
-    def _check_alike(self) -> None:
-        """Raise ShardwiseError, on all ranks, where they would not draw the same samples."""
+    def _check_same_on_all_ranks(self) -> None:
+        """Raise ShardwiseError, on all ranks, if they would not draw the same samples."""
         settings = {
             "samples in the data set": self._length,
             "seed": self.seed,
@@ -102,20 +111,20 @@ class DataLoader:
 
     @property
     def _length(self) -> int:
-        """Of the data set, in samples."""
+        """Return the number of samples in the data set."""
         dataset: Any = self.dataset
         return len(dataset)
 
     def __len__(self) -> int:
-        """Batches of a whole epoch."""
+        """Return the number of batches of a whole epoch."""
         if self._is_iterable:
-            raise TypeError("an iterable data set does not say how many samples it has")
+            raise TypeError("an iterable data set has no length")
         whole, rest = divmod(self._length, self.batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[Any]:
-        """The rest of the epoch; afterwards the next one begins. Raises ShardwiseError where a later iteration has
-        begun, or the place in the data is another one: it is one for all."""
+        """Yield the remaining batches of the epoch, then advance to the next epoch. Raises ShardwiseError if a newer
+        iteration has begun or a position was loaded meanwhile: all iterations share one position."""
         self._turn = turn = self._turn + 1
         for count, batch in self._streamed() if self._loader is None else self._loaded(self._loader):
             self._check_turn(turn)
@@ -128,14 +137,14 @@ class DataLoader:
         if turn != self._turn:
             raise ShardwiseError(
                 problem(
-                    "the loader's place in the data was changed during an iteration, by another one or by "
+                    "the loader's position was changed during an iteration, by another iteration or by "
                     "load_state_dict: samples would be lost or repeated",
-                    fix="make a loader of its own for evaluation, and begin a new loop where the place is loaded",
+                    fix="use a separate loader for evaluation, and begin a new loop after load_state_dict",
                 )
             )
 
     def _loaded(self, loader: TorchLoader[Any]) -> Iterator[tuple[int, Any]]:
-        """(samples of the step, this rank's part of its batch)."""
+        """Yield (number of samples of the step, this rank's part of its batch)."""
         for batch in loader:
             count = min(self.batch_size, self._length - self.cursor)
             yield count, self._parts.cut(batch, count)
@@ -161,7 +170,7 @@ class DataLoader:
             yield len(samples), self._parts.cut(self._collate(local_samples), len(samples))
 
     def steps(self) -> Iterator[Sequence[int]]:
-        """The samples of every step of the rest of the epoch, over all ranks."""
+        """Yield the sample indices of each remaining step of the epoch, over all ranks."""
         length = self._length
         order: Sequence[int] = range(length)
         if self.shuffle:
@@ -183,27 +192,27 @@ class DataLoader:
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises ShardwiseError for a data set of another length, and for a loader that is shuffled otherwise."""
+        """Raise ShardwiseError if the state is of a data set with another length, seed or shuffle setting."""
         current = self.state_dict()
         for name, what in (("length", "samples in the data set"), ("seed", "seed"), ("shuffle", "shuffle")):
             if state[name] != current[name]:
                 raise ShardwiseError(
                     problem(
-                        f"the run had {what} {state[name]!r}, and goes on with {current[name]!r}: samples would be "
-                        "lost or repeated",
+                        f"the saved run had {what} {state[name]!r}, and this loader has {current[name]!r}: samples "
+                        "would be lost or repeated",
                         fix="give the same data set and seed, or start a new epoch: load without data=",
                     )
                 )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises as ``check_state_dict``, and goes on where it was as before."""
+        """Continue from a saved position. Raises ShardwiseError like ``check_state_dict``, and then changes nothing."""
         self.check_state_dict(state)
         self._turn += 1
         self.epoch, self.cursor = int(state["epoch"]), int(state["cursor"])
 
 
 class _BatchSampler:
-    """What torch's loader asks for the samples of this rank, batch by batch. It goes on ahead of what is handed out."""
+    """Batch sampler for torch's loader: this rank's sample indices. It runs ahead of the consumed batches."""
 
     def __init__(self, loader: DataLoader) -> None:
         self.loader = loader
@@ -211,7 +220,7 @@ class _BatchSampler:
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for samples in self.loader.steps():
             start, stop = self.loader._parts.rows(len(samples))
-            # A rank without a sample learns from another what one looks like.
+            # A rank without samples loads another one, to get the right structure and shapes.
             indices = samples[start:stop] or samples[:1]
             yield [(self.loader.epoch, index) for index in indices]
 
@@ -228,7 +237,7 @@ class _Samples(Dataset[Any]):
 
 
 class _Seeded(_Samples):
-    """Every sample finds generators of its own, and the process those that it had."""
+    """Seeds the random generators for each sample, and restores the process's states afterwards."""
 
     def __init__(self, dataset: Dataset[Any], seed: int) -> None:
         super().__init__(dataset)
@@ -249,7 +258,7 @@ class _Seeded(_Samples):
 
 
 class _BatchParts:
-    """Which part of a batch is this rank's."""
+    """Cuts this rank's part out of batches."""
 
     def __init__(self, par: torch.nn.Module) -> None:
         self.layouts: dict[str, Layout] = {}
@@ -257,8 +266,8 @@ class _BatchParts:
         splits = splits_in(par)
         local = [path for path, split in splits.items() if split.inputs == "local"]
         if local and len(splits) > 1:
-            what = f"the batches are for one of the parallel modules {', '.join(splits)}, and nothing says for which"
-            raise ShardwiseError(problem(what, fix="give that one as par="))
+            what = f"par= contains several parallel modules ({', '.join(splits)}): it is unclear which gets the batches"
+            raise ShardwiseError(problem(what, fix="pass that module as par="))
         if local:
             split = splits[local[0]]
             self.position, self.layouts = split.device_number, split.plan.input_layouts
@@ -268,12 +277,12 @@ class _BatchParts:
             )
 
     def rows(self, num_samples: int) -> Rows:
-        """The samples of a batch that this rank needs for some input."""
+        """Return the range of a batch's samples that this rank needs for any input."""
         ranges = [self._range(self.layouts[name], 0, num_samples) for name in self.with_samples]
         return (min(a for a, _ in ranges), max(b for _, b in ranges)) if ranges else (0, num_samples)
 
     def cut(self, batch: Any, num_samples: int) -> Any:
-        """This rank's part of what was collated of its samples."""
+        """Cut this rank's part out of the collated samples of ``rows``."""
         if not self.layouts:
             return batch
         first, last = self.rows(num_samples)
@@ -293,7 +302,7 @@ class _BatchParts:
         return kwargs if isinstance(batch, Mapping) else args if isinstance(batch, (tuple, list)) else args[0]
 
     def _range(self, layout: Layout, dim: int, size: int) -> Rows:
-        """[start, stop) of a dim of an input of so many rows, as ranks that pass parts divide it."""
+        """Return this rank's [start, stop) of an input's dim of ``size`` elements."""
         axes = [axis for atom in layout.dims[dim] for axis in atom.axes]
         coordinates = layout.mesh.coordinates(self.position)
         count, position = layout.mesh.size_of(axes), 0

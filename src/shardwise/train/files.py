@@ -1,4 +1,4 @@
-"""Bytes of a checkpoint: staged in memory, written in blocks with their checksums, and read back by boxes."""
+"""Data files of a checkpoint: staged in memory, written in blocks with checksums, and read by boxes of tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardwise.train.manifest import BLOCK_BYTES, DataFile, Manifest, StoredTens
 from shardwise.train.parts import TensorPart
 from shardwise.train.sharing import AT_ONCE_BYTES, PAGE_BYTES, PlannedFile, WritePiece
 
-_DIRECT: int = getattr(os, "O_DIRECT", 0)  # 0: this system has no such thing
+_DIRECT: int = getattr(os, "O_DIRECT", 0)  # 0 if the system does not have it
 
 
 @dataclass(frozen=True)
@@ -38,19 +38,19 @@ class StagedFile:
         return StagedFile(file, _room(file.num_bytes, pinned=pinned))
 
     def part(self, start: int, stop: int) -> memoryview:
-        """Some bytes of the data."""
+        """Return the data bytes from ``start`` to ``stop``."""
         return memoryview(self.buffer[start:stop].numpy().data)
 
     @cached_property
     def _places(self) -> list[torch.Tensor]:
-        """Where the pieces lie."""
+        """Return the buffer's views for the pieces."""
         return [
             self.buffer[start : start + piece.num_bytes].view(piece.dtype).view(piece.sizes)
             for start, piece in self.file.pieces
         ]
 
     def fill(self, parts: Mapping[str, TensorPart]) -> None:
-        """Copy this rank's pieces of the file to where they will lie in it."""
+        """Copy this rank's pieces of the file to the buffer."""
         pinned = self.buffer.is_pinned()
         with torch.no_grad():
             for place, (_, piece) in zip(self._places, self.file.pieces, strict=True):
@@ -59,7 +59,7 @@ class StagedFile:
 
 @dataclass(frozen=True)
 class StreamedFile:
-    """A file that is written out of a rank's ``parts``, which nobody changes meanwhile, through a small ``window``."""
+    """A file that is written from a rank's ``parts``, which must not change meanwhile, through a small ``window``."""
 
     file: PlannedFile
     parts: Mapping[str, TensorPart]
@@ -70,7 +70,7 @@ class StreamedFile:
         return StreamedFile(file, parts, _room(min(file.num_bytes, AT_ONCE_BYTES), pinned=pinned))
 
     def part(self, start: int, stop: int) -> memoryview:
-        """Some bytes of the data, as many as the window has at most; the next ones take their place."""
+        """Return data bytes, at most the window's size. They are valid until the next call."""
         with torch.no_grad():
             for at in range(bisect(self._starts, start) - 1, bisect_left(self._starts, stop)):
                 begin, piece = self.file.pieces[at]
@@ -88,7 +88,7 @@ class StreamedFile:
 
 
 def _copy_elements(target: torch.Tensor, source: torch.Tensor, first: int) -> None:
-    """Copy the elements of a tensor from ``first`` on, in row-major order, as many as go into a flat one."""
+    """Fill a flat ``target`` with elements of ``source`` in row-major order, starting at ``first``."""
     if source.is_contiguous():
         target.copy_(source.reshape(-1)[first : first + len(target)])
         return
@@ -107,7 +107,7 @@ def _copy_elements(target: torch.Tensor, source: torch.Tensor, first: int) -> No
 
 
 def _room(num_bytes: int, *, pinned: bool) -> torch.Tensor:
-    """Memory at an address from which a disk can take it."""
+    """Allocate page-aligned memory, as direct I/O needs it."""
     whole = num_bytes + PAGE_BYTES
     room = torch.empty(whole, dtype=torch.uint8, pin_memory=True) if pinned else _in_large_pages(whole)
     first = -room.data_ptr() % PAGE_BYTES
@@ -115,7 +115,7 @@ def _room(num_bytes: int, *, pinned: bool) -> torch.Tensor:
 
 
 def _in_large_pages(num_bytes: int) -> torch.Tensor:
-    """Memory that a copy fills, and a disk reads, with fewer looks at tables of pages, where the system has such."""
+    """Allocate memory in huge pages if the system has them: copies and direct I/O need fewer page-table lookups."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -133,10 +133,10 @@ def _source(part: TensorPart, piece: WritePiece) -> torch.Tensor:
 
 
 def write(path: Path, source: StagedFile | StreamedFile) -> DataFile:
-    """Write a file and wait until it is on the disk. Raises OSError.
+    """Write a file and wait until it is on disk. Raises OSError.
 
-    All but the last part goes past the system's cache, where the file system can do that: the disk takes it from
-    memory. A copy in the cache takes twice the processor's time that the checksums do, and nobody reads it soon.
+    All but the last part is written with O_DIRECT if the file system supports it. A copy to the page cache takes twice
+    the CPU time of the checksums, and the file is not read soon.
     """
     file = source.file
     checksums: list[str] = []
@@ -151,7 +151,7 @@ def write(path: Path, source: StagedFile | StreamedFile) -> DataFile:
 
 
 def _write_all(descriptor: int, content: memoryview, *, direct: bool = False) -> None:
-    """``direct``: past the system's cache, if it can be."""
+    """Write all of ``content``. ``direct``: bypass the page cache if possible."""
     _set_direct(descriptor, direct)
     while content:
         try:
@@ -159,18 +159,18 @@ def _write_all(descriptor: int, content: memoryview, *, direct: bool = False) ->
         except OSError:
             if not direct:
                 raise
-            direct = False  # the ordinary way says whether it is an error
+            direct = False  # retry without O_DIRECT: only its failure is an error
             _set_direct(descriptor, direct)
 
 
 def _set_direct(descriptor: int, direct: bool) -> None:
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-    with contextlib.suppress(OSError):  # not on this file system
+    with contextlib.suppress(OSError):  # the file system does not support it
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | _DIRECT if direct else flags & ~_DIRECT)
 
 
 class CheckpointReader:
-    """Reads boxes of tensors out of a checkpoint's files, through the memory map of each."""
+    """Reads boxes of tensors from a checkpoint's memory-mapped files."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
@@ -179,12 +179,12 @@ class CheckpointReader:
         self._verified: dict[str, np.ndarray] = {}
 
     def path(self, file: str) -> Path:
-        """Where a file of the manifest is."""
+        """Return the path of a file of the manifest."""
         return self.folder / file
 
     def verify(self, name: str, boxes: Iterable[Box]) -> None:
-        """Compare the checksums of all blocks in which some boxes of a tensor lie, each block once. Raises
-        CheckpointError where one is missing or differs, or elements of the boxes are in no file or in two."""
+        """Verify the checksums of all blocks that contain boxes of a tensor, each block once. Raises CheckpointError if
+        a block is missing or differs, or if elements of the boxes are in no file or in several."""
         stored = self.manifest.tensors[name]
         for box in boxes:
             chunks = self._chunks(stored, box)
@@ -194,16 +194,16 @@ class CheckpointReader:
                 for second, _ in chunks[:i]
             )
             if sum(common.numel for common, _ in chunks) != box.numel or overlap:
-                what = f"{self.folder} does not have every element of {name} once"
+                what = f"{self.folder} does not have every element of {name} exactly once"
                 raise CheckpointError(problem(what, fix="load an older checkpoint"))
             for common, position in chunks:
                 self._verify_blocks(stored, common, position)
 
     def prepare(self) -> None:
-        """Between the last ``verify`` and the first ``read``, on every rank."""
+        """Prepare for ``read``, after the last ``verify``. Collective."""
 
     def read(self, name: str, part: TensorPart) -> None:
-        """Copy the elements of a tensor that a rank holds to its part, in the part's dtype."""
+        """Fill a rank's part of a tensor, converting to the part's dtype."""
         stored = self.manifest.tensors[name]
         with torch.no_grad():
             for box in part.boxes:
@@ -218,7 +218,7 @@ class CheckpointReader:
 
     @staticmethod
     def _chunks(stored: StoredTensor, box: Box) -> list[tuple[Box, int]]:
-        """What of a box lies in which chunks."""
+        """Return the overlaps of a box with the tensor's chunks: (overlap, index of the chunk)."""
         common_boxes = ((box.common(chunk.offsets, chunk.sizes), at) for at, chunk in enumerate(stored.chunks))
         return [(common, at) for common, at in common_boxes if common is not None]
 
@@ -226,13 +226,13 @@ class CheckpointReader:
         return self.manifest.files[file]
 
     def _map(self, file: str) -> torch.Tensor:
-        """The bytes of a file. Raises CheckpointError for a file that is missing or has another length."""
+        """Map a file and return its bytes. Raises CheckpointError if it is missing or has another length."""
         if file not in self._mapped:
             path, expected = self.path(file), self._data(file).start + self._data(file).num_bytes
             try:
                 is_file, size = path.is_file(), path.stat().st_size
                 if not is_file or size != expected:
-                    what = f"{path} has {size:,} bytes, and {expected:,} were written"
+                    what = f"{path} has {size:,} bytes, but {expected:,} were written"
                     raise CheckpointError(problem(what, fix="load an older checkpoint, or copy this one again"))
                 self._mapped[file] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
             except (OSError, RuntimeError) as error:
@@ -247,20 +247,20 @@ class CheckpointReader:
         size, data = self.manifest.block_bytes, self._data(chunk.file)
         content = self._map(chunk.file)
         done = self._verified.setdefault(chunk.file, np.zeros(-(-data.num_bytes // size), dtype=bool))
-        wanted = _blocks(stored, common, position, size, len(done)) & ~done
-        for block in np.flatnonzero(wanted).tolist():
+        new = _blocks(stored, common, position, size, len(done)) & ~done
+        for block in np.flatnonzero(new).tolist():
             start, stop = block * size, min((block + 1) * size, data.num_bytes)
             self.num_bytes_read += stop - start
             if zlib.crc32(content[data.start + start : data.start + stop].numpy().data) != data.checksum(block):
-                what = f"{self.folder / chunk.file} is damaged: bytes {start:,} to {stop:,} of its data are not those "
-                raise CheckpointError(problem(f"{what}that were written", fix="load an older checkpoint"))
-        done |= wanted
+                what = f"{self.folder / chunk.file} is damaged: wrong checksum of data bytes {start:,} to {stop:,}"
+                raise CheckpointError(problem(what, fix="load an older checkpoint"))
+        done |= new
 
 
 def _blocks(stored: StoredTensor, common: Box, position: int, size: int, count: int) -> np.ndarray:
-    """Which blocks of a file the elements of a box lie in."""
+    """Return a mask of the file's blocks that contain elements of a box."""
     chunk, itemsize = stored.chunks[position], stored.dtype.itemsize
-    inner = len(chunk.sizes)  # dims from here on lie in one stretch
+    inner = len(chunk.sizes)  # dims from here on are contiguous
     while inner and common.sizes[inner - 1 :] == chunk.sizes[inner - 1 :]:
         inner -= 1
     outer = max(inner - 1, 0)

@@ -1,5 +1,5 @@
-"""Locks of folders that a process writes to: held by the kernel as long as the process lives, on one machine and over
-network file systems that have locks."""
+"""Locks of folders that a process writes to. The kernel holds them until the process ends, on one machine and over
+network file systems that support locks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_TEXT = 1024
 
 @dataclass(frozen=True)
 class Lock:
-    """``is_certain``: whether the file system has locks, and nothing else writes."""
+    """A held lock. ``is_certain``: whether the file system supports locks, so that no other process writes."""
 
     file: Path
     descriptor: int
@@ -32,8 +32,8 @@ class Lock:
 
 
 def lock(path: Path) -> Lock:
-    """Lock a path that is to be written, whether it exists or not. Raises CheckpointError where a live process writes
-    it, and OSError."""
+    """Lock a path for writing, whether it exists or not. Raises OSError, and CheckpointError if a live process is
+    writing it."""
     file = path.absolute().with_name(f".{path.absolute().name}.lock")
     while True:
         descriptor = _opened(file)
@@ -44,7 +44,7 @@ def lock(path: Path) -> Lock:
             if not _is_same(file, descriptor):  # the last writer has just removed it
                 os.close(descriptor)
                 continue
-            with contextlib.suppress(OSError):  # another user's
+            with contextlib.suppress(OSError):  # the file may be another user's
                 os.truncate(descriptor, 0)
                 os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}".encode(), 0)
             return Lock(file, descriptor, is_certain=True)
@@ -52,7 +52,7 @@ def lock(path: Path) -> Lock:
             writer = os.pread(descriptor, _MAX_TEXT, 0).decode(errors="replace") or "another process"
             os.close(descriptor)
             what = f"{path} is being saved by {writer}"
-            fix = "end one of the two jobs, or give each a folder of its own"
+            fix = "end one of the two jobs, or give each its own folder"
             raise CheckpointError(problem(what, fix=fix)) from None
         except OSError:  # a file system without locks
             return Lock(file, descriptor, is_certain=False)
@@ -70,7 +70,7 @@ def _opened(file: Path) -> int:
 
 
 def _is_same(file: Path, descriptor: int) -> bool:
-    """Whether a file is still the one that was opened."""
+    """Return whether a path still leads to the opened file."""
     try:
         return os.path.samestat(os.stat(file, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:

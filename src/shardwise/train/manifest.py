@@ -1,9 +1,9 @@
-"""What a checkpoint says about itself: one JSON file that appears when everything else is written.
+"""The manifest of a checkpoint: one JSON file that is written last.
 
-``checkpoint.json`` names every tensor with its dtype, its global shape and the boxes of it that lie in files; every
-file with the CRC-32 of each block of its data; and the values that are no tensors. It holds no layout, no mesh and no
-rank that anybody needs to load: only where the elements are. Whoever wrote the file, reading it builds numbers, texts
-and lists.
+``checkpoint.json`` lists every tensor with its dtype, its global shape and the boxes of it in files; every file with
+the CRC-32 of each block of its data; and the values that are not tensors. Loading needs no layout, mesh or rank: the
+manifest only stores where the elements are. Reading it is safe for untrusted files: it creates only numbers, texts and
+lists.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from shardwise.untrusted_text import MAX_FILE, MAX_NUMBER, read_json, read_text,
 
 FILE = "checkpoint.json"
 FORMAT, VERSION = "shardwise checkpoint", 1
-BLOCK_BYTES = 2**18  # what a checksum is of; reading a part reads the blocks that it lies in
+BLOCK_BYTES = 2**18  # per checksum; reading a part reads all blocks that contain it
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,200}\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, row-major from byte ``start`` of a file's data."""
+    """A box of a tensor, stored row-major from byte ``start`` of a file's data."""
 
     file: str
     start: int
@@ -50,7 +50,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """``start``: where the data begins, in bytes; ``checksums``: 8 hexadecimal digits per block of it."""
+    """A data file. ``start``: byte where the data begins; ``checksums``: 8 hexadecimal digits per block."""
 
     start: int
     num_bytes: int
@@ -62,8 +62,8 @@ class DataFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """``tied``: further names of tensors. ``plan``: the digest of the plan it was saved under, "" without one.
-    ``values``: encoded (``train.values``)."""
+    """The content of ``checkpoint.json``. ``tied``: additional names of tensors; ``plan``: digest of the plan that was
+    in use, "" without one; ``values``: encoded (``train.values``)."""
 
     step: int
     num_ranks: int
@@ -76,7 +76,7 @@ class Manifest:
     values: Mapping[str, Any] = field(default_factory=dict)
 
     def find(self, name: str) -> str | None:
-        """The name under which a tensor is stored, if it is."""
+        """Return the name under which a tensor is stored, or None."""
         other = self.tied.get(name, name)
         return name if name in self.tensors else other if other in self.tensors else None
 
@@ -108,14 +108,14 @@ def _crc(content: Any) -> int:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of a checkpoint. Raises CheckpointError where it is missing or not whole."""
+    """Read the manifest of a checkpoint. Raises CheckpointError if it is missing or damaged."""
     try:
         text = read_text(folder / FILE, MAX_FILE)
     except (OSError, UnicodeDecodeError, ShardwiseError) as error:
         raise CheckpointError(
             problem(
                 f"{folder} is no checkpoint: {FILE} cannot be read ({shorten_repr(str(error), 200)})",
-                fix="give the folder of one that save_checkpoint finished, or the folder above several",
+                fix="give the folder of a complete checkpoint, or the folder that contains several",
             )
         ) from error
     try:
@@ -126,19 +126,19 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(text: str) -> Manifest:
-    """Raises ShardwiseError for a text that ``to_text`` did not write."""
+    """Parse a text of ``Manifest.to_text``. Raises ShardwiseError for any other text."""
     value = read_json(text)
     if not isinstance(value, dict) or value.get("format") != FORMAT:
-        raise ShardwiseError(f'it does not say "format": "{FORMAT}"')
+        raise ShardwiseError(f'it does not have "format": "{FORMAT}"')
     if value.get("version") != VERSION:
         raise ShardwiseError(f"it has version {shorten_repr(value.get('version'))}, and this shardwise reads {VERSION}")
     content = value.get("content")
     if not isinstance(content, dict) or value.get("crc32") != _crc(content):
-        raise ShardwiseError("its checksum is not that of its content")
+        raise ShardwiseError("its checksum does not match its content")
     try:
         return _manifest(content)
     except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
-        raise ShardwiseError(f"it is not what a checkpoint has ({shorten_repr(str(error), 200)})") from error
+        raise ShardwiseError(f"its content is malformed ({shorten_repr(str(error), 200)})") from error
 
 
 def _manifest(content: dict[str, Any]) -> Manifest:
@@ -190,7 +190,7 @@ def _count(value: Any) -> int:
 
 def _require(holds: bool, what: str) -> None:
     if not holds:
-        raise ShardwiseError(f"{what} cannot be")
+        raise ShardwiseError(f"invalid value: {what}")
 
 
 __all__ = ["BLOCK_BYTES", "FILE", "Chunk", "DataFile", "Manifest", "StoredTensor", "parse_manifest", "read_manifest"]

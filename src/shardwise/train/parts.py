@@ -1,12 +1,12 @@
-"""What this rank holds of everything that a checkpoint keeps, by names that no plan changes.
+"""This rank's parts of all tensors in a checkpoint, under names that do not depend on the plan.
 
 ========================================  =============================================================
 ``model.NAME``                            a parameter or persistent buffer of the original module
-``optimizer.state.NAME.KEY``              what an optimizer keeps of it (``exp_avg``, ``step``)
+``optimizer.state.NAME.KEY``              an optimizer state of it (``exp_avg``, ``step``)
 ``random.RANK``                           the states of a rank's generators, as text
 ========================================  =============================================================
 
-A part is a local tensor with the boxes of the global one that it holds. Ranks need not hold every name.
+A part is a local tensor with the boxes of the global tensor that it holds. A rank need not hold every name.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from shardwise.runtime.parallel_module import ParallelModule
 from shardwise.train.values import decode, encode
 
 MODEL, STATE, RANDOM = "model.", "optimizer.state.", "random."
-_TEXT_BYTES = 4096  # states of generators are padded to a multiple: their size seldom changes
+_TEXT_BYTES = 4096  # generator states are padded to a multiple, so that their size seldom changes
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """``tensor``: what this rank holds of a global tensor of ``shape``. Its ``boxes`` say which elements."""
+    """A part of a global tensor of ``shape``. ``tensor``: the local elements; ``boxes``: which elements they are."""
 
     tensor: torch.Tensor
     shape: tuple[int, ...]
@@ -47,11 +47,11 @@ class TensorPart:
         return TensorPart(tensor, tuple(tensor.shape), (Box.whole(tensor.shape),))
 
     def like(self, tensor: torch.Tensor) -> TensorPart:
-        """The same boxes of another tensor."""
+        """Return a part with the same boxes of another tensor."""
         return TensorPart(tensor, self.shape, self.boxes)
 
     def at(self, box: Box) -> torch.Tensor:
-        """A view of the local elements of a box that lies in one of the part's own."""
+        """Return a view of the elements of a box, which must lie in one of the part's boxes."""
         view = self.tensor
         if box.sizes == view.shape:
             return view
@@ -66,21 +66,21 @@ class TensorPart:
 
 @dataclass(frozen=True)
 class ModuleParts:
-    """By canonical names, those of ``model.named_parameters()``; ``tied``: further name -> canonical name."""
+    """The parts of a module, by the names of ``model.named_parameters()``; ``tied``: additional name -> that name."""
 
     parts: Mapping[str, TensorPart]
     tied: Mapping[str, str]
 
 
 def splits_in(module: torch.nn.Module) -> dict[str, ParallelModule]:
-    """The parallel modules that a module is, or has in it, by path."""
+    """Return the parallel modules in a module (which may be one itself), by path."""
     if isinstance(module, ParallelModule):
         return {"": module}
     return {path: submodule for path, submodule in module.named_modules() if isinstance(submodule, ParallelModule)}
 
 
 def seeds_in(module: torch.nn.Module) -> dict[str, ParallelModule]:
-    """The parallel modules, by the name of the number that their random numbers follow from."""
+    """Return the parallel modules, by the name of their random seed."""
     return {f"{path}.{SEED}".lstrip("."): split for path, split in splits_in(module).items()}
 
 
@@ -89,8 +89,8 @@ def is_seed(name: str) -> bool:
 
 
 def module_parts(module: torch.nn.Module) -> ModuleParts:
-    """What this rank holds of a module: of what is parallel its shards, also inside of other modules, else the whole.
-    Raises ShardwiseError for views of shards."""
+    """Return this rank's parts of a module: shards of parallel modules (also nested ones), other tensors whole. Raises
+    ShardwiseError for views of shards."""
     parts: dict[str, TensorPart] = {}
     tied: dict[str, str] = {}
     names: dict[int, str] = {}
@@ -117,7 +117,7 @@ def _persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _part_of(
     name: str, tensor: torch.Tensor, splits: Mapping[str, ParallelModule], owners: Owners | None
 ) -> TensorPart:
-    """``owners``: of the memory of shards, where not all of the module is parallel."""
+    """Return this rank's part of a tensor. ``owners``: owners of shard memory, if not all of the module is parallel."""
     for path, split in splits.items():
         if name.startswith(f"{path}." if path else ""):
             layout = split.layouts.get(name.removeprefix(f"{path}.") if path else name)
@@ -129,7 +129,7 @@ def _part_of(
     if tuple(tensor.shape) != shard.layout.local_shape(coordinates):
         raise ShardwiseError(
             problem(
-                f"{name} is a view of this rank's part of {shard.name}: nothing says which part of the whole it is",
+                f"{name} is a view of this rank's shard of {shard.name}, and its place in the whole tensor is unknown",
                 fix="save the parallel module itself, or whole tensors",
             )
         )
@@ -147,8 +147,8 @@ def _part_in(tensor: torch.Tensor, layout: Layout | None, coordinates: Mapping[s
 
 @dataclass(frozen=True)
 class OptimizerParts:
-    """``parts``: states that are tensors, by full name; ``plain``: other states, encoded, by parameter and key;
-    ``names``: of the parameters in every group of every optimizer; ``settings``: the groups' options, encoded."""
+    """The parts of optimizers. ``parts``: states that are tensors, by full name; ``plain``: other states, encoded, by
+    parameter and key; ``names``: parameters in every group of every optimizer; ``settings``: encoded group options."""
 
     parts: Mapping[str, TensorPart]
     plain: Mapping[str, Mapping[str, Any]]
@@ -158,8 +158,8 @@ class OptimizerParts:
 
 
 def optimizer_parts(optimizers: Sequence[torch.optim.Optimizer], module: ModuleParts) -> OptimizerParts:
-    """What this rank holds of optimizers of a module's parameters. Raises ShardwiseError for parameters of others, and
-    for states of which nobody can say which part of the whole they are."""
+    """Return this rank's parts of optimizers of a module's parameters. Raises ShardwiseError for parameters that are
+    not the module's, and for states whose place in the whole tensor is unknown."""
     parts: dict[str, TensorPart] = {}
     plain: dict[str, dict[str, Any]] = {}
     names = names_in_groups(optimizers, module)
@@ -183,18 +183,18 @@ def optimizer_parts(optimizers: Sequence[torch.optim.Optimizer], module: ModuleP
 
 
 def names_in_groups(optimizers: Sequence[torch.optim.Optimizer], module: ModuleParts) -> list[list[list[str]]]:
-    """The names of the parameters in every group of every optimizer."""
-    known = {id(part.tensor): name for name, part in module.parts.items()}
+    """Return the names of the parameters in every group of every optimizer."""
+    name_of = {id(part.tensor): name for name, part in module.parts.items()}
     for optimizer in optimizers:
         for position, group in enumerate(optimizer.param_groups):
-            if any(id(parameter) not in known for parameter in group["params"]):
+            if any(id(parameter) not in name_of for parameter in group["params"]):
                 raise ShardwiseError(
                     problem(
                         f"group {position} of {kind_of(optimizer)} has parameters that are not the module's",
-                        fix="make the optimizer of par.parameters(), after sw.parallelize",
+                        fix="create the optimizer from par.parameters(), after sw.parallelize",
                     )
                 )
-    return [[[known[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers]
+    return [[[name_of[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers]
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> str:
@@ -202,9 +202,9 @@ def kind_of(optimizer: torch.optim.Optimizer) -> str:
 
 
 def state_name(name: str, key: object) -> str:
-    """The name of a state in a checkpoint."""
+    """Return the name of a state in a checkpoint."""
     if not isinstance(key, str) or "." in key:
-        raise ShardwiseError(f"the optimizer keeps {key!r} of {name}: a checkpoint names states by texts without dots")
+        raise ShardwiseError(f"the optimizer has a state {key!r} of {name}: state names must be texts without dots")
     return f"{STATE}{name}.{key}"
 
 
@@ -216,7 +216,7 @@ def _state_part(name: str, value: torch.Tensor, parameter: TensorPart) -> Tensor
     raise ShardwiseError(
         problem(
             f"{name} has shape {list(value.shape)}, and this rank holds {list(parameter.tensor.shape)} of the "
-            f"parameter's {list(parameter.shape)}: nothing says which part of the whole it is",
+            f"parameter's {list(parameter.shape)}: its place in the whole state is unknown",
             fix="use an element-wise optimizer, whose states have the parameter's shape or are single numbers",
         )
     )
@@ -226,7 +226,7 @@ def _state_part(name: str, value: torch.Tensor, parameter: TensorPart) -> Tensor
 
 
 def random_part() -> TensorPart:
-    """The states of the generators of Python, NumPy, torch and the current CUDA device."""
+    """Return the states of the random generators of Python, NumPy, torch and the current CUDA device."""
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -240,7 +240,7 @@ def random_part() -> TensorPart:
 
 
 def restore_random(content: torch.Tensor) -> None:
-    """Set the generators to what ``random_part`` found. Raises ShardwiseError for another content."""
+    """Restore the generators from the content of ``random_part``. Raises ShardwiseError for another content."""
     try:
         states = decode(json.loads(content.numpy().tobytes()))
         random.setstate(states["python"])

@@ -1,16 +1,16 @@
-"""Copies of the state in the memory of other machines: what is left when a machine is lost with its memory.
+"""Copies of the training state in the memory of other machines, to survive the loss of a machine.
 
-Every so many steps each rank copies its share of the state to files in the memory of its machine, and has another
-machine keep a copy of each. A copy that another machine's ranks can make of what they hold (data-parallel replicas) is
-made there, without a message; all else is sent to the rank at the same place of the next machine, beside the steps that
-follow. As in ``train.snapshots`` there are two slots in turn, and the ranks meet between filling them: whenever a
-machine is lost, one slot is whole on those that are left.
+Every few steps each rank copies its share of the state to files in its machine's memory, and another machine keeps a
+copy of each file. If ranks of another machine hold the same elements (data-parallel replicas), they copy locally,
+without communication. Everything else is sent to the corresponding rank of the next machine, overlapped with the
+following steps. As in ``train.snapshots`` there are two alternating slots, and the ranks synchronize between filling
+them. So whenever a machine is lost, one slot is complete on the remaining machines.
 
 ==============================  ====================================================================
 ``NUMBER/tensors.json``         a checkpoint's manifest, without values: which file has which elements
-``NUMBER/NAME-SLOT``            a file of the manifest, of a rank of this machine
-``NUMBER/NAME-SLOT.copy``       one of a rank of another machine
-``NUMBER/NAME-SLOT.note``       the file (or ``.copy.note``: the copy) is whole: the step, its values
+``NUMBER/NAME-SLOT``            a file of the manifest, written by a rank of this machine
+``NUMBER/NAME-SLOT.copy``       the copy of a file of a rank on another machine
+``NUMBER/NAME-SLOT.note``       marks the file (``.copy.note``: the copy) complete, with the step and values
 ==============================  ====================================================================
 """
 
@@ -41,27 +41,34 @@ from shardwise.train.snapshots import no_checksums, write_atomically
 
 _TENSORS, _NOTE, _COPY, _FETCHED = "tensors.json", ".note", ".copy", ".fetched"
 _NUM_SLOTS = 2
-_NOBODY = -1  # keeps a copy
+_NO_KEEPER = -1
 
 
 @dataclass(frozen=True, slots=True)
 class PeerCopy:
-    """Copies in the memory of other machines. ``memory``: a folder in the memory of this machine that outlives its
-    processes (``"/dev/shm/run-7"``), to which no other user may write; ranks of one machine give the same, and
-    nobody deletes it but you. ``every``: how
-    many steps there are to a copy; after a loss training goes back by less than twice as many."""
+    """Settings for copies of the training state in the memory of other machines.
+
+    Args:
+        memory: a folder in this machine's shared memory (``"/dev/shm/run-7"``), the same for all its ranks, to which no
+            other user may write. shardwise does not delete it.
+        every: steps between copies; after a loss training repeats less than twice as many.
+
+    Raises:
+        ShardwiseError: ``every`` is not an integer of at least 1.
+    """
 
     memory: str | Path
     every: int = 1
 
     def __post_init__(self) -> None:
         if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
-            raise ShardwiseError(f"every is a number of steps from 1, not {self.every!r}")
+            raise ShardwiseError(f"every must be a number of steps, 1 or more; got {self.every!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class Mirrored:
-    """A file of one rank, and the rank of another machine that keeps its copy. ``is_sent``: which it does not hold."""
+    """A file of the ``writer`` rank, copied by the ``keeper`` on another machine. ``is_sent``: whether it must be sent,
+    because the keeper does not hold its elements."""
 
     file: PlannedFile
     writer: int
@@ -71,7 +78,7 @@ class Mirrored:
 
 @dataclass(frozen=True, slots=True)
 class SurvivingState:
-    """A state that is whole on the machines that are left. ``where``: file -> a rank whose machine has it."""
+    """A state that is complete on the remaining machines. ``where``: file -> a rank whose machine has it."""
 
     step: int
     number: int
@@ -82,7 +89,7 @@ class SurvivingState:
 
 @dataclass
 class _PeerTransfer:
-    """A message under way, with what to write down when it is there ("" where it leaves)."""
+    """A transfer in progress, with the note to write when it has been received (``note``: None for a send)."""
 
     work: dist.Work
     peer: int
@@ -92,12 +99,12 @@ class _PeerTransfer:
 
 @dataclass(eq=False)
 class Peers:
-    """The copies of one job; made and used on every rank alike. ``apart``: only each rank's own share, on its machine,
-    where a loss of ranks but not of machines leaves it. ``between_machines``: nothing is copied while there is one.
+    """The copies of one job. All ranks create and use it together. ``is_local``: keep only each rank's own share on its
+    machine, which survives the loss of ranks but not of machines; ``between_machines``: do nothing on a single machine;
     ``sent_bytes``, ``kept_bytes``: of this rank, per copy and slot."""
 
     how: PeerCopy
-    apart: bool = False
+    is_local: bool = False
     between_machines: bool = False
     sent_bytes: int = 0
     kept_bytes: int = 0
@@ -111,8 +118,8 @@ class Peers:
 
     def __post_init__(self) -> None:
         self.rank, self.num_ranks = rank_and_world_size()
-        if self.num_ranks == 1 and not self.apart and not self.between_machines:
-            what = "peer_copy= keeps the state on other ranks, and there is one"
+        if self.num_ranks == 1 and not self.is_local and not self.between_machines:
+            what = "peer_copy= keeps the state on other ranks, but there is only one rank"
             raise ShardwiseError(problem(what, fix="start more ranks, or leave it out"))
         self.memory = Path(self.how.memory)
         refused = ""
@@ -124,10 +131,10 @@ class Peers:
         places = gather_values((platform.node(), str(self.memory.resolve()), refused))
         if refused := next((text for *_, text in places if text), ""):
             what = f"copies of the state cannot be kept in {self.memory}: {refused}"
-            raise ShardwiseError(problem(what, fix="name a new folder, or one to which only you may write (chmod 700)"))
+            raise ShardwiseError(problem(what, fix="give a new folder, or one to which only you may write (chmod 700)"))
         self.machine_of = [places.index(place) for place in places]  # by its first rank
         self.is_idle = self.between_machines and len({*self.machine_of}) == 1
-        if len({*self.machine_of}) == 1:  # ranks are lost alone
+        if len({*self.machine_of}) == 1:  # one machine: protect against the loss of single ranks
             self.machine_of = [*range(self.num_ranks)]
         self.shares_folder = [places.index(place) for place in places]
         self.group = dist.new_group(backend="gloo")
@@ -138,11 +145,11 @@ class Peers:
     # -- to keep -------------------------------------------------------------------------------------------------------
 
     def renew(self, state: TrainingState) -> str:
-        """The tensors of some rank are others than before. What is wrong on some rank, where there is no memory."""
+        """Set up new files after the tensors of a rank changed. Return an error text if a rank has no memory."""
         shares = assign_writers(state)
-        if self.apart:
+        if self.is_local:
             self.mirrored = [
-                Mirrored(file, rank, _NOBODY, False) for rank, part in enumerate(shares.files) for file in part
+                Mirrored(file, rank, _NO_KEEPER, False) for rank, part in enumerate(shares.files) for file in part
             ]
         else:
             self.mirrored = assign_keepers(shares.files, shares.offers, self.machine_of)
@@ -162,8 +169,8 @@ class Peers:
         )
         self.outdated = False
         self.memory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        known = gather_values([int(path.name) for path in self.memory.iterdir() if path.name.isdigit()])
-        self.number, self.slot, self.filled = 1 + max((n for part in known for n in part), default=-1), 0, 0
+        numbers = gather_values([int(path.name) for path in self.memory.iterdir() if path.name.isdigit()])
+        self.number, self.slot, self.filled = 1 + max((n for part in numbers for n in part), default=-1), 0, 0
         self.buffers, fault = {}, ""
         try:
             self.folder.mkdir(exist_ok=True)
@@ -181,8 +188,8 @@ class Peers:
         return next((text for text in gather_values(fault) if text), "")
 
     def land(self) -> None:
-        """Wait for the copies of the step before: every rank does, ahead of meeting the others. Raises CollectiveError
-        where one does not arrive, OSError where no note can be written."""
+        """Wait for the copies of the previous step, before the ranks synchronize. Raises CollectiveError if one does
+        not arrive, and OSError if a note cannot be written."""
         landed, self.under_way = self.under_way, []
         for copy in landed:
             try:
@@ -197,9 +204,8 @@ class Peers:
             self._forget_numbers()
 
     def fill(self, state: TrainingState, step: int, checked: int) -> None:
-        """Copy this rank's share to the next slot, and start to send what others keep. Every rank has landed what it
-        had under way, and met the others since. Raises OSError where no note can be written; what was started goes on.
-        """
+        """Copy this rank's share to the next slot, and start sending the files that others keep. Call it after ``land``
+        and a synchronization of all ranks. Raises OSError if a note cannot be written; started transfers go on."""
         slot, self.slot = self.slot, (self.slot + 1) % _NUM_SLOTS
         plain = {name: kept for rank_states in gather_values(dict(state.plain)) for name, kept in rank_states.items()}
         note = {"step": step, "checked": checked, "of": len(self.mirrored), "values": state.values, "plain": plain}
@@ -250,14 +256,14 @@ class Peers:
     # -- to resume -----------------------------------------------------------------------------------------------------
 
     def whole_states(self) -> list[SurvivingState]:
-        """The states that are whole, newest first; every rank calls this."""
+        """Return the complete states, newest first. Collective."""
         seen: dict[tuple[int, int, int], dict[str, int]] = defaultdict(dict)
         least: dict[tuple[int, int, int], tuple[int, int]] = {}
         for rank, notes in enumerate(gather_values(self._notes())):
             for number, slot, file, step, checked, count in notes:
                 seen[step, number, slot].setdefault(file, rank)
-                known, _ = least.get((step, number, slot), (checked, count))
-                least[step, number, slot] = (min(known, checked), count)
+                lowest, _ = least.get((step, number, slot), (checked, count))
+                least[step, number, slot] = (min(lowest, checked), count)
         whole = [key for key, files in seen.items() if len(files) == least[key][1]]
         return [
             SurvivingState(step, number, slot, least[step, number, slot][0], seen[step, number, slot])
@@ -268,24 +274,24 @@ class Peers:
         notes = []
         for path in self.memory.glob(f"*/*{_NOTE}"):
             file, _, slot = path.name.removesuffix(_NOTE).removesuffix(_COPY).rpartition("-")
-            with contextlib.suppress(OSError, ValueError, KeyError):  # a copy of it that was torn counts for nothing
+            with contextlib.suppress(OSError, ValueError, KeyError):  # skip torn notes
                 note = json.loads(path.read_text())
                 notes.append((int(path.parent.name), int(slot), file, note["step"], note["checked"], note["of"]))
         return notes
 
     def manifest(self, kept: SurvivingState) -> Manifest:
-        """That of a state, from a machine that has it; every rank calls this. Raises ShardwiseError for none."""
+        """Return the manifest of a state, from a machine that has it. Collective. Raises ShardwiseError if none has."""
         texts = [text for text in gather_values(self._texts(kept)) if text is not None]
         if not texts:
-            what = f"no machine says what {min(kept.where)} and the other files of step {kept.step} hold"
+            what = f"no machine has the manifest of step {kept.step} ({min(kept.where)} and its other files)"
             raise ShardwiseError(what)
         manifest, note = parse_manifest(texts[0][0]), json.loads(texts[0][1])
         values = {**manifest.values, **note["values"], "plain": note["plain"]}
         return replace(manifest, step=kept.step, values=values)
 
     def _texts(self, kept: SurvivingState) -> tuple[str, str] | None:
-        """The manifest of a state and a note of its step, where this machine has both. (A machine may keep no file, and
-        some files of the slot may be of another step.)"""
+        """Return the manifest and a note of a state, if this machine has both. (A machine may keep no file, and some
+        files of the slot may be of another step.)"""
         folder = self.memory / str(kept.number)
         for end in (_NOTE, f"{_COPY}{_NOTE}"):
             for path in folder.glob(f"*-{kept.slot}{end}"):
@@ -299,7 +305,7 @@ class Peers:
         return PeerReader(self, kept, manifest)
 
     def forget_after(self, step: int) -> None:
-        """Later states than one that training goes on from, and what was fetched for that."""
+        """Delete the notes of states after ``step``, from which training continues, and the fetched files."""
         for path in self.memory.glob(f"*/*{_NOTE}"):
             with contextlib.suppress(OSError, ValueError, KeyError):
                 if json.loads(path.read_text())["step"] > step:
@@ -309,37 +315,37 @@ class Peers:
 
 
 class PeerReader(CheckpointReader):
-    """Reads a state of which files may be on other machines: what this one's ranks want of those is fetched."""
+    """Reads a state whose files may be on other machines; files that ranks of this machine need are fetched."""
 
     def __init__(self, peers: Peers, kept: SurvivingState, manifest: Manifest) -> None:
         super().__init__(peers.memory / str(kept.number), manifest)
         self._peers, self._kept = peers, kept
-        self._wanted: set[str] = set()
+        self._needed: set[str] = set()
 
     def path(self, file: str) -> Path:
         base = self.folder / f"{file}-{self._kept.slot}"
-        known = [path for path in (base, Path(f"{base}{_COPY}")) if self._is_whole(path)]
-        return known[0] if known else Path(f"{base}{_FETCHED}")
+        local = [path for path in (base, Path(f"{base}{_COPY}")) if self._is_whole(path)]
+        return local[0] if local else Path(f"{base}{_FETCHED}")
 
     def _is_whole(self, path: Path) -> bool:
-        """Whether a file is of the step: another one may have been under way when its machine was lost."""
+        """Return whether a file is of the right step: the next one may have been in transfer at the loss."""
         with contextlib.suppress(OSError, ValueError):
             return bool(json.loads(_note(path).read_text())["step"] == self._kept.step)
         return False
 
     def _verify_blocks(self, stored: Any, common: Any, position: int) -> None:
-        self._wanted.add(stored.chunks[position].file)
+        self._needed.add(stored.chunks[position].file)
 
     def prepare(self) -> None:
-        """Fetch what is not here: once per machine, from one that has it."""
+        """Fetch the missing files, once per machine, from a machine that has them. Collective."""
         peers = self._peers
-        missing = {file for file in self._wanted if not self._is_whole(self.path(file))}
+        missing = {file for file in self._needed if not self._is_whole(self.path(file))}
         by_folder: dict[int, set[str]] = defaultdict(set)
         for rank, files in enumerate(gather_values(sorted(missing))):
             by_folder[peers.shares_folder[rank]].update(files)
         works: list[tuple[dist.Work | None, int]] = []
-        wanted = sorted((file, first) for first, files in by_folder.items() for file in files)
-        for tag, (file, first) in enumerate(wanted):
+        fetches = sorted((file, first) for first, files in by_folder.items() for file in files)
+        for tag, (file, first) in enumerate(fetches):
             owner, size = self._kept.where[file], self.manifest.files[file].num_bytes
             if peers.rank == owner:
                 works.append((dist.isend(self._map(file), first, peers.group, tag), first))
@@ -351,14 +357,14 @@ class PeerReader(CheckpointReader):
         for work, _ in works:
             if work is not None:
                 work.wait()
-        gather_values(None)  # the others of this machine read what its first rank fetched
+        gather_values(None)  # a barrier: the other ranks of this machine read what its first rank fetched
 
 
 def assign_keepers(
     files: Sequence[Sequence[PlannedFile]], offers: Sequence[Sequence[Offer]], machine_of: Sequence[int]
 ) -> list[Mirrored]:
-    """The files of every rank, cut so that each has one keeper on another machine: of those that hold all of it the one
-    that keeps least so far, else the rank at the same place of the next machine."""
+    """Split the files of every rank so that each has one keeper on another machine: of the ranks that hold all of it,
+    the one that keeps least so far; else the corresponding rank of the next machine."""
     holders: dict[str, list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = defaultdict(list)
     for rank, offered in enumerate(offers):
         for name, _, _, boxes in offered:
@@ -390,7 +396,7 @@ def assign_keepers(
 
 
 def _within(piece: WritePiece, offsets: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Whether a piece lies in a box."""
+    """Return whether a piece lies in a box."""
     return all(
         start <= offset and offset + size <= start + whole
         for offset, size, start, whole in zip(piece.offsets, piece.sizes, offsets, sizes, strict=True)

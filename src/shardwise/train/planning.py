@@ -1,4 +1,4 @@
-"""``sw.planned``: a job plans once for every number of ranks, and in advance for those that losses may leave."""
+"""``sw.planned``: plan once per number of ranks in an elastic job, and ahead of time for the next loss."""
 
 from __future__ import annotations
 
@@ -18,12 +18,17 @@ _turns = count()  # a script may have several plans
 
 
 def planned(make: Callable[[], Plan | PlanningResult]) -> Plan | PlanningResult | None:
-    """What ``make()`` returns on rank 0, and None on other ranks, as ``sw.parallelize`` takes it.
+    """Return the plan of ``make()`` on rank 0, and None on other ranks, as ``sw.parallelize`` takes it.
 
-    Under ``shardwise run --elastic`` it is asked once per job and number of ranks; later generations find the plan.
-    While training goes on, a further process of low priority runs the script up to here as rank 0 of as many ranks as
-    there would be after the next loss, so that its plan is ready by then. ``make`` plans for ``sw.world_size()`` ranks;
-    call this after ``sw.init_ranks``.
+    Under ``shardwise run --elastic`` the plan is made once per job and number of ranks, and later generations reuse it.
+    During training a low-priority process runs the script up to this call, as rank 0 of the number of ranks after the
+    next loss, so that the plan is ready by then. Call this after ``sw.init_ranks``.
+
+    Args:
+        make: returns a plan for ``sw.world_size()`` ranks.
+
+    Returns:
+        The plan on rank 0, None on other ranks.
     """
     generation, turn = current.generation, next(_turns)
     rank, num_ranks = rank_and_world_size()
@@ -36,7 +41,7 @@ def planned(make: Callable[[], Plan | PlanningResult]) -> Plan | PlanningResult 
     if path.exists():
         try:
             plan = Plan.load(path)
-        except ShardwiseError:  # of another version, in a job that was updated beneath
+        except ShardwiseError:  # shardwise was updated during the job
             path.unlink()
     if plan is None:
         plan = plan_of(make())

@@ -1,8 +1,8 @@
-"""``sw.save_pretrained``: a folder that ``from_pretrained`` of transformers, and peft, read.
+"""``sw.save_pretrained``: write a folder that ``from_pretrained`` of transformers and peft can read.
 
-The ranks first write a checkpoint of their parts beside it, each once and at the same time. Then they share out the
-files that the folder is to have, and each puts its own together from there, some rows of a tensor at a time: no rank
-ever holds a whole one beside its part, whatever the plan was.
+The ranks first write a temporary checkpoint of their parts, in parallel. Then they divide the target files among them,
+and each assembles its own from the checkpoint, some rows of a tensor at a time. So no rank ever needs memory for a
+whole tensor beside its part, under any plan.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.train.manifest import read_manifest
 from shardwise.train.parts import MODEL, TensorPart, is_seed
 from shardwise.train.sharing import AT_ONCE_BYTES, WritePiece, safetensors_header, split_piece
 
-_PARTS = ".parts"  # the checkpoint, in the folder
+_PARTS = ".parts"  # the temporary checkpoint in the folder
 
 
 def save_pretrained(
@@ -38,35 +38,41 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write the whole weights to a folder, as safetensors files under the original names; called on every rank alike.
+    """Write the unsharded weights to a folder, as safetensors files under the original names. Call it on every rank.
 
-    ``par``: a parallel module, or any module that every rank holds whole. A transformers model's configuration is
-    written as well; of a peft model the adapters alone. Tied weights are written once, non-persistent buffers not.
-    ``dtype``: of floating-point tensors in the files (default: as they are). ``max_file_bytes``: more goes to several
-    files with an index; one tensor is in one file. Host memory, beside this rank's part: some 10 MB.
+    A transformers model's configuration is written as well. Of a peft model only the adapters are written. Tied weights
+    are written once, and non-persistent buffers are left out. Needs about 10 MB of host memory per rank.
 
-    Raises CheckpointError, on all ranks, where it cannot be written, where the folder has weights already, and where
-    another process saves to it.
+    Args:
+        par: a parallel module, or any module that every rank holds whole.
+        folder: the target folder, on a file system that all ranks share; it must not contain weights.
+        dtype: dtype of floating-point tensors in the files; by default unchanged.
+        max_file_bytes: maximum size of a file, unless one tensor is larger; several files get an index.
+
+    Raises:
+        CheckpointError: on all ranks, if the folder cannot be written, has weights already, or is being written by
+            another process.
+        ShardwiseError: ``dtype`` is not a floating-point dtype.
     """
     folder, (rank, _) = Path(folder), rank_and_world_size()
     fault: ShardwiseError | None = None
-    held: Lock | None = None
+    folder_lock: Lock | None = None
     try:
         if rank == 0:
             try:
                 folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-                held = lock(folder)
+                folder_lock = lock(folder)
             except (OSError, ValueError) as error:
                 fault = error if isinstance(error, CheckpointError) else _unwritten(folder, error)
         raise_first(CheckpointError, fault)
         _save(par, folder, dtype, max_file_bytes)
     finally:
-        if held is not None:
-            held.release()
+        if folder_lock is not None:
+            folder_lock.release()
 
 
 def _save(par: torch.nn.Module, folder: Path, dtype: torch.dtype | None, max_file_bytes: int) -> None:
-    """The same, where nothing else writes to the folder."""
+    """Do the work of ``save_pretrained``, with the folder locked."""
     rank, num_ranks = rank_and_world_size()
     original = par.original if isinstance(par, ParallelModule) else par
     fault: ShardwiseError | None = None
@@ -75,7 +81,7 @@ def _save(par: torch.nn.Module, folder: Path, dtype: torch.dtype | None, max_fil
             what = f"{folder} has weights already"
             raise CheckpointError(problem(what, fix="give a new folder, or delete those"))
         if dtype is not None and not dtype.is_floating_point:
-            raise ShardwiseError(f"dtype is one of floating-point numbers, not {dtype}")
+            raise ShardwiseError(f"dtype must be a floating-point dtype, got {dtype}")
         if rank == 0:
             shutil.rmtree(folder / _PARTS, ignore_errors=True)  # of an attempt that was killed
     except ShardwiseError as error:
@@ -98,7 +104,7 @@ def _save(par: torch.nn.Module, folder: Path, dtype: torch.dtype | None, max_fil
                 _finish(folder, original, files, stem)
             except OSError as error:
                 fault = _unwritten(folder, error)
-        raise_first(CheckpointError, fault)  # the others leave when the folder is complete
+        raise_first(CheckpointError, fault)  # the other ranks return when the folder is complete
     finally:
         if rank == 0:
             shutil.rmtree(folder / _PARTS, ignore_errors=True)
@@ -107,16 +113,16 @@ def _save(par: torch.nn.Module, folder: Path, dtype: torch.dtype | None, max_fil
 
 
 def _unwritten(folder: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(problem(f"{folder} cannot be written: {error}", fix="make room, or give another folder"))
+    return CheckpointError(problem(f"{folder} cannot be written: {error}", fix="free space, or give another folder"))
 
 
 def _names(original: torch.nn.Module, reader: CheckpointReader) -> tuple[dict[str, str], str]:
-    """(name in the files -> name in the module, how the files begin). A peft model's adapters have names of their
-    own."""
+    """Return (name in the files -> name in the module, prefix of the file names). A peft model's adapters have other
+    names in the files."""
     tensors = (name for name in reader.manifest.tensors if name.startswith(MODEL) and not is_seed(name))
     stored = {name.removeprefix(MODEL) for name in tensors}
-    known = dict.fromkeys(name for name, _ in (*original.named_parameters(), *original.named_buffers()))
-    ordered = [*(name for name in known if name in stored), *sorted(stored - known.keys())]
+    in_module = dict.fromkeys(name for name, _ in (*original.named_parameters(), *original.named_buffers()))
+    ordered = [*(name for name in in_module if name in stored), *sorted(stored - in_module.keys())]
     if not hasattr(original, "peft_config"):
         return {name: name for name in ordered}, "model"
     from peft import get_peft_model_state_dict
@@ -130,7 +136,7 @@ def _names(original: torch.nn.Module, reader: CheckpointReader) -> tuple[dict[st
 def _files(
     reader: CheckpointReader, names: Mapping[str, str], dtype: torch.dtype | None, max_file_bytes: int
 ) -> list[list[tuple[int, WritePiece]]]:
-    """The tensors of every file, each with where it begins."""
+    """Return the tensors of every file, each with its start in the file's data."""
     files: list[list[WritePiece]] = [[]]
     size = 0
     for name, stored_name in names.items():
@@ -170,7 +176,7 @@ def _write(
 def _finish(
     folder: Path, original: torch.nn.Module, files: Sequence[Sequence[tuple[int, WritePiece]]], stem: str
 ) -> None:
-    """The configuration; then the files get their names, and are listed in the index. Raises OSError."""
+    """Write the configuration, rename the files, and write the index. Raises OSError."""
     if stem == "model":
         for config in (getattr(original, "config", None), getattr(original, "generation_config", None)):
             if config is not None and hasattr(config, "save_pretrained"):

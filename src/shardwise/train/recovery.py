@@ -1,4 +1,4 @@
-"""``sw.Recovery``: where a run goes on, after it was stopped or after ranks were lost."""
+"""``sw.Recovery``: resume a run after it was stopped or after ranks were lost."""
 
 from __future__ import annotations
 
@@ -35,20 +35,25 @@ from shardwise.train.retention import checkpoints_in, rename_later_checkpoints
 from shardwise.train.rounds import Rounds
 from shardwise.train.snapshots import MemorySnapshot, SnapshotWriter, forget_generations, snapshots_in
 
-_UNASKED_EVERY = 10  # steps to a copy on another machine, in an elastic job of several
-_Copy = tuple[int, SurvivingState]  # a state that is left, and which of the stores has it
+_DEFAULT_EVERY = 10  # steps between copies on other machines, in an elastic job on several
+_Copy = tuple[int, SurvivingState]  # (index of the store, a surviving state in it)
 
 
 class Recovery:
-    """Goes on where a run was, and keeps where it is; made and used on every rank alike.
+    """Resumes a run, and keeps its latest state. All ranks create and use it together.
 
-    ``par``, ``optimizer``, ``schedulers``, ``scaler`` and ``data`` are those of ``sw.save_checkpoint``; ``folder``: of
-    the run's checkpoints, which you save as often as you like. Under ``shardwise run --elastic`` every step is kept in
-    memory as well, where it outlives the ranks; under other launchers ``keep`` only lets the ranks meet. With
-    ``peer_copy`` other machines keep copies as well, under any launcher; in an elastic job on several machines they do
-    so every ten steps without being asked.
+    Under ``shardwise run --elastic`` the state of every step is kept in memory that outlives the ranks. Under other
+    launchers ``keep`` only synchronizes the ranks. With ``peer_copy`` other machines keep copies, under any launcher;
+    in an elastic job on several machines they do so every ten steps by default.
 
-    ``extra`` is what was last kept or saved with the state that ``resume`` found.
+    Args:
+        par: the module, as for ``sw.save_checkpoint``; the same holds for ``optimizer``, ``schedulers``, ``scaler`` and
+            ``data``.
+        folder: folder of the run's checkpoints, which you save with ``sw.save_checkpoint``.
+        peer_copy: where and how often other machines keep copies.
+
+    Attributes:
+        extra: the ``extra`` value of the state that ``resume`` loaded; None without one.
     """
 
     def __init__(
@@ -65,10 +70,10 @@ class Recovery:
         self.par, self.folder = par, None if folder is None else Path(folder)
         self.extra: Any = None
         self._resumables = Resumables(as_list(optimizer), as_list(schedulers), scaler, data)
-        places = (
+        stages = (
             tuple({stage.placement.ranks: None for stage in par.plan.stages}) if isinstance(par, ParallelModule) else ()
         )
-        self._rounds = Rounds(next((p.device for p in par.parameters()), torch.device("cpu")), places)
+        self._rounds = Rounds(next((p.device for p in par.parameters()), torch.device("cpu")), stages)
         self._generation = current.generation
         self._keeps = self._generation is not None and self._generation.num_machines == 1
         self._structure: object = None
@@ -80,16 +85,23 @@ class Recovery:
         self._stores = _stores(self._generation, peer_copy)
 
     def resume(self) -> int:
-        """Load the newest state there is, in memory or in the folder; the number of steps that it has done, 0 without
-        one. After ranks held copies that differ, the newest that a passed check has seen. Raises as
-        ``sw.load_checkpoint``."""
+        """Load the newest state from memory or from the folder. Collective.
+
+        If ranks held replicas that differ, this is the newest state that a replica check has passed.
+
+        Returns:
+            The number of steps that the state has finished; 0 without a state.
+
+        Raises:
+            CheckpointError, ShardwiseError: as ``sw.load_checkpoint``.
+        """
         copies = [(number, kept) for number, store in enumerate(self._stores) for kept in store.whole_states()]
         snapshot, saved, limit, copy = self._choose(copies)
         checkpoint = None
         if copy is not None:
             store, kept = self._stores[copy[0]], copy[1]
             manifest = store.manifest(kept)
-            what = "was kept in memory" if store.apart else "machines that are left have copies of"
+            what = "was kept in memory" if store.is_local else "other machines have copies of"
             self._say(f"goes on after step {kept.step}, which {what}")
             reader = partial(store.reader, kept)
             checkpoint = load_one(store.memory, lambda: manifest, reader, self.par, self._resumables, skips=False)
@@ -112,10 +124,10 @@ class Recovery:
             )
             self._say(f"goes on after step {checkpoint.step}, which was saved as {checkpoint.path.name}")
         elif self._generation is not None and self._generation.number:
-            self._say("begins again: no step was kept or saved")
+            self._say("starts from the beginning: no step was kept or saved")
         self._step = 0 if checkpoint is None else checkpoint.step
         self.extra = None if checkpoint is None else checkpoint.extra
-        gather_values(None)  # all have read
+        gather_values(None)  # a barrier: all ranks have read
         for store in self._stores:
             store.forget_after(self._step)
         if rank_and_world_size()[0] == 0:
@@ -128,12 +140,19 @@ class Recovery:
         return self._step
 
     def keep(self, step: int, *, extra: Any = None, stopping: bool = False) -> bool:
-        """Keep the state after ``step`` optimizer steps; every rank calls this after the same ones. Whether any rank
-        says ``stopping``. ``extra``: as of ``sw.save_checkpoint``.
+        """Keep the state after a step. Collective: call it on every rank after the same steps.
 
-        One small message, under ``--elastic`` a copy of this rank's share of the state, and with ``peer_copy`` another
-        one every so many steps, which leaves for another machine beside the next step. A rank that is slower than the
-        others for a while is named in a StragglerWarning.
+        Costs one small message. Under ``--elastic`` also a copy of this rank's share of the state; with ``peer_copy``
+        another copy every few steps, sent to another machine during the next step. A rank that stays slower than the
+        others is named in a StragglerWarning.
+
+        Args:
+            step: number of finished optimizer steps.
+            extra: other values to keep, as for ``sw.save_checkpoint``.
+            stopping: whether this rank wants to stop.
+
+        Returns:
+            Whether any rank wants to stop.
         """
         due = [store for store in self._stores if store.is_due(step)]
         state = self._state(step, extra) if self._keeps or due else None
@@ -167,8 +186,8 @@ class Recovery:
         return [] if self._generation is None else snapshots_in(Path(self._generation.memory))
 
     def _choose(self, copies: Sequence[_Copy]) -> tuple[MemorySnapshot | None, int | None, int | None, _Copy | None]:
-        """(the snapshot to load, the step of the newest checkpoint otherwise, the last step that may be loaded, and the
-        state of several machines where one is newer than both), as rank 0 sees it."""
+        """Return (the snapshot to load, else the step of the newest checkpoint, the last step that may be loaded, a
+        state on several machines if it is newer than both). Rank 0 decides. Collective."""
         choice: tuple[MemorySnapshot | None, int | None, int | None, _Copy | None] = (None, None, None, None)
         if rank_and_world_size()[0] == 0:
             snapshots, steps = self._snapshots(), list[int]()
@@ -181,8 +200,8 @@ class Recovery:
             fitting = [snapshot for snapshot in snapshots if limit is None or snapshot.step <= limit]
             saved = max((step for step in steps if limit is None or step <= limit), default=None)
             newest = fitting[0] if fitting and (saved is None or fitting[0].step >= saved) else None
-            known = max(-1 if saved is None else saved, -1 if newest is None else newest.step)
-            fits = (kept for kept in copies if (limit is None or kept[1].step <= limit) and kept[1].step > known)
+            latest = max(-1 if saved is None else saved, -1 if newest is None else newest.step)
+            fits = (kept for kept in copies if (limit is None or kept[1].step <= limit) and kept[1].step > latest)
             copy = next(fits, None)
             choice = newest, saved, limit, copy
         return gather_values(choice)[0]
@@ -200,7 +219,7 @@ class Recovery:
         return state
 
     def _renew(self, state: TrainingState) -> None:
-        """The tensors of some rank are others than before: share out anew who writes what."""
+        """Reassign the writers and create a new snapshot writer after the tensors of a rank changed."""
         assert self._generation is not None
         memory = Path(self._generation.memory)
         if self._writer is not None:
@@ -239,9 +258,9 @@ class Recovery:
         try:
             self._writer.fill(state.parts, note)
         except OSError:
-            self._failed = True  # the others hear of it when they meet again
+            self._failed = True  # `meet` tells the other ranks after the next step
         self._count += 1
-        if self._count == 2 and rank_and_world_size()[0] == 0:  # all have filled a slot
+        if self._count == 2 and rank_and_world_size()[0] == 0:  # all ranks have filled a slot
             forget_generations(Path(self._generation.memory), self._generation.number)
 
     def _see_checked(self) -> None:
@@ -254,7 +273,7 @@ class Recovery:
             for store in self._stores:
                 store.land()
         except OSError:
-            self._failed = True  # the others hear of it when they meet
+            self._failed = True  # `meet` tells the other ranks
 
     def _copy(self, store: Peers, state: TrainingState, step: int) -> None:
         if store.outdated and (fault := store.renew(state)):
@@ -270,8 +289,8 @@ class Recovery:
         self._stores = [store for store in self._stores if store not in ended]
         for store in ended:
             if rank_and_world_size()[0] == 0:
-                who = "steps are not kept in memory" if store.apart else "no other machine keeps copies of the state"
-                what = f"{who} any more ({reason}); give {store.memory} more room"
+                who = "steps are not kept in memory" if store.is_local else "no other machine keeps copies of the state"
+                what = f"{who} any more ({reason}); give {store.memory} more space"
                 warnings.warn(what, PlanWarning, stacklevel=5)
 
     def _stop_keeping(self, reason: str = "a rank could not write") -> None:
@@ -283,26 +302,26 @@ class Recovery:
         self._writer = None
         if rank_and_world_size()[0] == 0:
             warnings.warn(
-                f"steps are not kept in memory any more ({reason}): after a loss training goes on from the last "
-                "checkpoint; give /dev/shm more room",
+                f"steps are not kept in memory any more ({reason}): after a loss training continues from the last "
+                "checkpoint; give /dev/shm more space",
                 PlanWarning,
                 stacklevel=4,
             )
 
 
-def _stores(generation: Generation | None, asked: PeerCopy | None) -> list[Peers]:
-    """The states that files of several machines make up: what every rank keeps of each step, and copies of that."""
+def _stores(generation: Generation | None, peer_copy: PeerCopy | None) -> list[Peers]:
+    """Create the stores of states across machines: each rank's own share of every step, and copies on peers."""
     stores: list[Peers] = []
     if generation is not None and generation.num_machines > 1:
         memory = Path(generation.memory)
-        stores = [Peers(PeerCopy(memory / "steps"), apart=True)]
-        if asked is None:
-            stores.append(Peers(PeerCopy(memory / "copies", _UNASKED_EVERY), between_machines=True))
-    return stores if asked is None else [*stores, Peers(asked)]
+        stores = [Peers(PeerCopy(memory / "steps"), is_local=True)]
+        if peer_copy is None:
+            stores.append(Peers(PeerCopy(memory / "copies", _DEFAULT_EVERY), between_machines=True))
+    return stores if peer_copy is None else [*stores, Peers(peer_copy)]
 
 
 def _structure(state: TrainingState) -> object:
-    """What decides who writes what."""
+    """Return the properties of a state that determine the assignment of writers."""
     return [(name, part.tensor.shape, part.tensor.dtype) for name, part in state.parts.items()]
 
 

@@ -1,7 +1,7 @@
-"""``sw.load_checkpoint``: a run goes on under another plan, on other ranks, or on one device.
+"""``sw.load_checkpoint``: resume a run under another plan, on other ranks, or on one device.
 
-Everything is looked at before anything is changed: names, shapes, dtypes, the optimizer's groups, and the checksums of
-the blocks that this rank's parts lie in. Only when no rank has an objection is anything copied.
+Everything is checked before anything is changed: names, shapes, dtypes, the optimizer's groups, and the checksums of
+the blocks that contain this rank's parts. Tensors are copied only if no rank found a fault.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from shardwise.untrusted_text import shorten_repr
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What was loaded: from where, the ``step`` and ``extra`` that were saved, the digest of the plan of then ("" for
-    none), and how many bytes of tensors this rank read."""
+    """A loaded checkpoint. ``path``: its folder; ``step``, ``extra``: the saved values; ``plan``: digest of the plan
+    that was in use ("" for none); ``num_bytes_read``: bytes of tensors that this rank read."""
 
     path: Path
     step: int
@@ -56,7 +56,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Resumables:
-    """What is to go on besides the module. ``random``: the generators, too."""
+    """The objects to resume besides the module. ``random``: whether to restore the random generators."""
 
     optimizers: Sequence[torch.optim.Optimizer]
     schedulers: Sequence[Resumable]
@@ -76,18 +76,29 @@ def load_checkpoint(
     random: bool = True,
     not_after: int | None = None,
 ) -> Checkpoint:
-    """Continue from a checkpoint, under whatever plan it was saved; called on every rank alike.
+    """Load a checkpoint that was saved under any plan and number of ranks. Call it on every rank.
 
-    ``path_or_folder``: a checkpoint, or a folder of several: then the newest complete one is taken, with ``not_after``
-    of those of at most that step, and those that are torn or damaged are named in a warning. ``par``: a parallel
-    module, or any module that every rank is to hold whole; each rank reads only the blocks that its own parts lie in.
-    Floating-point tensors are converted to the dtype that ``par`` has; states of the optimizer that had their
-    parameter's dtype follow it, others keep theirs. What is not given (``optimizer``, ``schedulers``, ...) is not
-    loaded. ``random``: whether the generators of Python, NumPy and torch go on as well: every rank gets its own state
-    where as many ranks go on as saved, else all get that of rank 0.
+    Each rank reads only the blocks that contain its own parts. Floating-point tensors are converted to the dtype of
+    ``par``. Optimizer states that had their parameter's dtype follow it; others keep theirs.
 
-    Raises CheckpointError for a checkpoint that is missing or damaged, ShardwiseError for one of another model,
-    optimizer or kind of dtype: on all ranks, and nothing is changed then.
+    Args:
+        path_or_folder: a checkpoint, or a folder of several. Of several the newest complete one is loaded, and a
+            warning names incomplete and damaged ones.
+        par: a parallel module, or any module that every rank holds whole.
+        optimizer: one or several optimizers; objects that are not given are not loaded.
+        schedulers: one or several schedulers, in the order in which they were saved.
+        scaler: the gradient scaler.
+        data: the data loader.
+        random: whether to restore the random generators of Python, NumPy and torch. With as many ranks as saved every
+            rank gets its own state, else all get that of rank 0.
+        not_after: ignore checkpoints of later steps in a folder.
+
+    Returns:
+        The loaded checkpoint's step, extra values and location.
+
+    Raises:
+        CheckpointError: on all ranks, if the checkpoint is missing or damaged.
+        ShardwiseError: on all ranks, if it is of another model, optimizer or kind of dtype. Nothing is changed then.
     """
     finish_saving(par)
     resumables = Resumables(as_list(optimizer), as_list(schedulers), scaler, data, random)
@@ -112,8 +123,8 @@ def load_one(
     *,
     skips: bool,
 ) -> Checkpoint | None:
-    """Continue from one checkpoint; every rank calls this. None, and a warning on rank 0, where it is damaged and
-    ``skips``. ``read``: its manifest; ``reader``: of its files."""
+    """Load one checkpoint. Collective. With ``skips``, a damaged one gives None and a warning on rank 0. ``read``:
+    returns its manifest; ``reader``: returns a reader of its files."""
     rank, num_ranks = rank_and_world_size()
     load: _Load | None = None
     damage = fault = None
@@ -137,28 +148,27 @@ def load_one(
             warnings.warn(f"{path} is skipped: {what}", PlanWarning, stacklevel=3)
         return None
     raise_first(CheckpointError, damage)
-    left, forgotten = _unowned(load)  # all ranks ask
+    left, forgotten = _unowned(load)  # a collective, also for ranks with a fault
     if load is not None and left:
-        fault = fault or _another(path, [f"{name} is in the checkpoint and not in the module" for name in left])
+        fault = fault or _another(path, [f"{name} is in the checkpoint but not in the module" for name in left])
     raise_first(ShardwiseError, fault)
     assert load is not None
     load.reader.prepare()
     if rank == 0 and forgotten:
-        what = f"{path}: the states of {listed(forgotten)} are not loaded: no optimizer that goes on has them"
+        what = f"{path}: the states of {listed(forgotten)} are not loaded: no given optimizer has these parameters"
         warnings.warn(what, PlanWarning, stacklevel=3)
     if rank == 0 and load.converted:
         warnings.warn(f"{path}: {load.converted}", PlanWarning, stacklevel=3)
     try:
         return load.apply(resumables.schedulers, resumables.scaler, resumables.data, resumables.random)
     except (TypeError, LookupError, AttributeError, RuntimeError, AssertionError, ValueError) as error:
-        what = f"{path} has states that what goes on does not take: {type(error).__name__}: {error}"
-        fix = "not all of it is loaded: load another checkpoint, or make what was saved"
+        what = f"{path} has states that the given objects do not accept: {type(error).__name__}: {error}"
+        fix = "the checkpoint is partly loaded: load another one, or create the objects as they were saved"
         raise CheckpointError(problem(what, fix=fix)) from error
 
 
 def _unowned(load: _Load | None) -> tuple[list[str], list[str]]:
-    """What the checkpoint has of the model and no rank wants; the parameters whose states no rank's optimizer has.
-    Every rank calls this."""
+    """Return (tensors of the model that no rank has, parameters whose states no rank's optimizer has). Collective."""
     everywhere = [
         lists for lists in gather_values(None if load is None else (load.left, load.forgotten)) if lists is not None
     ]
@@ -174,7 +184,7 @@ def _another(path: Path, faults: Sequence[str]) -> ShardwiseError:
 
 
 def _candidates(path: Path, rank: int, not_after: int | None) -> tuple[list[Path], bool]:
-    """(checkpoints to try, newest first; whether a folder of several was given). As rank 0 sees it."""
+    """Return (checkpoints to try, newest first; whether a folder of several was given), from rank 0. Collective."""
     candidates: list[Path] = []
     is_folder = False
     fault: ShardwiseError | None = None
@@ -191,18 +201,19 @@ def _candidates(path: Path, rank: int, not_after: int | None) -> tuple[list[Path
                 candidates, is_folder = list(reversed(fits)), True
                 for name, reason in torn:
                     warnings.warn(f"{name} is skipped: {reason}", PlanWarning, stacklevel=3)
-        except (OSError, ValueError) as error:  # no permission, a name that is none
+        except (OSError, ValueError) as error:  # no permission, or an invalid name
             why = f": {error}"
         if not candidates and not is_folder:
             what = f"there is no checkpoint {str(path)!r}{why}"
-            fault = CheckpointError(problem(what, fix="give the folder of one, or of several"))
+            fault = CheckpointError(problem(what, fix="give the folder of a checkpoint, or a folder of several"))
     raise_first(CheckpointError, fault)
     names, is_folder = gather_values(([str(place) for place in candidates], is_folder))[0]
     return [Path(name) for name in names], is_folder
 
 
 class _Load:
-    """One checkpoint, looked at for one module and its optimizers. ``source``: of which rank the generators are."""
+    """The loading of one checkpoint into a module and its optimizers. ``source``: the saved rank whose random states
+    are used."""
 
     def __init__(
         self,
@@ -219,18 +230,18 @@ class _Load:
         self.values: Mapping[str, Any] = {name: decode(value) for name, value in manifest.values.items()}
         states = self.values.get("schedulers")
         self._schedulers: list[Any] = states if isinstance(states, list) else []
-        self.left: list[str] = []  # names of the model that this rank does not want
+        self.left: list[str] = []  # tensors of the model that this rank does not have
         self.converted = ""
         self._random = f"{RANDOM}{source}"
         self.parameters = self._parameters()
         self.settings = self._settings() if optimizers else []
         self.states = self._states() if optimizers else {}
-        self.forgotten = self._forgotten() if optimizers else []  # parameters whose states go on nowhere on this rank
+        self.forgotten = self._forgotten() if optimizers else []  # parameters whose states no optimizer here has
 
     # -- what is to be read --------------------------------------------------------------------------------------------
 
     def _parameters(self) -> dict[str, TensorPart]:
-        """Stored name -> this rank's part, of parameters and buffers. Raises ShardwiseError where they do not fit."""
+        """Return stored name -> this rank's part, of parameters and buffers. Raises ShardwiseError on a mismatch."""
         parameters: dict[str, TensorPart] = {}
         faults: list[str] = []
         changed: dict[str, list[str]] = {}
@@ -238,7 +249,7 @@ class _Load:
             stored = self.manifest.find(MODEL + name)
             if stored is None:
                 if not is_seed(name):  # a checkpoint of a module that is not parallel has none
-                    faults.append(f"{name} is in the module and not in the checkpoint")
+                    faults.append(f"{name} is in the module but not in the checkpoint")
                 continue
             fault = _misfit(name, self.manifest.tensors[stored], part)
             faults += [fault] if fault else []
@@ -257,38 +268,36 @@ class _Load:
         return parameters
 
     def _canonical(self, name: str) -> str:
-        """The name of a parameter as the checkpoint has it."""
+        """Return the name of a parameter in the checkpoint."""
         return (self.manifest.find(MODEL + name) or MODEL + name).removeprefix(MODEL)
 
     def _settings(self) -> list[list[Mapping[str, Any]]]:
-        """The stored options of every group of every optimizer here. Raises ShardwiseError for other optimizers."""
-        kinds, names, settings = (self.values.get(key) for key in ("kinds", "names", "settings"))
-        own_kinds = [kind_of(optimizer) for optimizer in self.optimizers]
-        if kinds != own_kinds or not isinstance(names, list) or not isinstance(settings, list):
-            has = f"states of {', '.join(map(str, kinds))}" if kinds else "no optimizer"
-            what = f"{self.path} has {has}, and {', '.join(own_kinds)} is to go on"
+        """Return the stored options of every group of every optimizer. Raises ShardwiseError for other optimizers."""
+        stored_kinds, names, settings = (self.values.get(key) for key in ("kinds", "names", "settings"))
+        kinds = [kind_of(optimizer) for optimizer in self.optimizers]
+        if stored_kinds != kinds or not isinstance(names, list) or not isinstance(settings, list):
+            has = f"states of {', '.join(map(str, stored_kinds))}" if stored_kinds else "no optimizer"
+            what = f"{self.path} has {has}, but optimizer= is {', '.join(kinds)}"
             raise ShardwiseError(
-                problem(what, fix="make the optimizer that was saved, or load without optimizer= and start a new one")
+                problem(what, fix="pass the optimizer that was saved, or load without optimizer= and start a new one")
             )
         stored_settings: list[list[Mapping[str, Any]]] = []
         for position, groups in enumerate(names_in_groups(self.optimizers, self.module)):
             stored_names, stored = names[position], settings[position]
             group_of = {name: at for at, group in enumerate(stored_names) for name in group}
-            mine: list[Mapping[str, Any]] = []
+            group_settings: list[Mapping[str, Any]] = []
             for at, group in enumerate(groups):
-                wanted = {group_of.get(self._canonical(name)) for name in group} or {at}
-                (chosen,) = wanted if len(wanted) == 1 else (None,)
-                if chosen is None or chosen >= len(stored):
-                    what = (
-                        f"group {at} of {own_kinds[position]} ({listed(group)}) is no group of the one in {self.path}"
-                    )
-                    raise ShardwiseError(problem(what, fix="make the same groups of parameters as when it was saved"))
-                mine.append({key: value for key, value in _section(stored[chosen]).items() if key != "params"})
-            stored_settings.append(mine)
+                matches = {group_of.get(self._canonical(name)) for name in group} or {at}
+                (match,) = matches if len(matches) == 1 else (None,)
+                if match is None or match >= len(stored):
+                    what = f"group {at} of {kinds[position]} ({listed(group)}) is not a group in {self.path}"
+                    raise ShardwiseError(problem(what, fix="create the same parameter groups as when it was saved"))
+                group_settings.append({key: value for key, value in _section(stored[match]).items() if key != "params"})
+            stored_settings.append(group_settings)
         return stored_settings
 
     def _states(self) -> dict[int, dict[str, tuple[str, TensorPart]]]:
-        """Parameter (its identity) -> key -> (stored name, the part to fill)."""
+        """Return id of a parameter -> key -> (stored name, the part to fill)."""
         by_name: dict[str, list[str]] = {}
         for full in self.manifest.tensors:
             if full.startswith(STATE):
@@ -307,7 +316,7 @@ class _Load:
         return states
 
     def _forgotten(self) -> list[str]:
-        """The parameters that the checkpoint has states of and no optimizer here."""
+        """Return the parameters that have states in the checkpoint, but are in no optimizer here."""
         names = names_in_groups(self.optimizers, self.module)
         names_here = {self._canonical(name) for groups in names for group in groups for name in group}
         kept = (full.removeprefix(STATE).rpartition(".")[0] for full in self.manifest.tensors if full.startswith(STATE))
@@ -316,7 +325,7 @@ class _Load:
     def _state(
         self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, name: str, full: str
     ) -> TensorPart:
-        """A new tensor for a state, with the elements that it is to hold."""
+        """Return an empty tensor for a state, with its boxes."""
         stored, whole = self.manifest.tensors[full], self.module.parts[name]
         of_parameter = stored.shape == whole.shape and bool(stored.shape or not full.endswith(".step"))
         before = optimizer.state.get(parameter, {}).get(full.rpartition(".")[2])
@@ -335,11 +344,11 @@ class _Load:
     # -- checks --------------------------------------------------------------------------------------------------------
 
     def check_values(self, schedulers: Sequence[Resumable], scaler: Resumable | None, data: Resumable | None) -> None:
-        """Raises ShardwiseError where what is to go on was not saved, or is over other data."""
+        """Raise ShardwiseError if a given object was not saved, or if the data set differs."""
         count = len(self._schedulers)
         if schedulers and count != len(schedulers):
-            what = f"{self.path} has the states of {count} schedulers, and {len(schedulers)} are to go on"
-            raise ShardwiseError(problem(what, fix="give as many as were saved, in their order"))
+            what = f"{self.path} has the states of {count} schedulers, and {len(schedulers)} are given"
+            raise ShardwiseError(problem(what, fix="give as many as were saved, in the same order"))
         for name, resumable in (("scaler", scaler), ("data", data)):
             if resumable is not None and self.values.get(name) is None:
                 what = f"{self.path} has no state for {name}="
@@ -348,37 +357,37 @@ class _Load:
             data.check_state_dict(self.values["data"])
 
     def verify(self, random: bool) -> None:
-        """Compares the checksums of everything that will be read. Raises CheckpointError."""
-        for name, part in self._wanted(random):
+        """Compare the checksums of everything that will be read. Raises CheckpointError."""
+        for name, part in self._parts_to_read(random):
             self.reader.verify(name, part.boxes)
 
-    def _wanted(self, random: bool) -> list[tuple[str, TensorPart]]:
-        wanted = [*self.parameters.items(), *(state for kept in self.states.values() for state in kept.values())]
+    def _parts_to_read(self, random: bool) -> list[tuple[str, TensorPart]]:
+        parts = [*self.parameters.items(), *(state for kept in self.states.values() for state in kept.values())]
         generators = self.manifest.tensors.get(self._random) if random else None
         if generators is not None:
-            wanted.append((self._random, TensorPart.whole(torch.empty(generators.shape, dtype=generators.dtype))))
-        return wanted
+            parts.append((self._random, TensorPart.whole(torch.empty(generators.shape, dtype=generators.dtype))))
+        return parts
 
-    # -- and done ------------------------------------------------------------------------------------------------------
+    # -- changes -------------------------------------------------------------------------------------------------------
 
     def apply(
         self, schedulers: Sequence[Resumable], scaler: Resumable | None, data: Resumable | None, random: bool
     ) -> Checkpoint:
-        """Changes the others, then the module and the optimizers: what refuses its state does so before a tensor is."""
+        """Load everything. Schedulers, scaler and data come first: if one rejects its state, no tensor has changed."""
         for scheduler, state in zip(schedulers, self._schedulers, strict=False):
             scheduler.load_state_dict(state)
         for name, resumable in (("scaler", scaler), ("data", data)):
             if resumable is not None:
                 resumable.load_state_dict(self.values[name])
-        wanted = self._wanted(random)
-        for name, part in wanted:
+        parts = self._parts_to_read(random)
+        for name, part in parts:
             self.reader.read(name, part)
         for name, split in seeds_in(self.par).items():
             split._draws = split._draws or MODEL + name in self.parameters
         for optimizer, settings in zip(self.optimizers, self.settings, strict=True):
             self._resume(optimizer, settings)
-        if random and wanted[-1][0] == self._random:
-            restore_random(wanted[-1][1].tensor)
+        if random and parts[-1][0] == self._random:
+            restore_random(parts[-1][1].tensor)
         extra, read = self.values.get("extra"), self.reader.num_bytes_read
         return Checkpoint(self.path, self.manifest.step, extra, self.manifest.plan, read)
 
@@ -398,7 +407,7 @@ class _Load:
 
 
 def _misfit(name: str, stored: StoredTensor, part: TensorPart) -> str:
-    """Why a stored tensor does not go into a part; "" where it does."""
+    """Return why a stored tensor does not fit into a part; "" if it fits."""
     before, after = stored.dtype, part.tensor.dtype
     same_kind = before.is_floating_point and after.is_floating_point
     if stored.shape == part.shape and (before == after or same_kind):

@@ -1,4 +1,4 @@
-"""Which checkpoints of a folder there are, and which stay."""
+"""The checkpoints of a folder, and which of them are kept."""
 
 from __future__ import annotations
 
@@ -18,9 +18,18 @@ INCOMPLETE, DELETED, DAMAGED = ".incomplete", ".deleted", ".damaged"
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Which checkpoints stay in a folder when a new one is complete: the ``last`` so many by step, those whose step is
-    a multiple of ``every``, and the ``num_best`` by a metric, ``best``. The newest always stays. Raises ShardwiseError
-    for numbers below 1."""
+    """Which checkpoints of a folder to keep when a new one is complete. The newest is always kept.
+
+    Args:
+        last: keep this many of the highest steps.
+        every: keep the checkpoints whose step is a multiple of this number.
+        best: name of a metric; keep the ``num_best`` checkpoints by it.
+        num_best: how many to keep by ``best``.
+        order: whether the "smallest" or the "largest" values of ``best`` count as best.
+
+    Raises:
+        ShardwiseError: a number below 1, an unknown ``order``, or no criterion.
+    """
 
     last: int | None = None
     every: int | None = None
@@ -32,14 +41,14 @@ class Keep:
         numbers = {"last": self.last, "every": self.every, "num_best": self.num_best}
         for name, number in numbers.items():
             if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
-                raise ShardwiseError(f"{name} is a number of checkpoints or steps from 1, not {number!r}")
+                raise ShardwiseError(f"{name} must be a number of checkpoints or steps, 1 or more; got {number!r}")
         if self.order not in ("smallest", "largest"):
-            raise ShardwiseError(f'order is "smallest" or "largest" (which metric is best), not {self.order!r}')
+            raise ShardwiseError(f'order must be "smallest" or "largest" (which metric is best), got {self.order!r}')
         if self.last is None and self.every is None and self.best is None:
-            raise ShardwiseError(problem("Keep() would keep the newest only", fix="say so: Keep(last=1)"))
+            raise ShardwiseError(problem("Keep() needs a criterion", fix="to keep only the newest: Keep(last=1)"))
 
     def kept(self, steps: Mapping[Path, tuple[int, Mapping[str, float]]]) -> set[Path]:
-        """Of checkpoints with their step and metrics, those that stay."""
+        """Return the checkpoints to keep. ``steps``: step and metrics of each checkpoint."""
         newest = sorted(steps, key=lambda path: steps[path][0])
         stay = set(newest[-1:])
         if self.last is not None:
@@ -54,8 +63,8 @@ class Keep:
 
 
 def checkpoints_in(folder: Path) -> tuple[dict[Path, Manifest], list[tuple[Path, str]]]:
-    """(complete checkpoints, by ascending step and then by when they were written; what is left of others with the
-    reason). A checkpoint that was being deleted is neither."""
+    """Return (complete checkpoints, by step and then by time of writing; incomplete or damaged ones with the reason). A
+    partly deleted checkpoint is in neither."""
     complete: dict[Path, Manifest] = {}
     torn: list[tuple[Path, str]] = []
     for path in sorted(folder.iterdir()):
@@ -71,26 +80,25 @@ def checkpoints_in(folder: Path) -> tuple[dict[Path, Manifest], list[tuple[Path,
 
 
 def _written(path: Path) -> int:
-    """When a checkpoint was written, in nanoseconds; 0 where another job has just deleted it."""
+    """Return when a checkpoint was written, in nanoseconds; 0 if another job has just deleted it."""
     with contextlib.suppress(OSError):
         return (path / FILE).stat().st_mtime_ns
     return 0
 
 
 def rename_later_checkpoints(folder: Path, step: int) -> None:
-    """Rename the checkpoints of a folder that are of later steps than the one that could be loaded, so that a run that
-    goes on from there may save under their names."""
+    """Rename the checkpoints of steps after the loaded one, so that the resumed run can save under their names."""
     for path, manifest in checkpoints_in(folder)[0].items():
         if manifest.step > step:
             aside, turn = path.with_name(path.name + DAMAGED), 0
-            while aside.exists():  # one of an earlier turn, which stays
+            while aside.exists():  # renamed by an earlier resume
                 turn += 1
                 aside = path.with_name(f"{path.name}.{turn}{DAMAGED}")
             path.rename(aside)
 
 
 def prune(new: Path, keep: Keep) -> Sequence[Path]:
-    """Delete the checkpoints beside a new one that do not stay; which these were. One that cannot be deleted stays."""
+    """Delete the checkpoints beside a new one that ``keep`` does not keep, if possible, and return them."""
     checkpoints, _ = checkpoints_in(new.parent)
     stay = {new, *keep.kept({path: (manifest.step, manifest.metrics) for path, manifest in checkpoints.items()})}
     gone = [path for path in checkpoints if path not in stay]

@@ -1,11 +1,11 @@
-"""A save on its way to the disk: every rank writes its files, rank 0 makes a checkpoint of them.
+"""Writing of a checkpoint: every rank writes its files, and rank 0 completes the checkpoint.
 
-Ranks meet in the folder, not in a collective: the thread that writes may run beside steps whose collectives must not be
-disturbed. ``NAME.incomplete`` fills; a rank that is done leaves a note with its checksums, one that failed says why.
-When all notes are there, rank 0 writes the manifest and renames the folder. Whatever happens before, there is no
-``NAME``. Rank 0 has a lock on the name until then: another job that saves under it is refused. The folder says which
-save it is of, for file systems without locks: a save whose folder another one took over finds out before it calls
-anything its own.
+Ranks synchronize through files in the folder, without collectives: the writing thread may run beside training steps,
+whose collectives it must not disturb. The files go to ``NAME.incomplete``. A rank that has finished writes a note with
+its checksums; a rank that failed writes the reason. When all notes exist, rank 0 writes the manifest and renames the
+folder to ``NAME``, which does not exist before. Until then rank 0 holds a lock on the name, so another job cannot save
+under it. For file systems without locks the folder also contains the token of its save: a save detects when another
+one has taken over its folder.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from shardwise.train.locks import Lock, lock
 from shardwise.train.manifest import FILE, DataFile, Manifest
 from shardwise.train.retention import DELETED, INCOMPLETE, Keep, prune
 
-_NAMES = r"shard-\d+-[\w-]+\.safetensors|(written|failed)-\d+(-\w+\.json)?"  # of files in a folder that fills
-OWNER = "owner"  # the file that says which save a folder is of
+_NAMES = r"shard-\d+-[\w-]+\.safetensors|(written|failed)-\d+(-\w+\.json)?"  # of files in an incomplete folder
+OWNER = "owner"  # the file with the token of the folder's save
 _FIRST_POLL_SECONDS, _LONGEST_POLL_SECONDS = 0.002, 0.1
-_LAST_SECONDS = 30.0  # that a process whose script has ended waits for the other ranks' files
+_LAST_SECONDS = 30.0  # how long a process whose script has ended waits for the other ranks' files
 
 
 @dataclass(frozen=True)
 class SaveJob:
-    """What one rank has to do. ``token``: of this save (``make_room``); ``manifest``: without files, whose checksums
-    are not known yet; ``abandoned``: whoever called does not wait for it any more, and may change what it reads."""
+    """One rank's part of a save. ``token``: of this save (``make_room``); ``manifest``: without files, as checksums are
+    not known yet; ``abandoned``: set if the caller was interrupted, so that the data may change during the write."""
 
     path: Path
     token: str
@@ -54,18 +54,18 @@ class SaveJob:
         return incomplete(self.path)
 
     def note(self, rank: int) -> str:
-        """The file in which a rank says what it has written."""
+        """Return the name of the file in which a rank lists what it has written."""
         return f"written-{rank}-{self.token}.json"
 
     def remove_files(self) -> None:
-        """Give the space of this rank's files back: a rank has said that it failed, so nothing will come of them."""
+        """Delete this rank's files after a failed save."""
         for staged in self.files if _belongs_to(self.folder, self.token) else ():
             with contextlib.suppress(OSError):
                 (self.folder / staged.file.name).unlink()
 
 
 class Saving:
-    """A save that was started. ``wait()`` returns the folder when it is complete, or raises CheckpointError."""
+    """A save in progress. ``wait()`` returns the folder when it is complete, or raises CheckpointError."""
 
     def __init__(self, job: SaveJob) -> None:
         self.path = job.path
@@ -75,12 +75,12 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Return whether the save has ended, successfully or not."""
         return not self._thread.is_alive()
 
     @property
     def error(self) -> CheckpointError | None:
-        """Why it failed, once it is done."""
+        """Return the error of a failed save; None if it succeeded or is in progress."""
         return self._error if self.done else None
 
     def wait(self) -> Path:
@@ -94,14 +94,14 @@ class Saving:
             _save(job)
         except CheckpointError as error:
             self._error = error
-        except Exception as error:  # a thread must not end without saying why
+        except Exception as error:  # a thread must not end without a reason
             self._error = _failed(job.path, f"{type(error).__name__}: {error}")
         finally:
             release(job.token)
 
 
 def _save(job: SaveJob) -> None:
-    """Raises CheckpointError, on every rank, where one of them fails."""
+    """Write this rank's files and wait for completion. Raises CheckpointError on every rank if one fails."""
     try:
         written = {staged.file.name: write(job.folder / staged.file.name, staged) for staged in job.files}
         if job.abandoned.is_set():
@@ -140,29 +140,28 @@ def _finish(job: SaveJob) -> None:
         if not isinstance(error, CheckpointError):
             give_up(job.path, job.token, 0, str(error))
             error = _failed(job.path, f"rank 0: {error}")
-        # What was written gives its space back, that of ranks that hang, too; the folder and the reason stay, for the
-        # other ranks to see.
+        # Delete all files, also those of ranks that hang. The folder and the reason stay, so that other ranks see them.
         for file in job.folder.glob("*.safetensors") if _belongs_to(job.folder, job.token) else ():
             with contextlib.suppress(OSError):
                 file.unlink()
         raise error from None
     if job.keep is not None:
-        with contextlib.suppress(OSError):  # the checkpoint is there; the next one deletes what this one could not
+        with contextlib.suppress(OSError):  # the checkpoint is complete; the next save deletes the rest
             prune(job.path, job.keep)
 
 
 def _poll(job: SaveJob, is_done: Callable[[], bool], what: str) -> None:
-    """Wait until something is done. Raises CheckpointError when a rank says that it failed, or time runs out."""
+    """Wait until ``is_done()``. Raises CheckpointError if a rank reports a failure, or after a timeout."""
     pause, until, waited = _FIRST_POLL_SECONDS, time.monotonic() + job.limit_seconds, 0.0
     while not is_done():
         _check_owner(job)
         for rank in range(job.num_ranks):
             failed = job.folder / f"failed-{rank}"
             with contextlib.suppress(OSError):
-                reason = failed.read_text() or "no space is left even for the reason"
+                reason = failed.read_text() or "no space left on the device, not even for the reason"
                 job.remove_files()
                 raise _failed(job.path, f"rank {rank}: {reason}")
-        if not threading.main_thread().is_alive():  # the process wants to end, and another rank may be gone
+        if not threading.main_thread().is_alive():  # the script has ended, and another rank may be gone
             until = min(until, time.monotonic() + max(0.0, _LAST_SECONDS - waited))
             waited += pause
         if time.monotonic() > until:
@@ -172,7 +171,7 @@ def _poll(job: SaveJob, is_done: Callable[[], bool], what: str) -> None:
 
 
 def give_up(path: Path, token: str, rank: int, reason: str) -> CheckpointError:
-    """Tell the other ranks that this one cannot save; the error to raise here."""
+    """Report to the other ranks that this one cannot save, and return the error to raise here."""
     folder = incomplete(path)
     if _belongs_to(folder, token):
         with contextlib.suppress(OSError):
@@ -181,12 +180,11 @@ def give_up(path: Path, token: str, rank: int, reason: str) -> CheckpointError:
 
 
 def _belongs_to(folder: Path, token: str) -> bool:
-    """Whether a folder that fills is that of a save."""
     return _owner(folder) == token
 
 
 def _owner(folder: Path) -> str | None:
-    """Which save a folder that fills is of; None where there is none."""
+    """Return the token of the save that writes a folder; None if there is none."""
     try:
         return (folder / OWNER).read_text()
     except OSError:
@@ -194,8 +192,8 @@ def _owner(folder: Path) -> str | None:
 
 
 def _check_owner(job: SaveJob) -> None:
-    """Raise CheckpointError where another save has begun in the folder of this one, or it is gone; for other ranks than
-    0 it may just be complete."""
+    """Raise CheckpointError if another save has taken over the folder, or it is gone. On ranks other than 0 the folder
+    may also be gone because the save is complete."""
     owner = _owner(job.folder)
     if owner is None and job.rank:
         owner = _owner(job.path)
@@ -207,8 +205,8 @@ def _taken(job: SaveJob) -> CheckpointError:
     return CheckpointError(
         problem(
             f"{job.path} was not saved: another job began to save it, or removed what this one had written",
-            fix="end one of the two jobs, or give each a folder of its own; earlier checkpoints are as they were, "
-            "and training can go on",
+            fix="end one of the two jobs, or give each its own folder; earlier checkpoints are unchanged, and training "
+            "can go on",
         )
     )
 
@@ -217,14 +215,14 @@ def _failed(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
         problem(
             f"{path} was not saved: {reason}",
-            fix="make room, or see that all ranks see the same folder; earlier checkpoints are as they were, and "
+            fix="free space, or check that all ranks see the same folder; earlier checkpoints are unchanged, and "
             "training can go on",
         )
     )
 
 
 def _place(folder: Path, name: str, text: str) -> None:
-    """A file that is there whole or not at all."""
+    """Write a file atomically."""
     with (folder / f"{name}.part").open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -242,18 +240,18 @@ def _sync_folder(folder: Path) -> None:
 
 
 def incomplete(path: Path) -> Path:
-    """The folder that becomes a checkpoint."""
+    """Return the folder that is renamed to ``path`` when it is complete."""
     return path.with_name(path.name + INCOMPLETE)
 
 
-_locks: dict[str, Lock] = {}  # of the saves of this process that are under way, by their token
-_begun: set[Path] = set()  # by this process, and not complete: other ranks may still look for the reason
+_locks: dict[str, Lock] = {}  # of this process's saves in progress, by token
+_begun: set[Path] = set()  # incomplete saves of this process: other ranks may still read the reason of a failure
 
 
 def make_room(path: Path) -> str:
-    """An empty folder to fill, on rank 0, in place of what an earlier attempt left; what tells this save from others.
-    What killed jobs left of other saves is removed. Raises CheckpointError where a checkpoint of that name is complete,
-    or another process saves it, or the folder cannot be made."""
+    """Create an empty folder for a save, on rank 0, and return the save's token. Leftovers of earlier attempts and of
+    killed jobs are removed. Raises CheckpointError if the checkpoint exists, another process saves it, or the folder
+    cannot be created."""
     token = uuid4().hex
     try:
         folder = incomplete(path)
@@ -273,20 +271,20 @@ def make_room(path: Path) -> str:
         release(token)
         if isinstance(error, CheckpointError):
             raise
-        what = f"the folder {str(path)!r} cannot be made: {error}"
+        what = f"the folder {str(path)!r} cannot be created: {error}"
         raise CheckpointError(problem(what, fix="give a folder that all ranks can write to")) from error
     return token
 
 
 def release(token: str) -> None:
-    """Let others save under the name of a save that has ended; nothing on other ranks than 0."""
-    held = _locks.pop(token, None)
-    if held is not None:
-        held.release()
+    """Release the lock of a save that has ended; does nothing on ranks other than 0."""
+    folder_lock = _locks.pop(token, None)
+    if folder_lock is not None:
+        folder_lock.release()
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Remove what killed jobs left of saves and deletions; what others have put into such a folder stays."""
+    """Remove what killed jobs left of saves and deletions, except folders that contain other files."""
     for folder in parent.iterdir():
         if folder.suffix not in (INCOMPLETE, DELETED) or not _is_of_saves(folder):
             continue
@@ -294,10 +292,10 @@ def _remove_leftovers(parent: Path) -> None:
         if folder.suffix == INCOMPLETE and path.absolute() in _begun:
             continue
         with contextlib.suppress(OSError, CheckpointError):  # a live process writes it
-            held = lock(path)
-            if held.is_certain:
+            folder_lock = lock(path)
+            if folder_lock.is_certain:
                 shutil.rmtree(folder, ignore_errors=True)
-            held.release()
+            folder_lock.release()
 
 
 def _is_of_saves(folder: Path) -> bool:

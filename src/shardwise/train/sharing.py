@@ -1,9 +1,8 @@
-"""Who writes which part of a checkpoint: every element once, by one of the ranks that hold it, as much by each as
-possible.
+"""Assignment of the parts of a checkpoint to ranks: each element is written once, by a rank that holds it, in balance.
 
-All ranks compute the same answer from what all of them hold, so nothing is sent for it. A box that several ranks hold
-and that is large beside a rank's fair share is cut in pieces of rows; then the largest piece goes to the rank that has
-least to write so far.
+All ranks compute the same assignment from the offers of all ranks, without more communication. A box that several ranks
+hold, and that is large compared with a rank's fair share, is cut into pieces of rows. Then the pieces are assigned
+greedily: the largest goes to the rank that has least to write so far.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from shardwise.train.parts import TensorPart
 from shardwise.train.values import DTYPES
 
 CUT_FROM_BYTES = 2**20
-PIECES_OF_A_SHARE = 4  # what is at most as large as such a piece of a fair share is not cut
+PIECES_OF_A_SHARE = 4  # boxes are cut only if they are larger than this part (1/4) of a fair share
 _ALIGNED = 16  # bytes: where the data of a file begins
-_LINE_BYTES = 64  # of the processor's cache: copies to where none begins take 1.4 times as long
-PAGE_BYTES, AT_ONCE_BYTES = 2**12, 2**23  # a disk takes whole pages from memory, of a file of as much as this
+_LINE_BYTES = 64  # a cache line: copies to unaligned addresses take 1.4 times as long
+PAGE_BYTES, AT_ONCE_BYTES = 2**12, 2**23  # alignment for direct I/O; bytes per write, and the least for direct I/O
 _SAFETENSORS = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
     "int16": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64", "bool": "BOOL",
     "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "complex64": "C64",
 }  # fmt: skip
 
-# What a rank says about a tensor: name, dtype, global shape, (offsets, sizes) of its boxes.
+# A rank's description of a tensor: name, dtype, global shape, (offsets, sizes) of its boxes.
 Rows = tuple[int, ...]
 Offer = tuple[str, str, Rows, tuple[tuple[Rows, Rows], ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class WritePiece:
-    """What one rank writes of a tensor."""
+    """A box of a tensor that one rank writes."""
 
     name: str
     dtype: torch.dtype
@@ -55,7 +54,7 @@ class WritePiece:
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A safetensors file: its ``header``, then ``num_bytes`` of pieces, each with where it begins."""
+    """A safetensors file: its ``header``, then ``num_bytes`` of pieces, each with its start."""
 
     name: str
     header: bytes
@@ -67,19 +66,19 @@ class PlannedFile:
 
 
 def describe_parts(parts: Mapping[str, TensorPart]) -> list[Offer]:
-    """What this rank holds, in words. Raises ShardwiseError for a dtype that files do not hold."""
+    """Return the offers of this rank's parts. Raises ShardwiseError for a dtype that safetensors does not support."""
     offers: list[Offer] = []
     for name, part in sorted(parts.items()):
         dtype = str(part.tensor.dtype).removeprefix("torch.")
         if dtype not in _SAFETENSORS:
-            raise ShardwiseError(f"{name} is {dtype}, which safetensors files do not hold: {', '.join(_SAFETENSORS)}")
+            raise ShardwiseError(f"{name} is {dtype}; safetensors files support only {', '.join(_SAFETENSORS)}")
         offers.append((name, dtype, part.shape, tuple((box.offsets, box.sizes) for box in part.boxes)))
     return offers
 
 
 def plan_files(offers: Sequence[Sequence[Offer]]) -> list[list[PlannedFile]]:
-    """The files of every rank, from what every rank offers. Raises ShardwiseError where ranks differ about a tensor, or
-    elements of one are nobody's."""
+    """Return the files of every rank, from the offers of every rank. Raises ShardwiseError if ranks disagree on a
+    tensor's dtype or shape, or if no rank holds some of its elements."""
     holders: dict[tuple[str, Rows, Rows], list[int]] = defaultdict(list)
     kinds: dict[str, tuple[str, Rows]] = {}
     for rank, rank_offers in enumerate(offers):
@@ -113,7 +112,7 @@ def plan_files(offers: Sequence[Sequence[Offer]]) -> list[list[PlannedFile]]:
 
 
 def split_piece(piece: WritePiece, count: int) -> list[WritePiece]:
-    """A piece in pieces of rows, at most ``count``."""
+    """Split a piece into at most ``count`` pieces of rows."""
     count = min(count, piece.sizes[0] if piece.sizes else 1)
     if count <= 1:
         return [piece]
@@ -131,7 +130,7 @@ def split_piece(piece: WritePiece, count: int) -> list[WritePiece]:
 
 
 def _files(rank: int, num_ranks: int, pieces: Sequence[WritePiece]) -> list[PlannedFile]:
-    """A file holds a name once: the boxes that a rank has of one tensor go to different files."""
+    """Return a rank's files. A file has each name once, so several boxes of one tensor go to different files."""
     by_file: list[list[WritePiece]] = []
     count: dict[str, int] = defaultdict(int)
     for piece in pieces:
@@ -147,9 +146,9 @@ def _files(rank: int, num_ranks: int, pieces: Sequence[WritePiece]) -> list[Plan
 
 
 def file_of(name: str, pieces: Sequence[WritePiece]) -> PlannedFile:
-    """A file with the header that torch's Hugging Face reader understands: it says where in the whole a part lies.
-    Without gaps, as safetensors asks; pieces of whole lines are first, since a single number would move all behind
-    it."""
+    """Lay out a file, with the header of torch's Hugging Face checkpoints (the offsets of each part in its tensor). The
+    data has no gaps, as safetensors requires. Pieces of whole cache lines come first: a smaller piece would misalign
+    all that follow."""
     placed: list[tuple[int, WritePiece]] = []
     start = 0
     for piece in sorted(pieces, key=lambda item: (item.num_bytes % _LINE_BYTES > 0, -item.dtype.itemsize, item.name)):
@@ -166,7 +165,7 @@ def file_of(name: str, pieces: Sequence[WritePiece]) -> PlannedFile:
 def safetensors_header(
     header: dict[str, object], placed: Sequence[tuple[int, WritePiece]], aligned: int = _ALIGNED
 ) -> bytes:
-    """The first bytes of a safetensors file of some pieces (https://huggingface.co/docs/safetensors/index#format)."""
+    """Return the header of a safetensors file (https://huggingface.co/docs/safetensors/index#format)."""
     for start, piece in placed:
         kind = _SAFETENSORS[str(piece.dtype).removeprefix("torch.")]
         header[piece.name] = {"dtype": kind, "shape": piece.sizes, "data_offsets": [start, start + piece.num_bytes]}

@@ -1,18 +1,18 @@
-"""Copies of the state in memory, one after every step: what a rank leaves behind when it is killed.
+"""Snapshots of the training state in memory after every step, to survive the loss of ranks.
 
-A snapshot is a checkpoint whose files are in memory that outlives processes, without what makes one safe on a disk: the
-files stay, and are filled anew. There are two *slots*, in turn. A rank fills a slot only when all
-have filled the other one (they meet in between), and a slot counts for a rank only while its *note* is there, which is
-taken away before it is filled and put back afterwards. So whenever ranks are killed, one slot is whole; if not that of
-the last step, then that of the step before.
+A snapshot is a checkpoint in memory that outlives processes, without checksums and atomic renames: its files are
+overwritten in place. There are two alternating *slots*. A rank fills a slot only after all ranks have filled the other
+one (they synchronize in between). A slot is valid for a rank only while its *note* exists, which is deleted before
+filling and written afterwards. So whenever ranks are killed, one slot is complete: that of the last step, or of the
+step before.
 
 ==========================  ========================================================================
-``GENERATION/tensors.json`` a checkpoint's manifest, without values: who has which part of what
+``GENERATION/tensors.json`` a checkpoint's manifest, without values: which file has which elements
 ``GENERATION/NAME-SLOT``    a file of the manifest
 ``GENERATION/note-R-SLOT``  rank R has filled its files of a slot: the step, and values of that step
 ==========================  ========================================================================
 
-As in a checkpoint, what several ranks hold is written by one of them, in equal shares.
+As in a checkpoint, each replicated element is written by one rank, in equal shares.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TENSORS = "tensors.json"
 
 
 class SnapshotWriter:
-    """Fills the slots of one generation. ``files``: of all ranks. Raises OSError where there is no memory for them."""
+    """Fills the slots of one generation. ``files``: of all ranks. Raises OSError if memory is full."""
 
     def __init__(self, folder: Path, files: Sequence[Sequence[PlannedFile]], manifest: Manifest) -> None:
         self.folder, self.rank = folder, rank_and_world_size()[0]
@@ -55,12 +55,12 @@ class SnapshotWriter:
     def _map(self, file: PlannedFile, slot: int) -> torch.Tensor:
         path = self.folder / f"{file.name}-{slot}"
         with path.open("wb") as opened:
-            if file.num_bytes:  # or a later write would end the process where memory is full
+            if file.num_bytes:  # reserve now: a later write to full memory would kill the process (SIGBUS)
                 os.posix_fallocate(opened.fileno(), 0, file.num_bytes)
         return torch.from_file(str(path), shared=True, size=file.num_bytes, dtype=torch.uint8)
 
     def fill(self, parts: Mapping[str, TensorPart], note: Mapping[str, Any]) -> None:
-        """Copy this rank's parts to the next slot. Every rank must have filled the one before. Raises OSError."""
+        """Copy this rank's parts to the next slot. All ranks must have filled the previous one. Raises OSError."""
         slot, self.slot = self.slot, (self.slot + 1) % _NUM_SLOTS
         path = self.folder / f"note-{self.rank}-{slot}"
         path.unlink(missing_ok=True)
@@ -69,7 +69,7 @@ class SnapshotWriter:
         write_atomically(path, json.dumps(note))
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Delete this rank's files."""
         self.staged = []
         for path in [self.folder / f"note-{self.rank}-{slot}" for slot in range(_NUM_SLOTS)]:
             path.unlink(missing_ok=True)
@@ -80,7 +80,7 @@ class SnapshotWriter:
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """A slot that all ranks have filled. ``checked``: the last step whose copies were compared and equal by then."""
+    """A slot that all ranks have filled. ``checked``: the last step whose replicas had been compared and were equal."""
 
     folder: Path
     slot: int
@@ -88,7 +88,7 @@ class MemorySnapshot:
     checked: int
 
     def manifest(self) -> Manifest:
-        """As that of a checkpoint. Raises ShardwiseError, OSError for one that nobody wrote."""
+        """Return the manifest with the values of the step. Raises ShardwiseError or OSError if it is invalid."""
         manifest = parse_manifest((self.folder / _TENSORS).read_text())
         notes = _notes(self.folder, self.slot, manifest.num_ranks)
         plain = {name: kept for note in notes.values() for name, kept in note["plain"].items()}
@@ -104,7 +104,7 @@ class MemorySnapshot:
 
 
 class _SlotReader(CheckpointReader):
-    """Reads a slot. Nothing on the way from a rank's memory to another's needs a checksum."""
+    """Reads a slot. Copies between memories need no checksums."""
 
     def __init__(self, folder: Path, manifest: Manifest, slot: int) -> None:
         super().__init__(folder, manifest)
@@ -118,10 +118,10 @@ class _SlotReader(CheckpointReader):
 
 
 def snapshots_in(memory: Path) -> list[MemorySnapshot]:
-    """Those of all generations that are whole, newest first."""
+    """Return the complete snapshots of all generations, newest first."""
     snapshots: list[MemorySnapshot] = []
     for folder in memory.iterdir():
-        with contextlib.suppress(OSError, ShardwiseError):  # ended before its first step
+        with contextlib.suppress(OSError, ShardwiseError):  # the generation ended before its first step
             count = parse_manifest((folder / _TENSORS).read_text()).num_ranks
             for slot in range(_NUM_SLOTS):
                 notes = _notes(folder, slot, count)
@@ -146,14 +146,14 @@ def _notes(folder: Path, slot: int, count: int) -> dict[int, Any]:
 
 
 def forget_generations(memory: Path, before: int) -> None:
-    """Give back the memory of earlier generations."""
+    """Delete the snapshots of earlier generations."""
     for folder in memory.iterdir():
         if folder.name.isdigit() and int(folder.name) < before:
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """A file that is there whole or not at all."""
+    """Write a file atomically."""
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     os.rename(part, path)

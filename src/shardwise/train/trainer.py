@@ -1,5 +1,4 @@
-"""``sw.Trainer``: the loop around ``par.step``, for those who do not want to write it. All that it does, it does by
-calls that anybody can make."""
+"""``sw.Trainer``: a ready training loop around ``par.step``, built only on the public API."""
 
 from __future__ import annotations
 
@@ -30,19 +29,35 @@ Evaluate = Callable[[Parallel], Mapping[str, float]]
 
 
 class Trainer:
-    """Trains a parallel module on the batches of a loader; made and used on every rank alike.
+    """Trains a parallel module on the batches of a loader. All ranks create and use it together.
 
-    ``loader``: its batches are the arguments of ``par.step`` (a dict: by name). ``scheduler``: stepped after every step
-    of the optimizer. ``scaler``: scales losses for backward, as float16 needs. ``accumulate``: batches whose mean
-    gradient a step is made of (a plan with micro-batches does this within one batch, exactly). ``clip_norm``: the
-    largest norm of the whole gradient. ``evaluate``: every ``evaluate_every`` steps and at the end, in eval mode and
-    without gradients; it returns metrics, the same on all ranks. ``folder``: for checkpoints, ``step-N`` every
-    ``save_every`` steps and at the end, written beside training; ``keep`` says which stay. ``peer_copy``: as of
-    ``sw.Recovery``. ``log_every``: steps between
-    lines of ``log.jsonl`` in the folder (on rank 0: loss, learning rate, norm of the gradient, seconds, metrics).
-    ``tensorboard``: the same for TensorBoard. ``progress``: a bar on rank 0's terminal.
+    Args:
+        par: the parallel module.
+        optimizer: the optimizer, created from ``par.parameters()``.
+        loader: its batches are the arguments of ``par.step`` (a dict: by name).
+        scheduler: a learning-rate scheduler, stepped after every optimizer step.
+        scaler: a gradient scaler, as float16 needs.
+        accumulate: number of batches whose mean gradient makes a step. (A plan with micro-batches does this within one
+            batch, exactly.)
+        clip_norm: maximum norm of the whole gradient.
+        evaluate: returns metrics that are equal on all ranks. Called every ``evaluate_every`` steps and at the end, in
+            eval mode and without gradients.
+        evaluate_every: steps between evaluations.
+        folder: folder for checkpoints (``step-N``, written in the background), and for ``log.jsonl``.
+        save_every: steps between checkpoints; one is always saved at the end.
+        keep: which checkpoints to keep.
+        peer_copy: as for ``sw.Recovery``.
+        log_every: steps between log lines (on rank 0: loss, learning rate, gradient norm, samples per second, metrics).
+        tensorboard: whether to log for TensorBoard too.
+        progress: whether to show a progress bar on rank 0's terminal.
 
-    ``step`` is the number of optimizer steps done, ``metrics`` the latest ones, ``stopped`` whether a signal ended it.
+    Attributes:
+        step: number of finished optimizer steps.
+        metrics: results of the latest evaluation.
+        stopped: whether a signal ended training.
+
+    Raises:
+        ShardwiseError: an invalid number, or options that need ``folder``.
     """
 
     def __init__(
@@ -73,9 +88,9 @@ class Trainer:
         }
         for name, count in counts.items():
             if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
-                raise ShardwiseError(f"{name} is a number from 1, not {count!r}")
+                raise ShardwiseError(f"{name} must be a number, 1 or more; got {count!r}")
         if folder is None and (save_every or keep or tensorboard):
-            raise ShardwiseError(problem("there is no folder to save to", fix="give folder="))
+            raise ShardwiseError(problem("save_every=, keep= and tensorboard= need a folder", fix="give folder="))
         self.par, self.optimizer, self.loader, self.scheduler = par, optimizer, loader, scheduler
         self.scaler = torch.amp.GradScaler(par.device.type, enabled=False) if scaler is None else scaler
         self.accumulate, self.clip_norm = accumulate, clip_norm
@@ -86,19 +101,22 @@ class Trainer:
         self.metrics: dict[str, float] = {}
         self.stopped = False
         schedulers: Any = () if scheduler is None else scheduler
-        self._given = {"schedulers": schedulers, "scaler": scaler, "data": loader}
-        self._recovery = Recovery(par, optimizer, folder=self.folder, peer_copy=peer_copy, **self._given)
+        self._resumables = {"schedulers": schedulers, "scaler": scaler, "data": loader}
+        self._recovery = Recovery(par, optimizer, folder=self.folder, peer_copy=peer_copy, **self._resumables)
         self._saved: int | None = None
         self._signalled = False
 
     def fit(self, num_steps: int) -> None:
-        """Train until so many steps are done in all, from the newest checkpoint in the folder if there is one; under
-        ``shardwise run --elastic``, after a loss, from the last step.
+        """Train up to step ``num_steps``, from the newest checkpoint in the folder if there is one.
 
-        At SIGTERM to any rank, all of them finish the step they are in, save, and return: ``stopped`` is true then.
+        Under ``shardwise run --elastic`` training continues from the last step after a loss. When any rank gets
+        SIGTERM, all ranks finish their current step, save, and return with ``stopped`` set.
+
+        Args:
+            num_steps: total number of optimizer steps, including those of the checkpoint.
         """
         self._resume()
-        if not self.par.training:  # else what is frozen in eval() stays so
+        if not self.par.training:  # else submodules that the user froze with eval() stay frozen
             self.par.train()
         with ExitStack() as stack:
             stack.enter_context(self._noticing_signals())
@@ -128,14 +146,14 @@ class Trainer:
             finish_saving(self.par)
 
     def save(self) -> None:
-        """Save a checkpoint of now, beside training."""
+        """Save a checkpoint of the current state, in the background."""
         assert self.folder is not None, "a trainer without a folder does not save"
         save_checkpoint(
             self.folder / f"step-{self.step}",
             self.par,
             self.optimizer,
             step=self.step,
-            **self._given,
+            **self._resumables,
             metrics={name: value for name, value in self.metrics.items() if math.isfinite(value)},
             keep=self.keep,
             blocking=False,
@@ -164,12 +182,12 @@ class Trainer:
                 raise ShardwiseError(
                     problem(
                         "an epoch of the loader has no batch",
-                        fix="a smaller batch_size, or drop_last=False; an iterable data set must start again",
+                        fix="a smaller batch_size, or drop_last=False; an iterable data set must restart each epoch",
                     )
                 )
 
     def _train_step(self, batches: Iterator[Any]) -> tuple[torch.Tensor, torch.Tensor | None, int]:
-        """(mean loss, norm of the gradient before it was clipped, samples)."""
+        """Return (mean loss, gradient norm before clipping, number of samples)."""
         losses, samples = [], 0
         for _ in range(self.accumulate):
             args, kwargs = _arguments(next(batches))
@@ -210,7 +228,7 @@ class Trainer:
             self._signalled = True
 
         if threading.current_thread() is not threading.main_thread():
-            what = "fit() runs in a thread, which no signal reaches: at SIGTERM this process ends without a save"
+            what = "fit() runs in a thread, where signals cannot be caught: at SIGTERM this process ends without a save"
             warnings.warn(problem(what, fix="call fit() in the main thread"), PlanWarning, stacklevel=4)
             yield
             return
@@ -222,7 +240,7 @@ class Trainer:
 
 
 class _Log:
-    """What rank 0 writes; on other ranks nothing."""
+    """Logs and progress bar of rank 0; does nothing on other ranks."""
 
     def __init__(self, folder: Path | None, tensorboard: bool, progress: bool, num_steps: int) -> None:
         self._stack = ExitStack()

@@ -1,7 +1,7 @@
-"""Values beside tensors (settings of optimizers, states of schedulers and generators) as JSON, and back.
+"""JSON encoding of values other than stored tensors (optimizer settings, states of schedulers and generators).
 
-JSON has fewer kinds of values than Python: what it lacks is an object with one key that begins with ``$``. Reading
-builds these kinds and nothing else: no name in a file is ever looked up or called.
+Python types that JSON lacks become an object with one key that begins with ``$``. Decoding is safe for untrusted files:
+it creates only these types, and never looks up or calls a name from the file.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def encode(value: Any, where: str) -> Any:
-    """A value as JSON has it. ``where``: what it is, for errors. Raises ShardwiseError for a value that no file brings
-    back: functions, objects of classes."""
+    """Encode a value for JSON. ``where``: its name in errors. Raises ShardwiseError for values that cannot be restored
+    safely, such as functions and instances of classes."""
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
@@ -43,7 +43,7 @@ def encode(value: Any, where: str) -> Any:
     if isinstance(value, torch.dtype):
         return {"$dtype": _dtype_name(value)}
     if isinstance(value, (list, tuple, set, frozenset)):
-        # The states of generators: many numbers, looked at in C.
+        # Fast path for states of generators, which are many numbers: the checks run in C.
         plain = set(map(type, value)) == {int} and min(value) >= -MAX_NUMBER and max(value) <= MAX_NUMBER
         items = list(value) if plain else [encode(item, f"{where}[{at}]") for at, item in enumerate(value)]
         if isinstance(value, list):
@@ -59,7 +59,7 @@ def encode(value: Any, where: str) -> Any:
     raise ShardwiseError(
         problem(
             f"{where} is {_kind(value)}, which a checkpoint cannot hold: reading it would run code",
-            fix="numbers, texts, None, tensors, arrays, and lists, tuples, sets and dicts of these",
+            fix="use numbers, texts, None, tensors, arrays, and lists, tuples, sets and dicts of these",
         )
     )
 
@@ -69,7 +69,7 @@ def _kind(value: Any) -> str:
 
 
 def decode(value: Any) -> Any:
-    """What ``encode`` was given. Raises ShardwiseError for anything that it does not write."""
+    """Decode a value of ``encode``. Raises ShardwiseError for anything that ``encode`` does not write."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

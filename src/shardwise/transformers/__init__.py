@@ -1,4 +1,6 @@
-"""transformers on many devices: ``from shardwise.transformers import ShardwiseTrainer as Trainer``.
+"""Training and generation with transformers on many devices.
+
+``from shardwise.transformers import ShardwiseTrainer as Trainer`` replaces transformers' Trainer.
 
 Needs ``transformers`` and ``accelerate`` (``pip install "shardwise[hf]"``).
 """

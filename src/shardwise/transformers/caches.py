@@ -1,9 +1,9 @@
-"""Models that keep what they know of the tokens so far: keys and values, as buffers of fixed lengths.
+"""Models with key-value caches as buffers of fixed length.
 
-``CachedDecoder`` is a model of text alone, whose program takes a chunk of a prompt or one token. An encoder with a
-decoder is two modules over the same buffers: ``FirstToken`` runs the encoder and keeps what every layer of the decoder
-reads of the source, ``NextToken`` reads that. ``CacheRows`` exchanges sequences among the rows of the buffers, as beams
-ask for it. All are ordinary modules: they are planned, split and run as any other.
+``CachedDecoder`` is a decoder-only model, whose program takes a chunk of a prompt or one token. An encoder-decoder
+model is two modules over the same buffers: ``FirstToken`` runs the encoder and stores the cross-attention keys and
+values, which ``NextToken`` reads. ``CacheRows`` reorders the rows of the buffers for beam search. All are ordinary
+modules: they are planned, split and run like any other.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from shardwise.runtime.parallel import Parallel
 
 _FACTOR = re.compile(r"[a-z]+[0-9.]*")
 
-# What models and their outputs call a cache. transformers 5.24 renamed it; for models, the older name warns there.
+# The name of the cache in models and their outputs. transformers 5.24 renamed it; models warn about the older name.
 CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"
 
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """``rows``: sequences of a pass; ``length``: the most tokens of each; ``source``: those of what an encoder reads
-    (0: there is none)."""
+    """Sizes of caches. ``rows``: sequences per pass; ``length``: maximum tokens of each; ``source``: maximum tokens of
+    an encoder's input (0 without an encoder)."""
 
     rows: int
     length: int
@@ -39,7 +39,7 @@ class CacheSizes:
 
 
 class Caches(torch.nn.Module):
-    """The buffers: ``keys_0``, ``values_0`` and so on, and of a source ``source_keys_0``, ... (on meta)."""
+    """The buffers ``keys_0``, ``values_0``, ..., and for an encoder ``source_keys_0``, ... (on the meta device)."""
 
     def __init__(self, config: Any, sizes: CacheSizes, dtype: torch.dtype) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ class Caches(torch.nn.Module):
                     self.register_buffer(f"{kind}{name}_{layer}", empty, persistent=False)
 
     def cache(self, start: torch.Tensor) -> Cache:
-        """transformers' cache over the buffers, of which ``start`` tokens are known."""
+        """Return transformers' cache over the buffers, which hold ``start`` tokens."""
         cache = self.empty(self.sizes.length)
         self.fill(cache, start)
         return cache
 
     def empty(self, length: int) -> Cache:
-        """A cache whose layers keep all tokens, be their attention to a window of them: masks hide the others."""
+        """Return a cache whose layers keep all tokens, even for sliding-window attention: masks hide the others."""
         return Cache(layers=[StaticLayer(max_cache_len=length) for _ in range(self.config.num_hidden_layers)])
 
     def fill(self, cache: Cache, start: torch.Tensor, kind: str = "") -> None:
@@ -68,13 +68,13 @@ class Caches(torch.nn.Module):
             layer.keys = getattr(self, f"{kind}keys_{number}")
             layer.values = getattr(self, f"{kind}values_{number}")
             layer.device = layer.keys.device
-            vars(layer)["dtype"] = layer.keys.dtype  # which transformers 5.23 has, and later ones have not
+            vars(layer)["dtype"] = layer.keys.dtype  # only transformers 5.23 has this attribute
             layer.cumulative_length = start.clone()
             layer.is_initialized = True
 
 
 class CachedDecoder(Caches):
-    """A model of text and its caches: the logits behind some more tokens."""
+    """A decoder-only model with its caches. Computes the logits after some more tokens."""
 
     def __init__(self, model: torch.nn.Module, config: Any, sizes: CacheSizes) -> None:
         super().__init__(config, sizes, dtype_of(model))
@@ -88,8 +88,8 @@ class CachedDecoder(Caches):
         start: torch.Tensor,
         last: torch.Tensor,
     ) -> torch.Tensor:
-        """``attention_mask``: of all tokens that there may be, [samples, length]; ``start``: the place of the first of
-        these; ``last``: which of them the logits are for, [1]."""
+        """Return the logits after token ``last``. ``attention_mask``: over all cache positions, [samples, length];
+        ``start``: cache position of the first of these tokens; ``last``: index of the token for the logits, [1]."""
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -102,7 +102,7 @@ class CachedDecoder(Caches):
 
 
 class _Translation(Caches):
-    """An encoder with a decoder and its caches."""
+    """An encoder-decoder model with its caches."""
 
     def __init__(self, model: torch.nn.Module, config: Any, sizes: CacheSizes) -> None:
         super().__init__(config, sizes, dtype_of(model))
@@ -119,7 +119,7 @@ class _Translation(Caches):
     ) -> torch.Tensor:
         of_source = self.empty(self.sizes.source)
         cache = EncoderDecoderCache(self.cache(start), of_source)
-        self.fill(of_source, torch.zeros_like(start), "source_")  # afterwards: it would ask a tensor for its value
+        self.fill(of_source, torch.zeros_like(start), "source_")  # now: the constructor would read a tensor's value
         cache.is_updated = dict.fromkeys(range(self.config.num_hidden_layers), knows_source)
         output = self.model(
             **source,
@@ -133,7 +133,7 @@ class _Translation(Caches):
 
 
 class NextToken(_Translation):
-    """Behind the first token: the logits behind one more."""
+    """Computes the logits after one more token, after the first."""
 
     def forward(
         self,
@@ -142,16 +142,16 @@ class NextToken(_Translation):
         attention_mask: torch.Tensor,
         start: torch.Tensor,
     ) -> torch.Tensor:
-        """``decoder_attention_mask``: of all tokens that there may be, [rows, length]; ``attention_mask``: of the
-        source; ``start``: the place of this token."""
-        # Its layers know keys and values of the source: of what the encoder made, only the shape is looked at.
+        """Return the logits. ``decoder_attention_mask``: over all cache positions, [rows, length]; ``attention_mask``:
+        of the source; ``start``: cache position of this token."""
+        # The caches have the keys and values of the source, so only the shape of the encoder's output is used.
         encoded = torch.zeros(self.sizes.rows, self.sizes.source, self.width, dtype=dtype_of(self.model))
-        known = {"encoder_outputs": (encoded,), "attention_mask": attention_mask}
-        return self.decoded(known, decoder_input_ids, decoder_attention_mask, start, knows_source=True)
+        source = {"encoder_outputs": (encoded,), "attention_mask": attention_mask}
+        return self.decoded(source, decoder_input_ids, decoder_attention_mask, start, knows_source=True)
 
 
 class FirstToken(_Translation):
-    """What the source is, and the logits behind the first token."""
+    """Encodes the source into the caches, and computes the logits after the first token."""
 
     def forward(
         self,
@@ -166,8 +166,7 @@ class FirstToken(_Translation):
 
 
 class CacheRows(Caches):
-    """The caches alone: every row becomes a copy of another one. What is known of a source stays: the beams of a
-    sample have the same."""
+    """Reorders the rows of the decoder's caches. Those of the source stay: all beams of a sample share them."""
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         for layer in range(self.config.num_hidden_layers):
@@ -178,11 +177,11 @@ class CacheRows(Caches):
 
 
 def decoder_config(config: Any) -> Any:
-    """A copy of what a model's configuration says of its decoder."""
-    own = copy.deepcopy(config.get_text_config(decoder=True))
-    if (deep := getattr(own, "num_decoder_layers", None)) is not None:
-        own.num_hidden_layers = deep  # T5 counts those of its encoder
-    return own
+    """Return a copy of the decoder's part of a model's configuration."""
+    decoder = copy.deepcopy(config.get_text_config(decoder=True))
+    if (num_layers := getattr(decoder, "num_decoder_layers", None)) is not None:
+        decoder.num_hidden_layers = num_layers  # T5's num_hidden_layers is that of its encoder
+    return decoder
 
 
 def dtype_of(model: torch.nn.Module) -> torch.dtype:
@@ -190,7 +189,7 @@ def dtype_of(model: torch.nn.Module) -> torch.dtype:
 
 
 def decoder_inputs(sizes: CacheSizes, tokens: int) -> dict[str, torch.Tensor]:
-    """Arguments of a Decoder, all zeros."""
+    """Return arguments of a ``CachedDecoder``, all zeros."""
     shapes = {
         "input_ids": (sizes.rows, tokens),
         "attention_mask": (sizes.rows, sizes.length),
@@ -202,7 +201,7 @@ def decoder_inputs(sizes: CacheSizes, tokens: int) -> dict[str, torch.Tensor]:
 
 
 def token_inputs(sizes: CacheSizes, *, first: bool) -> dict[str, torch.Tensor]:
-    """Arguments of NextToken, or of FirstToken, all zeros."""
+    """Return arguments of ``NextToken``, or of ``FirstToken``, all zeros."""
     shapes = {
         "decoder_input_ids": (sizes.rows, 1),
         "decoder_attention_mask": (sizes.rows, sizes.length),
@@ -217,8 +216,8 @@ def _zeros(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
 
 
 def _rows_of(rule: str) -> tuple[list[str], list[str]]:
-    """The factors of a product's or table's rows, ``b m k, n k -> b m n``: those of samples, and those of tokens, of
-    which the program that takes one token has 1."""
+    """Return the factors of the rows of a matmul or embedding, ``b m k, n k -> b m n``: (those of samples, those of
+    tokens). The token factors have size 1 in a program that takes one token."""
     dims = re.findall(r"\([^)]*\)|\S+", rule.partition("->")[2].strip().partition("  ")[0])
     rows = _FACTOR.findall(" ".join(dims[:-1]))
     return rows[:1], rows[1:]
@@ -227,13 +226,13 @@ def _rows_of(rule: str) -> tuple[list[str], list[str]]:
 def plan_with_caches(
     module: Caches, inputs: Mapping[str, torch.Tensor], par: Parallel, caches: Mapping[str, str] | None = None
 ) -> Plan:
-    """A plan for a module with caches. Parameters stay where ``par`` has them, the products over them are split as in
-    training, and the rest follows. ``caches``: their layouts; None: in a first plan they are whole, and it says how
-    they are used; in the second they are kept so."""
+    """Plan a module with caches. Parameters keep the layouts of ``par``, matmuls and embeddings the strategies of
+    training, and the rest is propagated. ``caches``: layouts of the caches; None: take the layouts in which a first
+    plan, with whole caches, uses them."""
     mesh = par.plan.mesh
     model = getattr(module, "model", None)
     modules = set() if model is None else {name for name, _ in model.named_modules()}
-    if isinstance(module, NextToken):  # the encoder does not run, nor what reads it
+    if isinstance(module, NextToken):  # leave out the encoder and cross-attention projections, which do not run
         run = make_plan(module, dict(inputs), mesh.num_devices, mesh=mesh, search="sharding_propagation").plan
         modules &= {entry.name.rpartition("/")[0].removeprefix("model.") for entry in run.operators}
     strategies = {}

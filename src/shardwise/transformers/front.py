@@ -1,4 +1,4 @@
-"""What stands for the model that was split: its class, configuration and methods, without values."""
+"""A stand-in for the split model, with its class, configuration and methods, but without values."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from shardwise.runtime.parallel_module import ParallelModule
 
 
 def front_of(par: ParallelModule) -> torch.nn.Module:
-    """A copy on meta of the module that was split, whose call is a call of all ranks' parts.
+    """Return a copy of the split module on the meta device, whose ``forward`` calls the parallel module.
 
-    What reads the configuration, names, shapes or types of submodules finds them; a call gives what the module would
-    give, whole on every rank; what reads values fails, for they are in the parts.
+    Configuration, names, shapes and types of submodules can be read. A call returns the module's output, whole on every
+    rank. Reading parameter values fails: they are in the ranks' shards.
     """
     front = copy.deepcopy(par.original)
     set_mode = front.train
 
-    @functools.wraps(front.forward)  # whoever asks for its signature gets that of the module
+    @functools.wraps(front.forward)  # keeps the signature of the module
     def forward(*args: Any, **kwargs: Any) -> Any:
         return par(*args, **kwargs)
 

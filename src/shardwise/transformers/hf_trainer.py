@@ -1,6 +1,6 @@
 """``ShardwiseTrainer``: transformers' Trainer, with the model split over all ranks under a plan.
 
-The loop is theirs. What it is told: there is one process (``one_process``), and the model is a parallel one.
+The training loop is that of transformers. It sees a single process (``one_process``) and a parallel model.
 """
 
 from __future__ import annotations
@@ -50,20 +50,24 @@ _OPTIMIZERS = {
 
 
 class ShardwiseTrainer(transformers.Trainer):
-    """Trains a transformers model that is split over all ranks of the job; started by ``shardwise run`` or torchrun.
+    """Trains a transformers model that is split over all ranks of the job; start it with ``shardwise run`` or torchrun.
 
     A script that uses ``Trainer`` needs one more line, ``from shardwise.transformers import ShardwiseTrainer as
-    Trainer``, and gives the losses that it gives in one process, whatever the number of ranks: to the Trainer they are
-    *one device*. So ``per_device_train_batch_size`` is the batch of all of them together.
+    Trainer``. It gives the losses of a single process with any number of ranks: the Trainer sees all ranks as *one
+    device*. So ``per_device_train_batch_size`` is the batch of all ranks together.
 
-    ``plan``: a Plan, or the path of one; by default rank 0 makes one for the first batch. ``plan_settings``: those of
-    ``sw.plan`` for that, ``cluster`` among them (by default as many devices as there are ranks).
-    ``parallel_settings``: those of ``sw.parallelize``. All else is as in ``transformers.Trainer``.
+    From the first batch on ``trainer.model`` has no weights, but calls run on the parallel model. The weights are in
+    ``trainer.model_wrapped``, a ``sw.Parallel``, and in saved files.
 
-    ``trainer.model`` has no values from the first batch on: they are in ``trainer.model_wrapped``, a
-    ``sw.Parallel``, and in what is saved. Its calls are calls of the parallel model.
+    Args:
+        args: positional arguments of ``transformers.Trainer``.
+        plan: a Plan, or the path of one; by default rank 0 plans for the first batch.
+        plan_settings: arguments of ``sw.plan`` for that, including ``cluster`` (by default one device per rank).
+        parallel_settings: arguments of ``sw.parallelize``.
+        kwargs: keyword arguments of ``transformers.Trainer``.
 
-    Raises ShardwiseError for settings of the Trainer that have no meaning here.
+    Raises:
+        ShardwiseError: a setting of the Trainer that shardwise does not support.
     """
 
     def __init__(
@@ -84,16 +88,16 @@ class ShardwiseTrainer(transformers.Trainer):
         self._num_compared: Counter[str] = Counter()
         super().__init__(*args, **kwargs)
 
-    # -- what is not theirs to do --------------------------------------------------------------------------------------
+    # -- overridden setup ----------------------------------------------------------------------------------------------
 
     def _validate_args(self) -> None:
         super()._validate_args()
         args = self.args
         refused = {
-            "fsdp": (args.fsdp, "leave it out: plan_settings={'zero': 3} stores parameters in parts"),
-            "deepspeed": (args.deepspeed, "leave it out: plan_settings={'zero': 3} stores parameters in parts"),
-            "parallelism_config": (args.parallelism_config, "leave it out: the plan says what is split"),
-            "auto_find_batch_size": (args.auto_find_batch_size, "sw.fits says which batch fits, without a try"),
+            "fsdp": (args.fsdp, "leave it out: plan_settings={'zero': 3} shards parameters"),
+            "deepspeed": (args.deepspeed, "leave it out: plan_settings={'zero': 3} shards parameters"),
+            "parallelism_config": (args.parallelism_config, "leave it out: the plan decides what is split"),
+            "auto_find_batch_size": (args.auto_find_batch_size, "use sw.fits to find a batch size that fits"),
             "bf16_full_eval": (args.bf16_full_eval, "leave it out, or use bf16"),
             "fp16_full_eval": (args.fp16_full_eval, "leave it out"),
             "predict_with_generate": (
@@ -104,7 +108,7 @@ class ShardwiseTrainer(transformers.Trainer):
         }
         for name, (given, fix) in refused.items():
             if given:
-                raise ShardwiseError(problem(f"under shardwise there is no {name}", fix=fix))
+                raise ShardwiseError(problem(f"shardwise does not support {name}", fix=fix))
 
     def create_accelerator_and_postprocess(self) -> None:
         become_one_process()
@@ -112,23 +116,20 @@ class ShardwiseTrainer(transformers.Trainer):
         self.accelerator.dataloader_config.dispatch_batches = False  # every rank reads an iterable data set by itself
 
     def get_train_dataloader(self) -> DataLoader[Any]:
-        """The Trainer's; workers of different ranks draw the same random numbers."""
+        """Return the Trainer's loader, with the same random numbers in the workers of all ranks."""
         loader = super().get_train_dataloader()
-        own: Any = _without_accelerate(loader)
-        if isinstance(own.worker_init_fn, partial):
-            own.worker_init_fn = partial(own.worker_init_fn, rank=0)
+        torch_loader: Any = _without_accelerate(loader)
+        if isinstance(torch_loader.worker_init_fn, partial):
+            torch_loader.worker_init_fn = partial(torch_loader.worker_init_fn, rank=0)
         return loader
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: every rank would try parameters of its own."""
-        raise ShardwiseError(
-            problem(
-                "ranks cannot search for hyperparameters", fix="start a job per trial, from a search in one process"
-            )
-        )
+        """Raise ShardwiseError: every rank would try other parameters."""
+        what, fix = "ranks cannot search for hyperparameters", "start a job per trial, from a search in one process"
+        raise ShardwiseError(problem(what, fix=fix))
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
-        """A rank's part of it goes there."""
+        """Do nothing: only a rank's shards are moved to the device, later."""
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
@@ -142,7 +143,7 @@ class ShardwiseTrainer(transformers.Trainer):
                 self._split(self.get_train_dataloader())  # the plan is for training
         else:
             self._split(dataloader)
-        self._num_compared["eval"] = 0  # data may be others than the last time
+        self._num_compared["eval"] = 0  # the data set may have changed
         return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def _wrap_model(self, model: torch.nn.Module, training: bool = True, dataloader: Any = None) -> torch.nn.Module:
@@ -156,57 +157,57 @@ class ShardwiseTrainer(transformers.Trainer):
         assert isinstance(model, torch.nn.Module), "the Trainer has a model by now"
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         with same_random_numbers():
-            own = self._plan or self._plan_of_rank_zero(model, loader)
+            plan = self._plan or self._plan_on_rank_zero(model, loader)
             settings = {
                 "seed": self.args.seed,
                 "weights": self._weights,
                 "device": self.args.device,
                 "compile": self.args.torch_compile or None,
             }
-            found = parallelize(model, own, **{**settings, **self._parallel_settings})
-        if not isinstance(found, Parallel) or found.plan.micro_batches > 1:
+            par = parallelize(model, plan, **{**settings, **self._parallel_settings})
+        if not isinstance(par, Parallel) or par.plan.micro_batches > 1:
             raise ShardwiseError(
                 problem(
-                    "the plan's step is in passes over micro-batches, and the Trainer's is one pass after another",
-                    fix="plan without stages= and micro_batch=; gradient_accumulation_steps= makes passes",
+                    "the plan has pipeline stages or micro-batches, which the Trainer's loop does not support",
+                    fix="plan without stages= and micro_batch=; use gradient_accumulation_steps= instead",
                 )
             )
         if self._autocast is not None:
-            found.register_forward_hook(lambda module, args, output: convert_to_fp32(output))
-        self._parallel, self._front = found, front_of(found)
-        self.model, self.model_wrapped = self._front, found
+            par.register_forward_hook(lambda module, args, output: convert_to_fp32(output))
+        self._parallel, self._front = par, front_of(par)
+        self.model, self.model_wrapped = self._front, par
         if self.optimizer is not None:
-            parts = dict(found.named_parameters())
+            parts = dict(par.named_parameters())
             for group in self.optimizer.param_groups:
                 group["params"] = [parts[names[id(parameter)]] for parameter in group["params"]]
 
-    def _plan_of_rank_zero(self, model: torch.nn.Module, loader: DataLoader[Any]) -> Plan | None:
-        """On rank 0 a plan; others wait for it. What goes wrong there is raised on every rank."""
+    def _plan_on_rank_zero(self, model: torch.nn.Module, loader: DataLoader[Any]) -> Plan | None:
+        """Return a plan on rank 0, and None on others, which wait for it. Errors are raised on every rank."""
         rank, count = rank_and_world_size()
         plan, fault = None, None
         if rank == 0:
             try:
-                plan = self._planned(model, loader, count)
-            except Exception as error:  # raised below, once the others know
+                plan = self._make_plan(model, loader, count)
+            except Exception as error:  # raised below, after telling the other ranks
                 fault = error
         if count > 1:
             meet_rank_zero("its plan")
-        said = gather_values(None if fault is None else f"{type(fault).__name__}: {fault}")
+        faults = gather_values(None if fault is None else f"{type(fault).__name__}: {fault}")
         if fault is not None:
             raise fault
-        if said[0] is not None:
-            raise ShardwiseError(f"rank 0 has no plan: {said[0]}")
+        if faults[0] is not None:
+            raise ShardwiseError(f"planning failed on rank 0: {faults[0]}")
         return plan
 
-    def _planned(self, model: torch.nn.Module, loader: DataLoader[Any], count: int) -> Plan:
-        """A plan for the first batch of a loader."""
+    def _make_plan(self, model: torch.nn.Module, loader: DataLoader[Any], count: int) -> Plan:
+        """Plan for the first batch of a loader."""
         settings = {"optimizer": _OPTIMIZERS.get(OptimizerNames(self.args.optim), "adamw"), **self._plan_settings}
         cluster: Cluster | int = settings.pop("cluster", count)
         if self._autocast is not None and self.args.device.type != "cpu":
             settings.setdefault("precision", Precision(compute=self._autocast))
             warnings.warn(
-                f"parameters are computed with in {self._autocast}, all operators: shardwise does not follow the lists "
-                f"of torch.autocast({self.args.device.type!r})",
+                f"all operators compute in {self._autocast}: shardwise does not follow the operator lists of "
+                f"torch.autocast({self.args.device.type!r})",
                 PlanWarning,
                 stacklevel=2,
             )
@@ -219,11 +220,11 @@ class ShardwiseTrainer(transformers.Trainer):
         return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.args.mixed_precision)
 
     def _example(self, loader: DataLoader[Any]) -> dict[str, Any]:
-        """The arguments of the model for the first batch, which a loader will give again."""
+        """Return the model's arguments for the first batch, which the loader will yield again."""
         data: Any = loader.dataset
         if isinstance(data, IterableDataset) and iter(data) is data:
-            what = "the data set can be read once only, and planning reads its first batch"
-            raise ShardwiseError(problem(what, fix="give a data set whose iter() starts again, or plan="))
+            what = "the data set can be read only once, and planning reads its first batch"
+            raise ShardwiseError(problem(what, fix="give a data set whose iter() restarts, or plan="))
         inputs = dict(next(iter(_without_accelerate(loader))))
         items = self._get_num_items_in_batch([inputs], torch.device("cpu"))
         if "labels" in inputs and (self.label_smoother is not None or self.compute_loss_func is not None):
@@ -237,20 +238,20 @@ class ShardwiseTrainer(transformers.Trainer):
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
     ) -> torch.Tensor:
-        """The Trainer's. The first batches are compared: a data set whose random numbers depend on the rank would give
-        each another batch."""
+        """Run the Trainer's step. The first batches are compared between ranks: they would differ if random numbers in
+        the data set depended on the rank."""
         self._compare("train", inputs)
-        return super().training_step(self._known(model), inputs, num_items_in_batch)
+        return super().training_step(self._recognized(model), inputs, num_items_in_batch)
 
     def _compare(self, kind: str, inputs: dict[str, Any]) -> None:
-        """Raise ShardwiseError where one of the first batches (of training, of an evaluation) is not that of rank 0."""
+        """Raise ShardwiseError if one of the first batches (``kind``: "train" or "eval") differs from rank 0's."""
         if self._num_compared[kind] < COMPARED:
             self._num_compared[kind] += 1
-            fix = "let data sets and collators draw the same on every rank, from one seed"
+            fix = "let data sets and collators use the same random seed on every rank"
             check_same(dict(inputs), "another batch", fix)
 
-    def _known(self, model: torch.nn.Module) -> torch.nn.Module:
-        """What stands for a parallel model where its class and configuration count: in losses."""
+    def _recognized(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Return the stand-in of a parallel model: the Trainer's losses look at its class and configuration."""
         return self._front if model is self._parallel and self._front is not None else model
 
     def compute_loss(
@@ -260,7 +261,7 @@ class ShardwiseTrainer(transformers.Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """The Trainer's; where nobody reads the model's outputs, they stay split."""
+        """Return the Trainer's loss. Outputs that are not read stay sharded."""
         is_plain = self.label_smoother is None and self.compute_loss_func is None
         assert self._parallel is not None, "the model is split by now"
         if is_plain and (self._loss_only or not return_outputs):
@@ -268,11 +269,11 @@ class ShardwiseTrainer(transformers.Trainer):
                 inputs = {**inputs, "num_items_in_batch": num_items_in_batch}
             loss = self._parallel.loss_of(**inputs)
             outputs: dict[str, Any] = {}
-            found: Any = (loss, outputs) if return_outputs else loss
+            result: Any = (loss, outputs) if return_outputs else loss
         else:
-            found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            result = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         self._announce_shapes(self._parallel)
-        return found
+        return result
 
     def prediction_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
@@ -280,18 +281,18 @@ class ShardwiseTrainer(transformers.Trainer):
         self._compare("eval", inputs)
         self._loss_only = prediction_loss_only
         try:
-            return super().prediction_step(self._known(model), inputs, prediction_loss_only, *args, **kwargs)
+            return super().prediction_step(self._recognized(model), inputs, prediction_loss_only, *args, **kwargs)
         finally:
             self._loss_only = False
 
     def _announce_shapes(self, par: Parallel) -> None:
-        """Once: programs are made for shapes."""
+        """Warn once if batches have many shapes: each shape needs another program."""
         if self._has_said_shapes or len(par.compiled) <= MANY_SHAPES or rank_and_world_size()[0] != 0:
             return
         self._has_said_shapes = True
         warnings.warn(
-            f"batches had {len(par.compiled)} different shapes so far; for each the model is captured anew: let the "
-            "collator pad to few lengths (pad_to_multiple_of=, or padding='max_length')",
+            f"batches had {len(par.compiled)} different shapes so far, and the model is captured again for each: let "
+            "the collator pad to few lengths (pad_to_multiple_of=, or padding='max_length')",
             PlanWarning,
             stacklevel=2,
         )
@@ -303,11 +304,11 @@ class ShardwiseTrainer(transformers.Trainer):
 
     def get_decay_parameter_names(self, model: Any) -> list[str]:
         assert self._front is not None, "the model is split by now"
-        return super().get_decay_parameter_names(self._front)  # the modules of parts are of no kind
+        return super().get_decay_parameter_names(self._front)  # the parallel module's submodules have no types
 
     @property
     def _own_optimizer(self) -> torch.optim.Optimizer:
-        """Without accelerate's wrapper."""
+        """Return the optimizer without accelerate's wrapper."""
         wrapped: Any = self.optimizer
         optimizer: torch.optim.Optimizer = getattr(wrapped, "optimizer", wrapped)
         return optimizer
@@ -319,8 +320,8 @@ class ShardwiseTrainer(transformers.Trainer):
     # -- files ---------------------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the whole model to a folder, as ``from_pretrained`` reads it; called on every rank. What was there of a
-        model is replaced, file by file, when the new one is complete; what the new one lacks is deleted last."""
+        """Write the whole model to a folder, as ``from_pretrained`` reads it. Call it on every rank. Files of an older
+        model are replaced one by one when the new model is complete; surplus files are deleted last."""
         folder = Path(output_dir or str(self.args.output_dir))
         if self._parallel is None:
             super().save_model(str(folder), _internal_call=True)
@@ -332,14 +333,14 @@ class ShardwiseTrainer(transformers.Trainer):
     def _save_parallel(self, folder: Path, new: Path) -> None:
         """Write the whole model to ``new``, then move it to its folder. Raises CheckpointError, on all ranks."""
         fault: CheckpointError | None = None
-        held: Lock | None = None
+        folder_lock: Lock | None = None
         is_first = rank_and_world_size()[0] == 0
         try:
             if is_first:
                 try:
                     folder.mkdir(parents=True, exist_ok=True)
-                    held = lock(folder / "model")
-                    shutil.rmtree(new, ignore_errors=True)  # of an attempt that was killed
+                    folder_lock = lock(folder / "model")
+                    shutil.rmtree(new, ignore_errors=True)  # of a killed attempt
                 except (OSError, CheckpointError) as error:
                     fault = error if isinstance(error, CheckpointError) else _unwritten(folder, error)
             raise_first(CheckpointError, fault)
@@ -352,13 +353,13 @@ class ShardwiseTrainer(transformers.Trainer):
                     fault = _unwritten(folder, error)
             raise_first(CheckpointError, fault)
         finally:
-            if held is not None:
-                held.release()
+            if folder_lock is not None:
+                folder_lock.release()
 
     def _replace_model(self, folder: Path, new: Path) -> None:
-        """Move the files of a complete model to their places, then delete what is left of another."""
+        """Move the files of a complete model to the folder, then delete surplus files of an older one."""
         names = sorted((file.name for file in new.iterdir()), key=lambda name: name.endswith(".index.json"))
-        for name in names:  # an index follows the files that it names
+        for name in names:  # the index last, after the files that it lists
             os.replace(new / name, folder / name)
         for old in (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json")):
             if old.name not in names:
@@ -372,22 +373,23 @@ class ShardwiseTrainer(transformers.Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         where = Path(output_dir) / CHECKPOINT
         if rank_and_world_size()[0] == 0:
-            shutil.rmtree(where, ignore_errors=True)  # of a run before: the Trainer replaces checkpoints
+            shutil.rmtree(where, ignore_errors=True)  # of an earlier run: the Trainer replaces checkpoints
         gather_values(None)
         assert self._parallel is not None, "a run that saves has a parallel model"
         step = self.state.global_step
         save_checkpoint(where, self._parallel, self._own_optimizer, step=step, schedulers=self._schedulers)
 
     def _save_rng_state(self, output_dir: str) -> None:
-        if rank_and_world_size()[0] == 0:  # they are equal on all ranks
+        if rank_and_world_size()[0] == 0:  # random states are equal on all ranks
             super()._save_rng_state(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         if (Path(resume_from_checkpoint) / CHECKPOINT).is_dir():
-            return  # weights and states of the optimizer come together
+            return  # _load_optimizer_and_scheduler loads the weights too
         if self._parallel is not None and self.model is self._front:
-            what = f"{resume_from_checkpoint} has a model alone, and this Trainer's is split already"
-            raise ShardwiseError(problem(what, fix="make a new Trainer, and call train(resume_from_checkpoint=) first"))
+            what = f"{resume_from_checkpoint} has only a model, and this Trainer's model is already split"
+            fix = "create a new Trainer, and call train(resume_from_checkpoint=) first"
+            raise ShardwiseError(problem(what, fix=fix))
         if hasattr(self.model, "peft_config"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
@@ -398,30 +400,30 @@ class ShardwiseTrainer(transformers.Trainer):
             return
         where = Path(checkpoint) / CHECKPOINT
         assert self._parallel is not None, "the model is split by now"
-        if where.is_dir():  # the Trainer says when random numbers go on
+        if where.is_dir():  # the Trainer restores the random generators itself
             load_checkpoint(where, self._parallel, self._own_optimizer, schedulers=self._schedulers, random=False)
         elif (Path(checkpoint) / OPTIMIZER_NAME).is_file():
-            what = f"{checkpoint} was saved by a Trainer of one process, and its optimizer's states are whole"
+            what = f"{checkpoint} was saved by a Trainer in one process, with unsharded optimizer states"
             fix = "resume in one process, or start from its model: from_pretrained(...), then train()"
             raise ShardwiseError(problem(what, fix=fix))
 
     def _load_best_model(self) -> None:
         best = Path(str(self.state.best_model_checkpoint)) / CHECKPOINT
         if not best.is_dir():
-            what = f"the best model is in {best.parent}, without the ranks' parts"
+            what = f"the best model is in {best.parent}, without the sharded checkpoint"
             raise ShardwiseError(problem(what, fix="load_best_model_at_end needs save_only_model=False"))
         assert self._parallel is not None, "the model is split by now"
         load_checkpoint(best, self._parallel, random=False)
 
 
 def _unwritten(folder: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(problem(f"{folder} cannot be written: {error}", fix="make room, or give another folder"))
+    return CheckpointError(problem(f"{folder} cannot be written: {error}", fix="free space, or give another folder"))
 
 
 def _without_accelerate(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """A loader as it was before accelerate, whose own notes when batches end."""
-    own: DataLoader[Any] = getattr(loader, "base_dataloader", loader)
-    return own
+    """Return a loader without accelerate's wrapper, which records when batches end."""
+    torch_loader: DataLoader[Any] = getattr(loader, "base_dataloader", loader)
+    return torch_loader
 
 
 __all__ = ["ShardwiseTrainer"]

@@ -1,9 +1,9 @@
-"""What transformers and accelerate think of the job: one process, which has all of the data.
+"""Make transformers and accelerate see the job as one process with all of the data.
 
-A Trainer that is launched on several ranks gives each a part of every batch, wraps the model in DDP, and divides and
-gathers what it counts. Under shardwise the ranks together are one device: each reads the whole batch and runs the same
-loop, and only the model is split. So accelerate is told that there is one process. Which rank it is stays as it was:
-rank 0 writes files and logs.
+With several ranks a Trainer gives each a part of every batch, wraps the model in DDP, and divides and gathers its
+statistics. Under shardwise the ranks together are one device: each reads the whole batch and runs the same loop, and
+only the model is split. So accelerate's state is set to one process. The process index stays the rank: rank 0 writes
+files and logs.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 def become_one_process() -> None:
-    """Join the other ranks, if that has not been done, and tell accelerate that nothing is divided between them."""
+    """Join the other ranks if necessary, and set accelerate's state to one process."""
     state = PartialState()
     init_ranks()
     rank = rank_and_world_size()[0]
     state.distributed_type = DistributedType.NO
     state.num_processes = 1
-    if state.process_index != rank:  # the script has joined the others by itself
+    if state.process_index != rank:  # the script has created the process group itself
         state.process_index = state.local_process_index = rank
-    AcceleratorState._reset_state()  # what an earlier Trainer or script has copied of it
+    AcceleratorState._reset_state()  # copies by an earlier Trainer or the script
 
 
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
-    """What is drawn meanwhile is drawn again afterwards: by Python, numpy and torch on the host."""
+    """Restore the host's random states of Python, NumPy and torch after the block."""
     states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
     try:
         yield
@@ -53,16 +53,16 @@ def same_random_numbers() -> Iterator[None]:
 
 
 def check_same(value: Any, what: str, fix: str) -> None:
-    """Raise ShardwiseError, on every rank, where a tree of tensors and others is not that of rank 0."""
-    said = gather_values([_digest(leaf) for leaf in pytree.tree_leaves(value)])
-    differing = [rank for rank, digests in enumerate(said) if digests != said[0]]
+    """Raise ShardwiseError, on every rank, if a tree of tensors and other values differs from rank 0's."""
+    everywhere = gather_values([_digest(leaf) for leaf in pytree.tree_leaves(value)])
+    differing = [rank for rank, digests in enumerate(everywhere) if digests != everywhere[0]]
     if differing:
         raise ShardwiseError(problem(f"rank {differing[0]} has {what} than rank 0", fix=fix))
 
 
 def _digest(leaf: Any) -> str:
     if not isinstance(leaf, torch.Tensor):
-        return _ADDRESS.sub("", repr(leaf))  # objects of one kind are taken for alike
+        return _ADDRESS.sub("", repr(leaf))  # objects that differ only in their address count as equal
     content = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"{leaf.dtype} {tuple(leaf.shape)} {hashlib.sha256(content).hexdigest()}"
 

@@ -1,4 +1,4 @@
-"""``ShardwiseSeq2SeqTrainer``: transformers' Seq2SeqTrainer, which evaluates what its model writes."""
+"""``ShardwiseSeq2SeqTrainer``: transformers' Seq2SeqTrainer, which evaluates generated text."""
 
 from __future__ import annotations
 
@@ -13,62 +13,62 @@ from shardwise.transformers.generate import generator
 from shardwise.transformers.hf_trainer import ShardwiseTrainer
 from shardwise.transformers.one_process import same_random_numbers
 
-_DEFAULT_LENGTH = 20  # of transformers, where neither settings nor the model say one
-_STEP = 64  # lengths of caches are multiples of it, so that other lengths need no other programs
+_DEFAULT_LENGTH = 20  # of transformers, if neither settings nor the model give one
+_STEP = 64  # cache lengths are rounded up to multiples, so that fewer programs are needed
 
 
 class ShardwiseSeq2SeqTrainer(ShardwiseTrainer, transformers.Seq2SeqTrainer):
-    """A ``Seq2SeqTrainer`` on ranks, as ``ShardwiseTrainer`` is a ``Trainer``: with ``predict_with_generate=True``,
-    ``evaluate`` and ``predict`` write the texts that one process writes, greedily, by sampling or with beams.
+    """A ``ShardwiseTrainer`` that replaces ``Seq2SeqTrainer``. With ``predict_with_generate=True``, ``evaluate`` and
+    ``predict`` generate the same texts as one process: greedily, by sampling or with beam search.
 
-    The ranks' programs for it are made for the first batch, and again where a later one has more sequences, longer
-    sources or longer texts, or fewer sequences (the last batch); two sizes of a batch are kept.
+    The ranks' generation programs are compiled for the first batch, and again for a later batch with another number of
+    sequences (such as the last one), longer sources or longer texts. Those of two batch sizes are kept.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._writers: dict[int, tuple[tuple[int, int], Any]] = {}  # by sequences: (length, source) and what writes
+        self._generators: dict[int, tuple[tuple[int, int], Any]] = {}  # sequences -> ((length, source), generator)
         super().__init__(*args, **kwargs)
 
     def _split(self, loader: DataLoader[Any]) -> None:
         super()._split(loader)
         assert self._front is not None, "it was just split"
-        self._front.__dict__["generate"] = self._write
+        self._front.__dict__["generate"] = self._generate
 
-    def _write(self, inputs: torch.Tensor | None = None, **settings: Any) -> Any:
-        """``generate`` of ``trainer.model``."""
+    def _generate(self, inputs: torch.Tensor | None = None, **settings: Any) -> Any:
+        """Run ``generate`` of ``trainer.model``."""
         front: Any = self._front
         config = settings.get("generation_config") or front.generation_config
 
-        def said(name: str, default: int) -> int:
+        def setting(name: str, default: int) -> int:
             return next((n for n in (settings.get(name), getattr(config, name, None)) if n is not None), default)
 
-        given = settings["input_ids"] if inputs is None else inputs
-        rows = given.shape[0] * max(said("num_beams", 1), said("num_return_sequences", 1))
-        most = max(said("max_new_tokens", 0), said("max_length", _DEFAULT_LENGTH))
+        ids = settings["input_ids"] if inputs is None else inputs
+        rows = ids.shape[0] * max(setting("num_beams", 1), setting("num_return_sequences", 1))
+        most = max(setting("max_new_tokens", 0), setting("max_length", _DEFAULT_LENGTH))
         translates = bool(front.config.is_encoder_decoder)
-        begun = settings.get("decoder_input_ids") if translates else given
-        wanted = most + (1 if begun is None else begun.shape[1]), given.shape[1] if translates else 0
-        (length, source), writer = self._writers.get(rows, ((0, 0), None))
-        if writer is None or wanted[0] > length or wanted[1] > source:
-            length, source = (-(-max(a, b) // _STEP) * _STEP for a, b in zip(wanted, (length, source), strict=True))
+        prefix = settings.get("decoder_input_ids") if translates else ids
+        needed = most + (1 if prefix is None else prefix.shape[1]), ids.shape[1] if translates else 0
+        (length, source), model = self._generators.get(rows, ((0, 0), None))
+        if model is None or needed[0] > length or needed[1] > source:
+            length, source = (-(-max(a, b) // _STEP) * _STEP for a, b in zip(needed, (length, source), strict=True))
             limit = getattr(front.config, "max_position_embeddings", None)
-            source = source if limit is None or limit < wanted[1] else min(source, limit)
+            source = source if limit is None or limit < needed[1] else min(source, limit)
             assert self._parallel is not None, "the model is split by now"
-            self._writers.pop(rows, None)
-            writer = None  # its memory goes before another one takes as much
-            while len(self._writers) > 1:
-                del self._writers[next(iter(self._writers))]
+            self._generators.pop(rows, None)
+            model = None  # free its memory before the next one needs as much
+            while len(self._generators) > 1:
+                del self._generators[next(iter(self._generators))]
             with same_random_numbers():
-                writer = generator(
+                model = generator(
                     self._parallel,
                     batch_size=rows,
                     max_length=length,
                     source_length=source if translates else None,
                 )
-            self._writers[rows] = (length, source), writer
-        writer.generation_config = copy.deepcopy(front.generation_config)
-        writer.generation_config.use_cache = True  # training turns it off
-        return writer.generate(inputs, **settings)
+            self._generators[rows] = (length, source), model
+        model.generation_config = copy.deepcopy(front.generation_config)
+        model.generation_config.use_cache = True  # training turns it off
+        return model.generate(inputs, **settings)
 
 
 __all__ = ["ShardwiseSeq2SeqTrainer"]

@@ -6,7 +6,7 @@ import torch
 
 from rules.samples.calls import GENERATOR, Sample, call, ids, leaf, plain, unit, x
 from shardwise.graph.stand_ins import ctc_loss
-from shardwise.rules.label_terms import label_terms
+from shardwise.rules.label_terms import checked_labels, label_terms
 
 aten = torch.ops.aten
 
@@ -82,6 +82,7 @@ def _losses() -> list[Sample]:
 LOSSES = _losses()
 
 LABEL_TERMS = [
+    call(checked_labels._opoverload, ids(5, 3, 2), 5),
     call(label_terms._opoverload, x(3, 5), plain(x(3, 1)), ids(5, 3), 1, [5], [0], [5]),
     call(label_terms._opoverload, x(3, 6, 2), plain(x(3, 1, 2)), ids(6, 3, 2), 1, [6], [0], [6]),
 ]

@@ -62,6 +62,7 @@ CONVOLUTION = [
     call(aten.col2im.default, x(2, 12, 18), [5, 7], [3, 2], [1, 1], [1, 0], [2, 1]),
     call(aten.col2im.default, x(8, 16), [5, 6], [2, 2], [1, 2], [0, 0], [1, 1]),
     call(aten.col2im.default, x(1, 4, 4), [7, 8], [2, 1], [1, 1], [0, 0], [4, 7]),
+    call(aten.col2im.default, x(2, 18, 1), [4, 3], [3, 2], [2, 2], [1, 0], [3, 1]),  # one window
     call(aten.grid_sampler.default, x(2, 3, 4, 5), x(2, 3, 2, 2), 0, 0, False),
     call(aten.grid_sampler.default, x(2, 2, 3, 2, 4), x(2, 3, 2, 2, 3), 0, 1, True),
     call(aten.grid_sampler_2d.default, x(2, 3, 4, 5), x(2, 3, 2, 2), 2, 1, False),

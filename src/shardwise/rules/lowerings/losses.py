@@ -54,7 +54,7 @@ def _label_losses(scores: Tensor, target: Tensor, weight: Tensor | None, ignore_
     """Per label: minus its entry of ``scores`` times its class weight, and what it counts in a mean."""
     class_dim = 0 if scores.dim() == 1 else 1
     valid = target != ignore_index
-    safe = torch.where(valid, target, 0)
+    safe = torch.ops.shardwise.checked_labels(torch.where(valid, target, 0), scores.shape[class_dim])
     picked = scores.gather(class_dim, safe.unsqueeze(class_dim)).squeeze(class_dim)
     losses = torch.where(valid, -picked, 0)
     if weight is None:
