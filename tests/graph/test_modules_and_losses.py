@@ -1,4 +1,4 @@
-"""Modules and losses that can not be captured for what they are, and tensors that lie in each other's memory."""
+"""Modules and losses of kinds that cannot be captured, and tensors that share memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_a_loss_with_more_targets_than_examples_is_explained():
         capture(nn.Linear(2, 2), (torch.ones(2, 2),), loss=lambda out, a, b: out.sum())
 
 
-@pytest.mark.parametrize(("loss", "what"), [(torch.sum, "sum does not say what it takes"), (3, "3 is no function")])
+@pytest.mark.parametrize(("loss", "what"), [(torch.sum, "sum has no signature"), (3, "3 is not a function")])
 def test_a_loss_whose_targets_cannot_be_counted_is_explained(loss, what):
     with pytest.raises(CaptureError, match=what):
         capture(nn.Linear(4, 2), (torch.ones(2, 4),), loss=loss)

@@ -46,8 +46,8 @@ class Autocast:
         if device != "cpu":
             raise CaptureError(
                 problem(
-                    f'torch.autocast("{device}") is active, and a model is captured on the CPU, where autocast treats '
-                    "other operators",
+                    f'torch.autocast("{device}") is active, but models are captured on the CPU, where '
+                    "autocast casts other operators",
                     fix="plan with precision=sw.Precision(compute=torch.bfloat16), or cast explicitly with .to(dtype)",
                 )
             )
@@ -69,11 +69,11 @@ def check_ambient(planned: Autocast | None, where: str) -> None:
     active = [device for device in DEVICES if torch.is_autocast_enabled(device)]
     if not active or (planned is not None and Autocast.ambient() == planned):
         return
-    text = "none" if planned is None else str(planned)
+    text = "no autocast" if planned is None else str(planned)
     raise CaptureError(
         problem(
-            f'torch.autocast("{active[0]}") is active {where}, and it is not executed: the plan was made for {text}',
-            fix="call sw.plan under the same autocast, and the module; backward is outside, or par.step does both",
+            f'torch.autocast("{active[0]}") is active {where}, but the plan was made for {text}',
+            fix="call sw.plan and the module under the same autocast, and backward outside it (or use par.step)",
         )
     )
 

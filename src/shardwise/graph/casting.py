@@ -18,7 +18,7 @@ from shardwise.graph.emitter import Emitter
 from shardwise.graph.ir import Arg, Op, Ref, map_refs, refs
 from shardwise.graph.schema import operator_name, tensor_results
 
-_FIX = "call it under torch.autocast(..., enabled=False) with operands that are cast"
+_FIX = "call it under torch.autocast(..., enabled=False) with operands cast beforehand"
 
 
 class Casting:

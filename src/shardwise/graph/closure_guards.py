@@ -85,10 +85,10 @@ class ClosureGuards:
             return
         raise ShardwiseError(
             problem(
-                f"the code of the model or of its loss uses {changed}: programs have been captured with what it was, "
-                "and ranks would go on with that",
-                fix="pass as an input what changes between steps, or keep it in a buffer of the model and write to "
-                "that (fill_, copy_); set what stays before sw.plan and sw.parallelize",
+                f"the code of the model or of its loss uses {changed}, which changed after the programs were "
+                "captured: ranks would use the old value",
+                fix="pass values that change between steps as inputs, or keep them in a buffer of the model and "
+                "write to it (fill_, copy_); set constants before sw.plan and sw.parallelize",
             )
         )
 

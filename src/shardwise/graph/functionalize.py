@@ -201,8 +201,7 @@ class Functionalizer:
             raise _write_error(
                 "instance norm updates running statistics",
                 op,
-                "track_running_stats=False: in training, "
-                "every sample is normalized by statistics of its own, with and without them",
+                "use track_running_stats=False; training ignores them in either case",
             )
         return self._read_call(node, op)
 
@@ -223,7 +222,7 @@ class Functionalizer:
         inlining = self._bodies.inlined(node, lambda operand: self._tensor(operand).storage)
         body, operands = inlining.body, self._lookup(node.args[0])
         if any(has_symbols(inner.meta.get("val")) for inner in (*body.operands, *body.nodes)):
-            raise NotRepeated("it computes with rows that a mask selects")
+            raise NotRepeated("it computes with rows selected by a mask")
         before = {body_node: self._known[body_node] for body_node in (*body.operands, *body.nodes)}
         self._known.update(zip(body.operands, operands, strict=True))
         self._inlining = inlining
@@ -369,12 +368,12 @@ class Functionalizer:
         root = tensor.root
         if root.source is not None and root.source.kind in ("parameter", "input"):
             kind = root.source.kind
-            fix = "work on x.clone()" if kind == "input" else "change parameters in the optimizer, not in forward"
+            fix = "work on x.clone()" if kind == "input" else "update parameters in the optimizer, not in forward"
             raise _write_error(f"the {kind} {root.source.names[0]} is changed in place", origin, fix)
         if root.source is not None and root.source.kind == "constant":
             name = root.source.names[0]
             fix = f'register it: self.register_buffer("{name}", ..., persistent=False)'
-            raise _write_error(f"the tensor {name} is changed in place, and is no buffer", origin, fix)
+            raise _write_error(f"the tensor {name} is changed in place and is not a buffer", origin, fix)
         if not self._grad and self.emitter.value(self.read(root)).requires_grad:
             raise _write_error(
                 "a value that carries a gradient is changed in place under no_grad", origin, "make a new tensor"
@@ -398,7 +397,7 @@ class Functionalizer:
             through = write_through(_on_base(tensor, base), tensor.index, base, new, self.emitter)
             if through is None:
                 raise _write_error(
-                    f"a write through {operator_name(tensor.view.target)} can not be expressed without mutation",
+                    f"a write through {operator_name(tensor.view.target)} cannot be expressed without mutation",
                     self.emitter.origin,
                     "make a new tensor, for example with torch.where or torch.cat",
                 )
@@ -414,7 +413,7 @@ class Functionalizer:
         if not isinstance(written_node, Node) or not (outside or (name.endswith("_") and len(written) == 1)):
             raise _write_error(f"{name} writes into {', '.join(written)}", op, "use the form that returns its result")
         if name == "embedding_renorm_":
-            fix = "leave max_norm out: divide the rows that are looked up by their norms, or the table in the optimizer"
+            fix = "omit max_norm: normalize the rows after the lookup, or the table in the optimizer"
             raise _write_error("an embedding with max_norm scales rows of its table in place", op, fix)
         tensor = self._tensor(written_node)
         before = self.emitter.value(self.read(tensor))
@@ -425,9 +424,7 @@ class Functionalizer:
         if torch.Tag.inplace_view in op.target.tags or name in ("resize_", "set_"):
             raise _write_error(f"{name}() changes the shape of a tensor in place", op, f"x = x.{name[:-1]}(...)")
         if name.startswith("logical_") and before.requires_grad:
-            what = (
-                f"{name}() changes a value that carries a gradient in place, and autograd would go on as if it had not"
-            )
+            what = f"{name}() changes a value that carries a gradient in place, which autograd would not record"
             raise _write_error(what, op, f"x = x.{name[:-1]}(...).to(x.dtype), which carries no gradient")
         self._store(tensor, self._written_value(op, before))
         return tensor

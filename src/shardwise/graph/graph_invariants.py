@@ -67,7 +67,7 @@ def _verify_ends(graph: Graph, known: set[str]) -> None:
     cotangents = graph.cotangents or ()
     assert len(cotangents) == len(set(cotangents)), f"cotangents given twice: {_repeated(list(cotangents))}"
     for name in cotangents:
-        assert name in set(refs(graph.outputs)), f"the cotangent of {name}, which is no output"
+        assert name in set(refs(graph.outputs)), f"the cotangent of {name}, which is not an output"
         assert graph.by_name[name].requires_grad, f"the cotangent of {name}, which needs no gradient"
         assert name != graph.loss, f"the loss {name} has a cotangent from outside"
     changed = [buffer for buffer, _ in graph.mutations]

@@ -97,8 +97,8 @@ class Selections(SelectedRows):
     def check_fixed(self, ref: Ref, origin: Op) -> Ref:
         """Return the value. Raises CaptureError for selected rows that the model returns."""
         if ref.name in self.rows:
-            what = "the model returns rows that a mask selects, whose number depends on data"
-            fix = "return all rows and the mask, or what the rows are reduced to"
+            what = "the model returns rows selected by a mask, and their number depends on data"
+            fix = "return all rows and the mask, or a reduction of the rows"
             raise CaptureError(problem(what, op=origin.module, source=origin.source, fix=fix))
         return ref
 
@@ -111,8 +111,8 @@ class Selections(SelectedRows):
         if is_random(op.target) and arguments(op).get("train") is False:
             return (Ref(selected[0]),)
         if is_random(op.target):
-            fix = "draw for all rows, ahead of the mask"
-            raise self._refusal(op, "draws random numbers for rows that a mask selects", fix)
+            fix = "draw for all rows before applying the mask"
+            raise self._refusal(op, "draws random numbers for rows selected by a mask", fix)
         if not selected:
             return self._noted(self.emitter.apply(op), op, val)
         self._check_masks(op, selected)

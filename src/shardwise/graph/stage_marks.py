@@ -41,7 +41,7 @@ def stage(module: _Module, number: int) -> _Module:
             problem(f"stage takes a module, not {type(module).__name__}", fix="stage(model.layers[8], 1)")
         )
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise ShardwiseError(problem(f"stage {number!r} of a module", fix="a whole number from 0"))
+        raise ShardwiseError(problem(f"stage {number!r} of a module", fix="use an integer from 0"))
     setattr(module, _ATTRIBUTE, number)
     return module
 
@@ -74,11 +74,11 @@ def check_marks(marks: dict[str, int], num_stages: int | None) -> int:
         raise PlanError(
             problem(
                 f"no module is marked with stage {listed(list(map(str, missing)))}; there are {have}",
-                fix="number stages one after another",
+                fix="number stages consecutively",
             )
         )
     if count < 2:
-        raise PlanError(problem("all marks are of stage 0: that is no pipeline", fix="mark where stage 1 begins"))
+        raise PlanError(problem("all marks are of stage 0, which makes no pipeline", fix="mark where stage 1 begins"))
     return count
 
 
@@ -99,7 +99,7 @@ def marked_parts(graph: Graph, marks: dict[str, int], num_stages: int) -> list[l
                         f"is in stage {current}",
                         op=op.name,
                         source=op.source,
-                        fix="number stages in the order of execution; what is called several times has one stage",
+                        fix="number stages in execution order; a module called several times belongs to one stage",
                     )
                 )
             if number > current:

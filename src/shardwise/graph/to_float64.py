@@ -69,10 +69,10 @@ def _check_bits(op: Op, graph: Graph) -> None:
         shown = " as ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ShardwiseError(
             problem(
-                f"the model reads the bits of {shown}, and a verification computes in float64, whose bits are others",
+                f"the model reads the bits of {shown}, but verification computes in float64, which has other bits",
                 op=op.name,
                 source=op.source,
-                fix="verify the model without this operator; sw.plan and sw.parallelize take it",
+                fix="verify the model without this operator; sw.plan and sw.parallelize support it",
             )
         )
 

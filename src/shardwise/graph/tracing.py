@@ -305,12 +305,12 @@ def _export_as(
             except AssertionError as error:  # torch 2.11, of what a transform left behind
                 if not lines.transformed:
                     raise
-                what = f"{TRANSFORMS} in forward can not be captured"
+                what = f"{TRANSFORMS} in forward cannot be captured"
                 raise CaptureError(problem(what, source=lines.transformed, fix=CONSTRUCTS[TRANSFORMS])) from error
     if lines.caught:
         raise lines.caught[0]
-    for asked in lines.asked:
-        what = f"{asked}: a program goes on with the answer of the call that it was captured from"
-        fix = "pass inputs that lie alike in every call, or leave the question out"
-        warnings.warn(f"{what}, however later inputs lie; {fix}", CaptureWarning, stacklevel=4)
+    for question in lines.asked:
+        what = f"{question}: the program uses the answer of the captured call"
+        fix = "pass inputs with the same strides in every call, or remove the check"
+        warnings.warn(f"{what}, whatever the strides of later inputs; {fix}", CaptureWarning, stacklevel=4)
     return program, outcomes[-1], tuple(recorder.regions), lines.transformed
