@@ -381,14 +381,14 @@ def test_what_cannot_be_done_in_groups_is_refused_and_nothing_is_changed() -> No
 
     module = make()
     cpu_optimizer.keep_states_on_host(module)
-    refused(sw.elementwise_optimizer(Counting)(module.parameters(), 0.1), "counts its steps by parameter")
+    refused(sw.elementwise_optimizer(Counting)(module.parameters(), 0.1), "count its steps per parameter")
     refused(torch.optim.Adam(module.parameters(), differentiable=True), "differentiable")
     hooked = torch.optim.Adam(module.parameters())
     hooked.register_step_pre_hook(lambda *_: None)
     refused(hooked, "hooks of this Adam")
     compiled = torch.optim.Adam(module.parameters())
     with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
-        refused(compiled, "torch.compile is around")
+        refused(compiled, "torch.compile wraps")
 
 
 def test_an_optimizer_that_fails_has_its_parameters_again() -> None:

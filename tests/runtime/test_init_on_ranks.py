@@ -122,7 +122,7 @@ def test_init_gives_values_for_what_it_knows_and_the_module_for_the_rest(run_ran
         assert "f64[12, 8], and the module has it as f32[12, 8]" in found["dtype"]
         assert "f32[2], and the module has it as f32[12, 8]" in found["resized"]
         assert "init= returned a list for tokens.weight" in found["kind"]
-        assert "init= has nothing for tokens.weight: KeyError" in found["unknown"]
+        assert "init= failed for tokens.weight: KeyError" in found["unknown"]
         assert "NotImplemented" in found["unknown"]
         assert found["a view"] == "accepted"
         assert "init= would never be called: all 7 parameters and buffers" in found["real"]

@@ -178,8 +178,8 @@ class Communicator:
         if here != stored:
             raise LaunchError(
                 problem(
-                    f"a parallel module that was stored on {stored} is loaded on {here}: it has one rank's part",
-                    fix="load on every rank the file that it stored; sw.save_checkpoint writes what any ranks can read",
+                    f"a parallel module that was stored on {stored} is loaded on {here}: it has one rank's shards",
+                    fix="load the file of the same rank; any rank can read checkpoints of sw.save_checkpoint",
                 )
             )
 

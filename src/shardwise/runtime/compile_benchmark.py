@@ -164,8 +164,8 @@ class CompileTrial:
         self._failed = True
         warnings.warn(
             f"the step of {self.trials.name} runs eager on rank {self.ranks.rank}, since it does not compile: "
-            f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}; compile=True shows all of it, "
-            "compile=False asks for no compiling",
+            f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}; compile=True shows the whole "
+            "error, compile=False disables compilation",
             stacklevel=2,
         )
 
@@ -200,7 +200,7 @@ class CompileTrial:
             self._choose(Times(eager, compiled), how)
         elif len(self._turns) == MOST_ROUNDS * len(ROUND):
             self.choice, self._turns = False, []
-            self._say(f"runs eager: of {MOST_STEPS} steps too few ran backward to compare it with a compiled one")
+            self._say(f"runs eager: too few of {MOST_STEPS} steps ran backward to compare it with a compiled one")
 
     def _choose(self, times: Times, how: str) -> None:
         self.choice = self.trials.latest = times.compiled < (1 - MARGIN) * times.eager

@@ -87,8 +87,8 @@ def place_on_cpu(program: LocalProgram, names: frozenset[str]) -> CpuPlacement:
         if value in values:
             raise ShardwiseError(
                 problem(
-                    f"{name_of[value]} is kept on the host, and the module returns it",
-                    fix="return what was looked up, or leave it out of host=",
+                    f"{name_of[value]} is kept on the host, but the module returns it",
+                    fix="return the looked-up rows, or remove it from host=",
                 )
             )
     return CpuPlacement(replace(program, instructions=tuple(instructions)), frozenset(values))
@@ -194,11 +194,11 @@ def _check(local: LocalOp, name_of: dict[str, str]) -> None:
     if read and (local.call.target not in LOOKUPS or names[:1] != read):
         raise ShardwiseError(
             problem(
-                f"{name_of[read[0]]} is kept on the host, and {local.call.target} computes with it on the device",
+                f"{name_of[read[0]]} is kept on the host, but {local.call.target} computes with it on the device",
                 op=local.op,
                 source=local.source,
-                fix="only lookups (embedding, embedding_bag, index_select) read a table on the host: leave it out of "
-                "host=, or untie it",
+                fix="only lookups (embedding, embedding_bag, index_select) can read a table on the host: remove it "
+                "from host=, or untie it",
             )
         )
 

@@ -117,21 +117,19 @@ def _check(optimizer: Optimizer) -> None:
     """Raise ShardwiseError where an update cannot be done group by group."""
     kind, what = type(optimizer), ""
     if torch.compiler.is_compiling():
-        what = "torch.compile is around a step whose states come from the host and go there"
+        what = "torch.compile wraps a step whose optimizer states are copied from and to the host"
         raise ShardwiseError(problem(what, fix=f"compile the module alone, or {_ON_DEVICE}"))
     if not known_elementwise(kind):
-        what = (
-            f"nothing says that {kind.__qualname__} counts its steps by parameter, so that it may update a part of them"
-        )
+        what = f"{kind.__qualname__} is not known to count its steps per parameter, which updates by group need"
     elif any(group.get("differentiable") for group in optimizer.param_groups):
-        what = "an update that is differentiable keeps its states on the device"
+        what = "a differentiable update needs its states on the device"
     elif optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        what = f"hooks of this {kind.__qualname__} would see an update that is done group by group"
+        what = f"hooks of this {kind.__qualname__} would see a partial update, since groups are updated one by one"
     if what:
         raise ShardwiseError(
             problem(
-                f"{what}, and the plan keeps its states on the host",
-                fix=f"use one of torch's element-wise optimizers without hooks of its own, or {_ON_DEVICE}",
+                f"{what}, but the plan keeps its states on the host",
+                fix=f"use one of torch's element-wise optimizers without hooks, or {_ON_DEVICE}",
             )
         )
 

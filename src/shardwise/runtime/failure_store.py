@@ -100,9 +100,9 @@ class FailureStore:
             if hand.call == self.call != self._asked and hand.kind == "asks":
                 return ShardwiseError(
                     problem(
-                        f"ranks make different calls: rank {rank} makes another one than rank {dist.get_rank()}, which "
-                        f"goes on as in its last call: {hand.text}",
-                        fix="call train(), eval(), step() and predict() alike on every rank, with the same arguments",
+                        f"ranks make different calls: rank {rank} changed its call, but rank {dist.get_rank()} "
+                        f"repeats its last one: {hand.text}",
+                        fix="make equal train(), eval(), step() and predict() calls on all ranks",
                     )
                 )
         return None

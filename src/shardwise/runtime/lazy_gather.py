@@ -186,8 +186,8 @@ class LazyTensor(Tensor):
         if torch.Tag.inplace_view in func.tags:
             raise ShardwiseError(
                 problem(
-                    f"{func} would change the shape of an output that is brought together when it is read",
-                    fix="write the operator without the underscore, or give parallelize outputs='whole'",
+                    f"{func} would change the shape of an output that is not gathered yet",
+                    fix="write the operator without the underscore, or pass outputs='whole' to parallelize",
                 )
             )
         wrapper_of: dict[int, LazyTensor] = {}

@@ -80,8 +80,8 @@ def announce_copies(spmd: SpmdProgram, memories: Iterable[OutputMemory | None]) 
     if written:
         names = ", ".join(sorted(spmd.graph.source_of[name].names[0] for name in written))
         warnings.warn(
-            f"an output is the buffer {names} itself on one device, and follows what later calls write to it; this "
-            "plan splits the buffer, and the output is a copy as of its call",
+            f"on one device an output is the buffer {names} itself, so later calls change it; this plan shards the "
+            "buffer, so the output is a copy made at its call",
             CaptureWarning,
             stacklevel=6,
         )

@@ -282,8 +282,8 @@ class Parallel(ParallelModule):
         """Warn once that a call for the user's own backward is one pass over all samples."""
         if not self._has_said_whole and self._ranks.rank == 0:
             warnings.warn(
-                f"the plan is for passes over {self.plan.micro_batch} samples, which par.step makes; this call, for a "
-                "backward of your own, is one pass over all of its samples and keeps what their backward needs",
+                f"the plan has micro-batches of {self.plan.micro_batch} samples, which only par.step uses; this "
+                "call computes all of its samples at once and keeps the activations of all",
                 PlanWarning,
                 stacklevel=5,
             )
@@ -431,7 +431,7 @@ class Parallel(ParallelModule):
     def latest(self) -> Executable:
         """Return the program of the last call. Raises ShardwiseError before the first call."""
         if self._latest is None:
-            raise ShardwiseError("no program yet: it is made for the first inputs")
+            raise ShardwiseError("no program yet: the first call compiles it")
         return self._latest
 
     def output_layout(self, index: int) -> Layout:
@@ -444,7 +444,7 @@ class Parallel(ParallelModule):
     def program(self) -> torch.fx.GraphModule:
         """Return the FX graph module compiled last, for reading. Raises ShardwiseError before the first call."""
         if not self.compiled:
-            raise ShardwiseError("no program yet: it is made for the first inputs")
+            raise ShardwiseError("no program yet: the first call compiles it")
         return self.compiled[-1].program
 
 

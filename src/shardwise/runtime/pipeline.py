@@ -237,7 +237,7 @@ class Pipeline(ParallelModule):
         if self.training and torch.is_grad_enabled():
             raise ShardwiseError(
                 problem(
-                    "under a plan of stages a call is forward only, and this one would be differentiated",
+                    "under a plan of stages a call is forward only, but this one needs gradients",
                     fix="train with loss = par.step(*batch); evaluate under torch.no_grad(), or after par.eval()",
                 )
             )

@@ -419,8 +419,8 @@ class ProgramCache:
         self._announced.update(kept)
         if kept and self.ranks.rank == 0:
             warnings.warn(
-                f'with randomness="per_shard" the results of {listed(sorted(kept))} are kept for backward, though the '
-                "plan makes them again: a generator would draw other numbers",
+                f'with randomness="per_shard" the results of {listed(sorted(kept))} are kept for backward, although '
+                "the plan recomputes them: a generator would draw other numbers",
                 PlanWarning,
                 stacklevel=2,
             )
@@ -432,8 +432,8 @@ class ProgramCache:
         if new and self.ranks.rank == 0:
             said = "; ".join(f"{name} ({why})" for name, why in new.items())
             warnings.warn(
-                f"the backward of these operators cannot be traced and stays with autograd, which keeps what it wants "
-                f"and computes all gradients at once: {said}",
+                "the backward of these operators cannot be traced; autograd runs it, saves its own tensors and "
+                f"computes all gradients at once: {said}",
                 stacklevel=2,
             )
 
@@ -470,9 +470,9 @@ def refuse_input_gradients(named: Mapping[str, torch.Tensor], where: str, instea
     if wanted:
         raise ShardwiseError(
             problem(
-                f"{listed(wanted)} requires a gradient, which no step brings {where}",
-                fix=f"{instead}, and differentiate what par(*batch) returns; or make what computes the input a part of "
-                "the module that is split",
+                f"{listed(wanted)} requires a gradient, which no step computes {where}",
+                fix=f"{instead} and differentiate the result of par(*batch), or move the computation of the input "
+                "into the module",
             )
         )
 
@@ -483,10 +483,10 @@ def check_frozen(compiled: Executable) -> None:
     if thawed:
         raise ShardwiseError(
             problem(
-                f"{listed(thawed)} was frozen when the module was split and requires a gradient now, which no "
-                "collective would reduce",
-                fix="plan and split the model with requires_grad_(True): then parameters may be frozen and thawed at "
-                "any time. To go on from here: sw.save_checkpoint, then sw.plan, sw.parallelize and sw.load_checkpoint",
+                f"{listed(thawed)} was frozen at sw.parallelize and requires a gradient now, which no collective "
+                "would reduce",
+                fix="plan and parallelize with requires_grad_(True), then freeze and unfreeze at any time. To "
+                "continue from here: sw.save_checkpoint, then sw.plan, sw.parallelize and sw.load_checkpoint",
             )
         )
 

@@ -111,9 +111,9 @@ class CallableStep:
             if missing:
                 raise ShardwiseError(
                     problem(
-                        f"backward from some of the outputs needs {', '.join(sorted(missing))}, which is not kept "
-                        "where all outputs get gradients",
-                        fix="give gradients to all outputs (zeros where there are none)",
+                        f"backward from some of the outputs needs {', '.join(sorted(missing))}, which is not saved "
+                        "when all outputs get gradients",
+                        fix="pass gradients for all outputs (zeros where there are none)",
                     )
                 )
             self._backward[present] = emitted
@@ -175,7 +175,7 @@ def _kept(ctx: Any) -> list[Any]:
     if ctx.kept is None:
         raise ShardwiseError(
             problem(
-                "this step was differentiated already, and what its backward needs was let go",
+                "this step was differentiated already, and its saved tensors were freed",
                 fix="call the module again before the second backward, or pass retain_graph=True to the first",
             )
         )
@@ -204,7 +204,7 @@ def _changed(program: RankProgram, name: str) -> ShardwiseError:
     if source is not None:
         return ShardwiseError(
             problem(
-                f"{source.names[0]} was changed in place between forward and backward, which needs its earlier values",
+                f"{source.names[0]} was changed in place after forward, but backward needs its earlier values",
                 fix="run backward before optimizer.step() or any other change of parameters and buffers",
             )
         )
@@ -212,7 +212,7 @@ def _changed(program: RankProgram, name: str) -> ShardwiseError:
     maker = f"the output of {op.name} ({op.source})" if op else "an output of the call"
     return ShardwiseError(
         problem(
-            f"{maker} was changed in place after the call, and backward needs the values that it had",
+            f"{maker} was changed in place after the call, but backward needs its earlier values",
             fix="write out.mul(2) instead of out.mul_(2), or change a copy: out.clone()",
         )
     )

@@ -66,7 +66,7 @@ class TimesOnDisk:
             return None
         except (OSError, ValueError, TypeError, LookupError) as error:
             warnings.warn(
-                f"{path} does not say how fast a step is, and is not used: {type(error).__name__}: {error}",
+                f"ignoring {path}, which has no step times: {type(error).__name__}: {error}",
                 PlanWarning,
                 stacklevel=2,
             )

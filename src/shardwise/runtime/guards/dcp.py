@@ -157,7 +157,7 @@ def _check_stage(known: ShardIndex) -> None:
     stager, kind = frame.f_locals.get("async_stager"), frame.f_locals.get("async_checkpointer_type")
     if type(stager) is not DefaultStager or kind is saver.AsyncCheckpointerType.PROCESS:
         known.refuse(
-            "this async_save copies tensors without what they say of the whole",
+            "this async_save copies tensors without their position in the whole tensor",
             "leave out storage_writer= (give checkpoint_id=) and the process-based checkpointer, or use "
             "sw.save_checkpoint(..., blocking=False)",
         )
@@ -176,7 +176,7 @@ def _telling_writers(function: Callable[..., Any]) -> Callable[..., Any]:
             parts = filter(None, map(Chunks.of, leaves(told)))
             several = next((part.name for part in parts if part.several), None)
             if several is not None:
-                what = f"this writer keeps one chunk of a name per rank, and ranks hold several of {several}"
+                what = f"this writer stores one chunk per name and rank, but ranks hold several chunks of {several}"
                 fix = "sw.save_pretrained(par, folder) writes such files, for any layout"
                 raise ShardwiseError(problem(what, fix=fix))
         return function(told, storage_writer, *args, **kwargs)
@@ -382,17 +382,15 @@ class ShardIndex:
             return max(named or candidates, key=lambda held: len(held.name), default=None)
         exact, odd = self._exact.get(_place(tensor)), self._odd.get(_place(tensor))
         if odd is not None:
-            what = (
-                f"an optimizer keeps {list(tensor.shape)} of this rank's shard of {odd.name}, and nothing says which "
-            )
+            what = f"an optimizer keeps {list(tensor.shape)} for this rank's shard of {odd.name}; it is unknown which "
             fix = "use an optimizer whose states have the parameter's shape or are single numbers"
             self.refuse(f"{what}part of the whole that is", fix, odd)
         partly = self._owners.of(tensor) if exact is None else None
         if partly is not None:
             self.refuse(
-                f"torch.distributed.checkpoint is handed a view of this rank's shard of {partly.name}, and nothing "
-                "says which part of the whole that is",
-                "give it the entries of par.state_dict(), or use sw.save_checkpoint(folder, par, optimizer, step=...)",
+                f"torch.distributed.checkpoint gets a view of this rank's shard of {partly.name}; it is unknown "
+                "which part of the whole that is",
+                "pass it the entries of par.state_dict(), or use sw.save_checkpoint(folder, par, optimizer, step=...)",
                 partly,
             )
         return exact

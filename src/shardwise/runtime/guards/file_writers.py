@@ -74,12 +74,12 @@ def _check(value: Any, file: Any, saves: FrameType) -> None:
     if names and not re.search(rf"rank[\W_]?0*{rank}(?!\d)", path, re.IGNORECASE):
         raise ShardwiseError(
             problem(
-                f"rank {rank} would save its own part of {listed(names)} under the names of the whole, and nothing of "
-                "what other ranks hold",
+                f"rank {rank} would save its shards of {listed(names)} under the names of whole tensors, without "
+                "the shards of other ranks",
                 fix="call get_model_state_dict(par, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) "
-                "of torch.distributed.checkpoint.state_dict on every rank, and save what rank 0 gets; or "
-                "sw.save_checkpoint or sw.save_pretrained on every rank; a file for each rank, to be loaded by the "
-                f"same rank, has the rank in its path (part-rank{rank}.pt)",
+                "of torch.distributed.checkpoint.state_dict on every rank and save the result of rank 0; or call "
+                "sw.save_checkpoint or sw.save_pretrained on every rank; for one file per rank, loaded by the same "
+                f"rank, put the rank into the path (part-rank{rank}.pt)",
             )
         )
 

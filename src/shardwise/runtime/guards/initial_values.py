@@ -37,8 +37,8 @@ def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
         if held is not None:
             raise ShardwiseError(
                 problem(
-                    f"torch.nn.init on a shard of {held.name}: values would be those of a tensor of its shape",
-                    fix="initialise the model before sw.parallelize, or give sw.parallelize init=",
+                    f"torch.nn.init on a shard of {held.name}: values would be drawn for the shape of the shard",
+                    fix="initialise the model before sw.parallelize, or pass init= to sw.parallelize",
                 )
             )
         return function(tensor, *args, **kwargs)

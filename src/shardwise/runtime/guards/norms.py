@@ -79,7 +79,7 @@ def total_norm(
     if not order > 0:
         raise ShardwiseError(
             problem(
-                f"gradients that are spread over ranks have norms of positive order only, not {norm_type!r}",
+                f"norms of sharded gradients need a positive order, got {norm_type!r}",
                 fix="use norm_type=2.0, any other p > 0, or float('inf')",
             )
         )
@@ -144,9 +144,9 @@ def _check_equal(norms: torch.Tensor, count: int) -> None:
         shown = ", ".join(f"{of_ranks[rank]:.6g} on rank {rank}" for rank in others[:3])
         raise ShardwiseError(
             problem(
-                f"{count} of the tensors are not of a parallelized module, and ranks disagree on the norm of those "
-                f"that should be whole on every rank: {of_ranks[0]:.6g} on rank 0, {shown}",
-                fix="average their gradients over the ranks before clipping, or clip them by a call of their own",
+                f"{count} of the tensors do not belong to a parallelized module, and ranks disagree on the norm of "
+                f"the tensors that are whole on every rank: {of_ranks[0]:.6g} on rank 0, {shown}",
+                fix="average their gradients over the ranks before clipping, or clip them in a separate call",
             )
         )
 

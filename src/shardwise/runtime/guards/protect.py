@@ -72,8 +72,8 @@ def _install() -> None:
     if missing:
         raise ShardwiseError(
             problem(
-                f"torch {torch.__version__} is not known to this version of shardwise: {', '.join(missing)} is not "
-                "where it was; gradient clipping, loss scaling or checkpoints of shards could be wrong unnoticed",
+                f"this version of shardwise does not support torch {torch.__version__}: {', '.join(missing)} has "
+                "moved; gradient clipping, loss scaling or checkpoints of shards could be silently wrong",
                 fix="use torch 2.11 to 2.14, or a newer shardwise",
             )
         )
@@ -215,8 +215,7 @@ def _check_strangers(
         if held is not None:
             raise ShardwiseError(
                 problem(
-                    f"this tensor is part of, or is detached from, a shard of {held.name}: its norm would be that of "
-                    "this rank",
+                    f"this tensor is a view of a shard of {held.name}: its norm would cover only this rank",
                     fix="pass the parameters or their gradients themselves: [p.grad for p in par.parameters()]",
                 )
             )

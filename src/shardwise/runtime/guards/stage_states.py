@@ -119,10 +119,10 @@ def _merged(nodes: Sequence[tuple[int, Any]], path: Path) -> Any:
             what = ", ".join(f"{text} on rank {r}" for text, r in shapes)
     else:
         differing = [r for r, node in others if not _is_equal(node, first)]
-        what = f"rank {differing[0]} has another one than rank {rank}" if differing else ""
+        what = f"rank {differing[0]} has a different value than rank {rank}" if differing else ""
     if what:
-        fix = "do the same on every rank: make optimizers alike, step and schedule them together"
-        raise ShardwiseError(problem(f"the whole state has one {'.'.join(path)}: {what}", fix=fix))
+        fix = "create the same optimizer on every rank, and call its step and scheduler on all ranks"
+        raise ShardwiseError(problem(f"ranks disagree on {'.'.join(path)} of the whole state: {what}", fix=fix))
     return first
 
 

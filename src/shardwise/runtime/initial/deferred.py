@@ -277,7 +277,7 @@ class TapeRecorder(DispatchMode):
         except NotImplementedError as error:
             if written:
                 raise _problem(
-                    func, "changes a tensor and has no meta kernel", "make this change to the values, through init="
+                    func, "changes a tensor and has no meta kernel", "make this change to the values with init="
                 ) from error
             real = func(
                 *map_leaves(args, self._value_leaf),
@@ -346,7 +346,7 @@ class TapeRecorder(DispatchMode):
         if leaf.is_meta:
             raise ShardwiseError(
                 problem(
-                    f"a meta tensor of shape {list(leaf.shape)} is used to initialise the model, and it has no values",
+                    f"a meta tensor of shape {list(leaf.shape)} is used to initialise the model, but it has no values",
                     source=_user_line(),
                     fix="create it inside sw.deferred()",
                 )

@@ -173,7 +173,7 @@ def _owned_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Te
         raise ShardwiseError(
             problem(
                 f"these parameters have no shape yet: {', '.join(lazy)}",
-                fix="run the lazy modules once on an example input, or give them their sizes",
+                fix="run the lazy modules once on an example input, or construct them with their sizes",
             )
         )
 
@@ -217,7 +217,7 @@ def _record_initialisers(
         raise ShardwiseError(
             problem(
                 f"nothing initialises {len(missing)} of the module's meta tensors: {', '.join(missing)}",
-                fix="build the model under sw.deferred(), or on the CPU, or give init=, a callable (name, tensor)",
+                fix="build the model under sw.deferred(), or on the CPU, or pass init=, a callable (name, tensor)",
             )
         )
     return tape, wanted
@@ -266,8 +266,8 @@ def _filled(init: Init, name: str, meta: torch.Tensor, seed: int) -> torch.Tenso
     except LookupError as error:
         raise ShardwiseError(
             problem(
-                f"init= has nothing for {name}: {type(error).__name__}: {error}",
-                fix="let it return NotImplemented for tensors that it does not know: they get the module's own values",
+                f"init= failed for {name}: {type(error).__name__}: {error}",
+                fix="let it return NotImplemented for unknown tensors, which then get the module's own values",
             )
         ) from error
     finally:
@@ -278,7 +278,7 @@ def _filled(init: Init, name: str, meta: torch.Tensor, seed: int) -> torch.Tenso
         raise ShardwiseError(
             problem(
                 f"init= returned a {type(value).__name__} for {name}",
-                fix="fill the tensor that it is given, return another, or NotImplemented for the module's own value",
+                fix="fill the tensor passed to it, return a tensor, or return NotImplemented for the module's value",
             )
         )
     if value is not None and value.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
@@ -286,9 +286,9 @@ def _filled(init: Init, name: str, meta: torch.Tensor, seed: int) -> torch.Tenso
     if (tensor.shape, tensor.dtype) != (meta.shape, meta.dtype):
         raise ShardwiseError(
             problem(
-                f"init= gives {name} as {format_dtype(tensor.dtype)}{list(tensor.shape)}, and the module has it as "
+                f"init= returned {name} as {format_dtype(tensor.dtype)}{list(tensor.shape)}, but the module has it as "
                 f"{format_dtype(meta.dtype)}{list(meta.shape)}",
-                fix=f"give it that shape and dtype (value.to({meta.dtype})), or return NotImplemented for the module's "
+                fix=f"return that shape and dtype (value.to({meta.dtype})), or NotImplemented for the module's "
                 "own value",
             )
         )

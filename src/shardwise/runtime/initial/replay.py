@@ -69,7 +69,7 @@ class TapeConstant:
                 problem(
                     f"a tensor of shape {list(self.tensor.shape)} that initialises the model "
                     "was changed after it was recorded",
-                    fix="give the constructor a copy: tensor.clone()",
+                    fix="pass the constructor a copy: tensor.clone()",
                 )
             )
         return self.tensor.detach()
@@ -167,8 +167,8 @@ class InitTape:
         if seed not in (None, self.seed) and self.observed:
             raise ShardwiseError(
                 problem(
-                    f"cannot replay with seed {seed} what was recorded with seed {self.seed}: the constructor "
-                    "looked at random values while it was recorded, and might do something else for other values",
+                    f"cannot replay with seed {seed} a recording with seed {self.seed}: the constructor read random "
+                    "values while it was recorded, and may act differently on other values",
                     fix=f"build the model under sw.deferred(seed={seed})",
                 )
             )
