@@ -295,7 +295,7 @@ def test_a_mixed_cluster_keeps_its_devices() -> None:
     kinds = '[[devices]]\nlike = "a100-40"\ncount = 8\n\n[[devices]]\nlike = "h100"\ncount = 4\n\n'
     cluster = parse(SMALL[:start] + kinds + SMALL[end:])
     assert cluster.with_devices(12).mixed == cluster.mixed
-    with pytest.raises(ShardwiseError, match="which of them are 8 devices is not known"):
+    with pytest.raises(ShardwiseError, match="the kinds of 8 devices are not known"):
         cluster.with_devices(8)
 
 

@@ -159,16 +159,16 @@ def test_what_cannot_be_is_wrong_with_its_reason(plan: dict[str, Any], says: str
     [
         ({"parallel_layout_item": {"other.weight": slices([8], [-1], [4])}}, "names nothing in Net: other.weight"),
         ({"parallel_layout_item": {"fc1.weight": slices([4], [-1, -1], [64, 16])}}, "is for 4 devices"),
-        ({"parallel_layout_item": {"fc1.weight": {"dev_matrix": [8]}}}, "no strategy file of MindSpore: KeyError"),
+        ({"parallel_layout_item": {"fc1.weight": {"dev_matrix": [8]}}}, "not a strategy file of MindSpore: KeyError"),
         (
             {"parallel_layout_item": {"fc1.weight": {**slices([8], [-1, -1], [64, 16]), "dev_matrix": ["8"]}}},
-            "no strategy file",
+            "not a strategy file",
         ),
         (
             changed("fc1.bias", "fc1", opt_weight_shard_step=1, opt_weight_shard_size=-1),
             "opt_weight_shard of fc1.bias is",
         ),
-        ({"parallel_strategy_item": [1, 2]}, "no strategy file of MindSpore"),
+        ({"parallel_strategy_item": [1, 2]}, "not a strategy file of MindSpore"),
         (changed("fc1-Dense", "MatMul", stage=1), "pipelines of MindSpore are not checked"),
         (
             {
@@ -188,7 +188,7 @@ def test_what_is_no_file_for_this_module_is_one_sentence_and_the_mend(plan: dict
 
 
 def test_the_mesh_is_the_files() -> None:
-    with pytest.raises(sw.ShardwiseError, match="says its own mesh"):
+    with pytest.raises(sw.ShardwiseError, match="defines its mesh"):
         sw.check(net(), batch(), megatron(), 8, mesh=sw.Mesh(dp=8))
 
 

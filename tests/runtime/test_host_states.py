@@ -433,7 +433,7 @@ def test_a_closure_runs_once_and_ahead_of_the_update() -> None:
 
 
 def test_optimizers_without_states_and_devices_that_are_the_host_are_told() -> None:
-    with pytest.raises(ShardwiseError, match="sgd has no states to keep on the host"):
+    with pytest.raises(ShardwiseError, match="sgd has no states to offload to the host"):
         sw.plan(make(), batch(), h100(), loss=loss, optimizer="sgd on host")
     with pytest.warns(PlanWarning, match=r"gains nothing"):
         sw.plan(make(), batch(), 2, loss=loss, optimizer="adamw on host", mode="data_parallel")

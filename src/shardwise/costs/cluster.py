@@ -122,7 +122,7 @@ class Device:
     def _computed_in(self, dtype: str) -> str:
         known = rate_dtype(dtype, self.flops)
         if not known:
-            what = f"{self.name} has no figure for {dtype}, nor for a dtype that could stand for it"
+            what = f"{self.name} has no figure for {dtype} or a similar dtype"
             raise ShardwiseError(problem(what, fix=f"add [device.flops] {dtype} to the cluster file"))
         return known
 
@@ -236,7 +236,7 @@ class Cluster:
             return Cluster.load(cluster)
         if isinstance(cluster, int):
             return Cluster.local(cluster)
-        fix = 'a Cluster, the name of one ("h100-1x8", or a TOML file), or a number of devices'
+        fix = 'pass a Cluster, a name ("h100-1x8", or a TOML file), or a number of devices'
         raise ShardwiseError(problem(f"the cluster is {cluster!r}"[:200], fix=fix))
 
     @staticmethod
@@ -331,8 +331,8 @@ class Cluster:
         """
         if self.mixed and prod(sizes) != self.num_devices:
             kinds = ", ".join(f"{count} x {name}" for name, count in self.mixed)
-            what = f"{self.name} has {kinds}: which of them are {prod(sizes)} devices is not known"
-            raise ShardwiseError(problem(what, fix="write a cluster file with those"))
+            what = f"{self.name} has {kinds}: the kinds of {prod(sizes)} devices are not known"
+            raise ShardwiseError(problem(what, fix="write a cluster file with these devices"))
         levels = [replace(level, size=size) for level, size in zip(self.levels, sizes, strict=True)]
         while len(levels) > 1 and levels[-1].size == 1:
             levels.pop()
@@ -351,7 +351,7 @@ class Cluster:
         )
         memory = format_quantity(self.device.memory_bytes, "B")
         if self.device.reserve_bytes:
-            memory += f", of which {format_quantity(self.device.reserve_bytes, 'B')} are no plan's"
+            memory += f", of which {format_quantity(self.device.reserve_bytes, 'B')} are reserved"
         text = f"{self.name}: {self.num_devices} x {self.device.name} ({memory}), {levels}"
         if self.mixed:
             text += "; planned with the slowest figures of " + ", ".join(f"{n} x {name}" for name, n in self.mixed)

@@ -108,7 +108,7 @@ class Links:
                     f"{Placement(self.mesh, self.ranks)}: {self.cluster.name} has {self.cluster.num_devices} devices, "
                 )
                 what += f"none for {len(absent)} of them from rank {absent[0]} on"
-                fix = f"name ranks from 0 to {self.cluster.num_devices - 1}, or describe a larger cluster"
+                fix = f"use ranks from 0 to {self.cluster.num_devices - 1}, or describe a larger cluster"
                 raise PlanError(problem(what, fix=fix))
         elif self.mesh.num_devices != self.cluster.num_devices:
             sizes = " x ".join(str(size) for _, size in self.mesh.axes) or "1"

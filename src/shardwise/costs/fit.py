@@ -307,10 +307,10 @@ def _latency(fixed: Mapping[tuple[str, int], tuple[int, float]]) -> float:
     """Seconds per step, from (steps, seconds) of every kind and group size: the median slope between group sizes of the
     same kind (Theil and Sen); between kinds, where all groups are of one size."""
     pairs = combinations(fixed.items(), 2)
-    alike = [(group, other_group) for ((kind, _), group), ((other_kind, _), other_group) in pairs if kind == other_kind]
-    if not alike:
-        alike = list(combinations(fixed.values(), 2))
-    slopes = [(late - soon) / (many - few) for (few, soon), (many, late) in alike if many != few]
+    same_kind = [(first, second) for ((kind, _), first), ((other, _), second) in pairs if kind == other]
+    if not same_kind:
+        same_kind = list(combinations(fixed.values(), 2))
+    slopes = [(late - soon) / (many - few) for (few, soon), (many, late) in same_kind if many != few]
     return max(median(slopes), 0.0) if slopes else 0.0
 
 

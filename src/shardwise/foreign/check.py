@@ -278,7 +278,7 @@ def _divided(call: _CheckedCall, foreign: ForeignPlan) -> list[_CheckedCall]:
     samples = num_samples((call.args, call.kwargs))
     if samples is None or samples % count:
         raise ShardwiseError(
-            problem(f"{samples} samples are not divided by {count} groups of ranks", fix=f"give a multiple of {count}")
+            problem(f"{samples} samples do not divide into {count} groups of ranks", fix=f"pass a multiple of {count}")
         )
 
     def part(index: int) -> _CheckedCall:
@@ -328,7 +328,7 @@ def _notes(foreign: ForeignPlan, calls: Sequence[CallRecorder]) -> tuple[str, ..
     if any(one.drops for one in calls):
         notes.append("dropout is off on both sides: a tool draws other masks than one device")
     if any(one.draws for one in calls):
-        notes.append("the model draws random numbers: of the shapes that it asks for, the same on every rank")
+        notes.append("the model draws random numbers: every rank draws the same for equal shapes")
     return tuple(notes)
 
 

@@ -15,7 +15,7 @@ from shardwise.foreign.rank_threads import DifferentExchangesError, RankThread
 from shardwise.layouts.mesh import Mesh
 from shardwise.proof.errors_by_tensor import TensorError, magnitude, relative_difference
 
-_PARTIAL = "a partial sum is read by what is not linear, or added to a whole value: it must be reduced before"
+_PARTIAL = "an operator that is not linear reads a partial sum, or a whole value is added to it: reduce it before"
 
 
 @dataclass(frozen=True)
@@ -207,14 +207,14 @@ def _of_gradient(
         return FirstError(what, source, tuple(range(mesh.num_devices)), float("inf"), whole_text(whole), "no gradient")
     errors = _errors(whole, held)
     found = _found(whole, held, mesh, tolerance)
-    hint = "its ranks do different work on it: their gradients must be added up" if "partial" in found else ""
+    hint = "its ranks do different work with it: their gradients must be summed" if "partial" in found else ""
     own = mesh.size_of(tuple(axis for name in data_axes for axis in mesh.expand(name)))
     terms = infer_layout(whole * own, held, mesh, tolerance) if own > 1 else None
     if terms is not None and not terms.splits and set(terms.partial) == {f"sum@{name}" for name in data_axes}:
         found = str(replace(terms, partial=tuple(f"avg@{name}" for name in data_axes)))
         hint = (
-            f"its ranks have samples of their own along {listed(data_axes)}, and nothing takes the mean of their "
-            "gradients: give a function (module, device_mesh) that applies this plan and DDP or fully_shard"
+            f"its ranks have different samples along {listed(data_axes)}, but nothing averages their gradients: "
+            "pass a function (module, device_mesh) that applies this plan and DDP or fully_shard"
         )
     return FirstError(what, source, tuple(errors), max(errors.values()), whole_text(whole), found, (), hint)
 

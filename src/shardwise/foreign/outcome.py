@@ -48,11 +48,11 @@ class StepComparison:
             f"a rank holds {format_bytes(self.held_bytes)} of parameters"
         ]
         if self.own is None:
-            return [*lines, f"sw.plan finds none to compare: {self.refused}"]
+            return [*lines, f"sw.plan finds no plan to compare: {self.refused}"]
         own = self.own.predicted
         if own is not None:
             seconds = own.planned_seconds
-            lines.append(f"under sw.plan's, {self.own.mesh}: {format_seconds(seconds)}, by the same prices")
+            lines.append(f"under the plan of sw.plan, {self.own.mesh}: {format_seconds(seconds)}, by the same prices")
         return lines
 
 

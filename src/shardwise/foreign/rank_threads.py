@@ -104,7 +104,7 @@ def _noting(ranks: list[RankThread]) -> Iterator[None]:
         found = start(collective, group)
         kind, first = (type(one).__name__ for one in (collective, found._collective))
         if kind != first:
-            raise DifferentExchangesError(f"one rank comes to {first}, another to {kind}")
+            raise DifferentExchangesError(f"one rank calls {first}, another {kind}")
         return _PendingCollective(found, _KINDS.get(kind, ""), group)
 
     def ended(noted: _PendingCollective, group: Any) -> None:
@@ -223,6 +223,6 @@ def axes_of(mesh: Mesh, ranks: tuple[int, ...]) -> tuple[str, ...]:
     axes = tuple(axis for axis in mesh.sub_axes if any(mesh.coordinates(rank)[axis] != first[axis] for rank in ranks))
     if mesh.size_of(axes) != len(ranks):
         raise ShardwiseError(
-            problem(f"ranks {list(ranks)} are no group of {mesh}", fix="give mesh= with the axes that the plan uses")
+            problem(f"ranks {list(ranks)} are not a group of {mesh}", fix="pass mesh= with the axes that the plan uses")
         )
     return axes

@@ -44,10 +44,10 @@ def check_strategies(asked: CheckRequest, plan: Mapping[str, Any], devices: int,
     """Check whether ``asked.module`` computes under the file what one device computes. Impossible layouts and
     strategies are *wrong*, each with the reason. Operators that the file does not name are decided by propagation."""
     if mesh is not None:
-        raise ShardwiseError(problem("a strategy file of MindSpore says its own mesh", fix="leave out mesh="))
+        raise ShardwiseError(problem("a strategy file of MindSpore defines its mesh", fix="omit mesh="))
     if asked.beside and asked.cluster.num_devices != devices:
-        what = f"{asked.cluster.name} has {asked.cluster.num_devices} devices, and the file is for {devices}"
-        raise ShardwiseError(problem(what, fix="cluster= of as many, or beside=False (--no-price)"))
+        what = f"{asked.cluster.name} has {asked.cluster.num_devices} devices, but the file is for {devices}"
+        raise ShardwiseError(problem(what, fix="pass a cluster= of this size, or beside=False (--no-price)"))
     captured = capture(asked.module, *call_arguments(asked.example_inputs, asked.kwargs), loss=asked.loss)
     found = read_strategies(asked.module, plan, captured.graph, devices)
     foreign = ForeignPlan(KIND, found.mesh, None, found.unused, _notes(found))
@@ -85,8 +85,8 @@ def check_strategies(asked: CheckRequest, plan: Mapping[str, Any], devices: int,
 
 
 def _notes(found: StrategyFile) -> tuple[str, ...]:
-    said = f"{len(found.layouts)} parameters and {len(found.strategies)} operators as the file says, the rest follows"
-    return ("MindSpore is not run: what its file says is", said)
+    said = f"{len(found.layouts)} parameters and {len(found.strategies)} operators as in the file, the rest is derived"
+    return ("MindSpore is not run: its file is checked", said)
 
 
 def _in_one_line(error: ShardwiseError) -> str:

@@ -114,7 +114,7 @@ def _add(into: dict[str, _T], faults: list[str], key: str, made: Callable[[], _T
         faults.append(f"{name}: {error}")
         return
     if into.setdefault(key, own) != own:
-        faults.append(f"{name}: the file says {own} of {key}, and {into[key]} under another name")
+        faults.append(f"{name}: the file has {own} for {key}, but {into[key]} under another name")
 
 
 def _items(plan: Mapping[str, Any]) -> tuple[dict[str, Counts], dict[str, _Slices]]:
@@ -135,8 +135,8 @@ def _items(plan: Mapping[str, Any]) -> tuple[dict[str, Counts], dict[str, _Slice
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ShardwiseError):
             raise
-        what = f"it is no strategy file of MindSpore: {type(error).__name__} {shorten_repr(str(error))}"
-        fix = 'strategy_ckpt_config={"save_file": "strategy.json"} writes one that can be read'
+        what = f"it is not a strategy file of MindSpore: {type(error).__name__} {shorten_repr(str(error))}"
+        fix = 'write it with strategy_ckpt_config={"save_file": "strategy.json"}'
         raise ShardwiseError(problem(what, fix=fix)) from error
     return strategies, slices
 
@@ -151,7 +151,7 @@ def _no_stage(stage: Any, name: str) -> None:
 
 def _whole(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 2**31:
-        raise ValueError(f"{value!r} where a whole number is expected")
+        raise ValueError(f"{value!r} where an integer is expected")
     return value
 
 
@@ -182,8 +182,8 @@ def _mesh(slices: Sequence[_Slices], devices: int) -> Mesh:
     strides = sorted(cuts)
     for inner, outer in pairwise(strides):
         if inner < 1 or outer % inner:
-            what = f"the device matrices do not go together: runs of {inner} and of {outer} ranks overlap"
-            raise ShardwiseError(problem(what, fix="device matrices of one network have common sizes"))
+            what = f"the device matrices do not fit together: runs of {inner} and of {outer} ranks overlap"
+            raise ShardwiseError(problem(what, fix="use device matrices with common sizes"))
     sizes = [outer // inner for inner, outer in pairwise(strides)]
     return Mesh({f"d{number}": size for number, size in enumerate(reversed(sizes))})
 
@@ -263,7 +263,9 @@ def _checked(counts: Counts, op: Op, graph: Graph, devices: int) -> Counts:
                     f"dim {dim} of input {number} has {size} elements, which {ways} slices do not divide"
                 )
         if devices % prod(dims):
-            raise ShardwiseError(f"{list(dims)} are {prod(dims)} slices, which {devices} devices do not hold evenly")
+            raise ShardwiseError(
+                f"{list(dims)} are {prod(dims)} slices, which do not divide over {devices} devices evenly"
+            )
     return counts
 
 

@@ -26,7 +26,7 @@ from shardwise.untrusted_text import shorten_repr
 Apply = Callable[[nn.Module, DeviceMesh], nn.Module]
 
 KNOWN = (
-    'give "auto" (the plan that ships with a transformers model), a transformers tp_plan ({path: style}), a '
+    'pass "auto" (the plan that ships with a transformers model), a transformers tp_plan ({path: style}), a '
     "DistributedConfig, a plan of torch's parallelize_module ({path: ParallelStyle}), {'fully_shard': [paths]}, an "
     "accelerate ParallelismConfig, a strategy file of MindSpore as JSON, or a function (module, device_mesh) that "
     "applies a plan"
@@ -55,11 +55,11 @@ def recognise_plan(module: nn.Module, plan: Any, devices: int, mesh: Mesh | None
     names anything in the module."""
     if mesh is not None and mesh.num_devices != devices:
         raise ShardwiseError(
-            problem(f"{mesh} has {mesh.num_devices} devices, {devices} are asked for", fix="leave out one of the two")
+            problem(f"{mesh} has {mesh.num_devices} devices, but devices= is {devices}", fix="omit one of the two")
         )
     if isinstance(plan, Plan) or (isinstance(plan, Mapping) and plan.get("format") == FORMAT):
-        what = "it is a plan of shardwise, not of another tool"
-        raise ShardwiseError(problem(what, fix="sw.verify (shardwise verify) proves it"))
+        what = "this is a plan of shardwise, not of another tool"
+        raise ShardwiseError(problem(what, fix="use sw.verify (shardwise verify)"))
     kind = type(plan).__name__
     if isinstance(plan, Mapping) and "fully_shard" in plan:
         return _of_fsdp(module, plan, mesh or Mesh(dp=devices))
@@ -75,7 +75,7 @@ def recognise_plan(module: nn.Module, plan: Any, devices: int, mesh: Mesh | None
         return ForeignPlan(f"the function {getattr(plan, '__name__', kind)}", mesh or Mesh(tp=devices), plan)
     if isinstance(plan, Mapping) and plan and all(isinstance(path, str) for path in plan):
         raise _no_rule(plan)
-    raise ShardwiseError(problem(f"{shorten_repr(plan)} is no plan that is known", fix=KNOWN))
+    raise ShardwiseError(problem(f"{shorten_repr(plan)} is not a plan of a known tool", fix=KNOWN))
 
 
 def _no_rule(plan: Mapping[str, Any]) -> ShardwiseError:
@@ -85,12 +85,12 @@ def _no_rule(plan: Mapping[str, Any]) -> ShardwiseError:
         texts = [path for path, rule in plan.items() if isinstance(rule, str)]
         styles = [path for path in plan if path not in texts]
         what = f"rules of two tools: {listed(texts)} as texts (transformers), {listed(styles)} as styles (PyTorch)"
-        return ShardwiseError(problem(what, fix="write all in one way: 'colwise' is ColwiseParallel()"))
+        return ShardwiseError(problem(what, fix="use one kind: 'colwise' is ColwiseParallel()"))
     path, rule = neither[0], plan[neither[0]]
     is_class = isinstance(rule, type)
     what = f"the class {rule.__name__}" if is_class else shorten_repr(rule)
-    fix = f"make one of it: {rule.__name__}()" if is_class else KNOWN
-    return ShardwiseError(problem(f"the rule of {path!r} is {what}, which is no style of a known tool", fix=fix))
+    fix = f"instantiate it: {rule.__name__}()" if is_class else KNOWN
+    return ShardwiseError(problem(f"the rule of {path!r} is {what}, which is not a style of a known tool", fix=fix))
 
 
 def _is_texts(plan: Any) -> bool:
@@ -110,7 +110,7 @@ def _names(mesh: Mesh, *, data: bool) -> tuple[str, ...]:
         raise ShardwiseError(
             problem(
                 f"{mesh} has no axis for {'data' if data else 'tensor'} parallelism",
-                fix="name axes that split samples dp, and others tp: mesh=sw.Mesh(dp=2, tp=4)",
+                fix="call axes that split samples dp and the others tp: mesh=sw.Mesh(dp=2, tp=4)",
             )
         )
     return own
@@ -126,7 +126,7 @@ def _nothing(unused: list[str], what: str, module: nn.Module) -> ShardwiseError:
         problem(
             f"the {what} names nothing in {type(module).__name__}: {listed(unused)}",
             facts=[("there is", listed(there))],
-            fix="write paths from the module that is checked, a star for one part: model.layers.*.mlp.up_proj",
+            fix="write paths from the checked module, with a star for one part: model.layers.*.mlp.up_proj",
         )
     )
 
@@ -140,7 +140,8 @@ def _transformers(name: str) -> Any:
     except ImportError as error:
         raise ShardwiseError(
             problem(
-                f"the plan is one of transformers, which is not there: {error}", fix="pip install 'transformers>=5.20'"
+                f"the plan is one of transformers, which cannot be imported: {error}",
+                fix="pip install 'transformers>=5.20'",
             )
         ) from error
 
@@ -152,14 +153,14 @@ def _of_transformers(module: nn.Module, plan: Any, mesh: Mesh) -> ForeignPlan:
         shipped = dict(getattr(module, "_tp_plan", None) or {})
         if not shipped:
             raise ShardwiseError(
-                problem(f"{type(module).__name__} ships no tp plan", fix="give one: {path of a module: style}")
+                problem(f"{type(module).__name__} ships no tp plan", fix="pass one: {path of a module: style}")
             )
         plan = shipped
     styles = parallel.ALL_PARALLEL_STYLES
     unknown = sorted({style for style in plan.values() if style not in styles})
     if unknown:
         raise ShardwiseError(
-            problem(f"transformers has no style {listed(unknown)}", fix=f"one of {', '.join(sorted(styles))}")
+            problem(f"transformers has no style {listed(unknown)}", fix=f"use one of {', '.join(sorted(styles))}")
         )
     names = {wildcard(n) for n, _ in (*module.named_modules(), *module.named_parameters())}
     prefix = getattr(module, "base_model_prefix", "")
@@ -202,7 +203,7 @@ def _of_config(config: Any, devices: int) -> ForeignPlan:
     managed = _transformers("distributed.utils").TransformersDeviceMesh
     if config.pp_size > 1:
         raise ShardwiseError(
-            problem("pipelines of transformers are not run here", fix="check the plan of one stage: pp_size=1")
+            problem("pipelines of transformers are not supported", fix="check the plan of one stage: pp_size=1")
         )
     mesh = Mesh({"dp_replicate": config.dp_replicate_size, "fsdp": config.fsdp_size, "tp": config.tp_size})
     if mesh.num_devices != devices:
@@ -307,12 +308,14 @@ def _of_fsdp(module: nn.Module, settings: Mapping[str, Any], mesh: Mesh) -> Fore
         notes.append("compared in float64: mp_policy is left out")
     unknown = options.keys() - {"reshard_after_forward", "offload_policy", "shard_placement_fn", "ignored_params"}
     if unknown:
-        raise ShardwiseError(problem(f"fully_shard has no setting {listed(sorted(unknown))}", fix="see its signature"))
+        raise ShardwiseError(
+            problem(f"fully_shard has no setting {listed(sorted(unknown))}", fix="check its signature")
+        )
     wanted = settings["fully_shard"]
     if not isinstance(wanted, (str, list, tuple)) or not all(isinstance(path, str) for path in wanted):
         what = f"fully_shard is {shorten_repr(wanted)}"
         raise ShardwiseError(
-            problem(what, fix='paths of modules: {"fully_shard": ["layers.*"]}; [] wraps the root alone')
+            problem(what, fix='pass paths of modules: {"fully_shard": ["layers.*"]}; [] wraps the root alone')
         )
     paths = [wanted] if isinstance(wanted, str) else list(wanted)
     unused = [path for path in paths if path and not _matching(module, path)]

@@ -185,7 +185,7 @@ class Mesh:
         base = self.coordinates(rank)
         axes = tuple(part for axis in axes for part in self.expand(axis))
         if len(set(axes)) < len(axes):
-            raise LayoutError(f"an axis stands twice in ({', '.join(axes)}): ranks differ along it once")
+            raise LayoutError(f"an axis appears twice in ({', '.join(axes)}): name every axis once")
         ranks: list[int] = []
         for index in range(self.size_of(axes)):
             coordinates = dict(base)

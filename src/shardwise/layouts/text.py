@@ -40,7 +40,7 @@ def parse_dtype(name: str) -> torch.dtype:
     for dtype, dtype_name in DTYPE_NAMES.items():
         if name in (dtype_name, str(dtype).removeprefix("torch.")):
             return dtype
-    raise NotationError(f"{shorten_repr(name)} is no dtype: one of {', '.join(DTYPE_NAMES.values())}")
+    raise NotationError(f"{shorten_repr(name)} is not a dtype: use one of {', '.join(DTYPE_NAMES.values())}")
 
 
 def format_layout(layout: Layout, dtype: torch.dtype | None = None, *, merged: bool = True) -> str:

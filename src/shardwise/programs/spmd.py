@@ -273,14 +273,14 @@ def _check_bucket(bucket: Bucket, first: Conversion, available: set[str], parame
     if bucket.conversions[0] is not first:
         why = f"{first.origin} is needed before {bucket.conversions[0].origin}"
     elif late:
-        why = f"{late[0]} is not there yet"
+        why = f"{late[0]} is not computed yet"
     elif computed:
-        why = f"{computed[0]} is no parameter, and can not leave early"
+        why = f"{computed[0]} is not a parameter, so its collective cannot start early"
     elif len(kinds) > 1:
-        why = "they make different moves"
+        why = "they have different moves"
     if why:
         members = f"{bucket.conversions[0].origin} and {len(bucket.conversions) - 1} more"
-        raise LayoutError(f"{members} can not share messages: {why}")
+        raise LayoutError(f"{members} cannot share messages: {why}")
 
 
 def backward_order(steps: Sequence[OpStep | Conversion | Bucket]) -> list[OpStep | Conversion | Bucket]:

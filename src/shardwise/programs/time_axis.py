@@ -38,7 +38,7 @@ from shardwise.rules.rule import Lowering, OpRule
 from shardwise.rules.tables import rule_of, whole_rule
 
 AXIS = Mesh(micro=2)  # the length is arbitrary: operators do the same for every length
-MEND = "plan with micro_batch equal to global_batch (one pass), or write the loss as a sum over samples"
+FIX = "plan with micro_batch equal to global_batch, or write the loss as a sum over samples"
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ def split_in_time(graph: Graph) -> TimeSplit:
     if graph.loss is None:
         raise PlanError(
             problem(
-                "micro-batches need a loss, which the module does not return",
+                "micro-batches need a loss, but the module returns none",
                 fix="return the loss first, or give loss= to plan and parallelize",
             )
         )
     batch = batch_size(graph)
     if batch is None or batch < 2:
         have = "no input has dims" if batch is None else f"the inputs have {batch} sample"
-        raise PlanError(problem(f"there is no batch to split into micro-batches: {have}", fix="pass a whole batch"))
+        raise PlanError(problem(f"no batch to split into micro-batches: {have}", fix="pass a whole batch"))
     graph = eliminate_dead_code(replace(graph, outputs=(Ref(graph.loss),)))
     used: dict[str, Lowering] = {}  # operator of a lowering -> that lowering, so that it is not lowered again
     while True:
@@ -191,7 +191,7 @@ class _Axis:
         for op in self.graph.ops:
             self._sum(op, local, statistics)
         if isinstance(self.where[loss], ShardPosition) or (_is_partial(self.where[loss]) and self.where[loss] != "P"):
-            raise _refusal(self.graph.producer[loss], "makes a loss that is no sum over samples")
+            raise _refusal(self.graph.producer[loss], "computes a loss that is not a sum over samples")
         for buffer, value in self.graph.mutations:
             if self.where[value] != "I" and value not in statistics:
                 name = self.graph.source_of[buffer].names[0]
@@ -315,7 +315,7 @@ def _refusal(op: Op, why: str) -> PlanError:
     """Return the error for a model that cannot be divided into micro-batches."""
     name = _of_user(op)
     return PlanError(
-        problem(f"the step is no sum over micro-batches: {name} {why}", op=name, source=op.source, fix=MEND)
+        problem(f"the step is not a sum over micro-batches: {name} {why}", op=name, source=op.source, fix=FIX)
     )
 
 

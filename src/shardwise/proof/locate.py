@@ -54,7 +54,7 @@ def wrong_result(
             )
             original = producers.get(name, op)
             if not relative_difference(of_model.get(name, expected[name]), expected[name], largest) <= tolerance:
-                return f"the result of {original.name} ({original.source}): as it is lowered it differs, on every rank"
+                return f"the result of {original.name} ({original.source}): its lowering differs, on every rank"
             layout = spmd.layouts[name]
             whole = _summed(layout, [tensor for tensor in results if tensor is not None])
             for rank, tensor in enumerate(whole):

@@ -283,7 +283,7 @@ class _PipelineStep:
                 while actions and self._is_ready(actions[0]):
                     self._act(actions.pop(0))
             if sum(map(len, left)) == before:
-                raise ShardwiseError("the stages of the schedule wait for each other")
+                raise ShardwiseError("the stages of the schedule deadlock")
 
     def _is_ready(self, action: Action) -> bool:
         stage, micro_batch = action.stage, action.micro_batch

@@ -211,8 +211,8 @@ def _check_same(at: Sequence[Convert | Depart | None]) -> None:
         other = next(rank for rank, text in enumerate(described) if text != described[0])
         raise ShardwiseError(
             problem(
-                f"ranks come to different exchanges: rank 0 to {described[0]}, rank {other} to {described[other]}",
-                fix="the programs of the ranks differ in more than sizes: this is a fault of shardwise, please report",
+                f"ranks reach different exchanges: rank 0 {described[0]}, rank {other} {described[other]}",
+                fix="the programs of the ranks differ in more than sizes: this is a bug of shardwise, please report it",
             )
         )
 
@@ -235,7 +235,7 @@ def num_bytes(part: LocalMove, packed: Sequence[Tensor]) -> int:
 def exchange_all(mesh: Mesh, parts: Sequence[LocalMove], packed: Sequence[list[Tensor]]) -> list[list[Tensor]]:
     """Return what every rank receives. All ranks take part in the same collective over the same axes."""
     kinds = {(part.kind, part.axes, part.reduction) for part in parts}
-    assert len(kinds) == 1, f"ranks ask for different collectives: {sorted(map(str, kinds))}"
+    assert len(kinds) == 1, f"ranks call different collectives: {sorted(map(str, kinds))}"
     answers: list[list[Tensor]] = []
     for rank, part in enumerate(parts):
         group = sorted(mesh.group(part.axes, rank))

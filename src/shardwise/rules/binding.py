@@ -145,11 +145,11 @@ def build(
 def kind_fault(name: str, kind: FactorKind, in_results: Sequence[bool], lowering: Lowering | None) -> str:
     """Return what contradicts the kind of a factor, or "". ``in_results``: per result, whether it has the factor."""
     if kind == "parallel" and not all(in_results):
-        return f'{name} is parallel but not in all results: is it reduction={{"{name}": "sum"}}, lowered or whole?'
+        return f'{name} is parallel but not in all results: declare reduction={{"{name}": "sum"}}, lowered or whole'
     if kind in ("sum", "max", "min", "any") and any(in_results):
         return f"{name} is reduced ({kind}) but in a result"
     if kind == "lowered" and lowering is None:
-        return f"{name} is lowered, and there is no lowering"
+        return f"{name} is lowered, but there is no lowering"
     return ""
 
 
