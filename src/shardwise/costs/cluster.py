@@ -97,8 +97,8 @@ class Device:
 
     def matmul_flops(self, dtype: str) -> float:
         """FLOP/s that large matmuls reach."""
-        known = self._computed_in(dtype)
-        return self.flops[known] * self.matmul_efficiency.get(known, 1.0)
+        computed_in = self._computed_in(dtype)
+        return self.flops[computed_in] * self.matmul_efficiency.get(computed_in, 1.0)
 
     @property
     def matmul_ramp(self) -> float:
@@ -120,11 +120,11 @@ class Device:
         return num_bytes / self.fresh_bandwidth if self.fresh_bandwidth and num_bytes > _FRESH else 0.0
 
     def _computed_in(self, dtype: str) -> str:
-        known = rate_dtype(dtype, self.flops)
-        if not known:
+        listed = rate_dtype(dtype, self.flops)
+        if not listed:
             what = f"{self.name} has no figure for {dtype} or a similar dtype"
             raise ShardwiseError(problem(what, fix=f"add [device.flops] {dtype} to the cluster file"))
-        return known
+        return listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +164,15 @@ class Level:
 
     def link_bandwidth(self, num_units: float) -> float:
         """B/s of one link for a group that spans ``num_units`` units."""
-        known = self.group_bandwidths
-        if not known:
+        ratios = self.group_bandwidths
+        if not ratios:
             return self.bandwidth
-        if num_units <= known[0][0]:
-            return known[0][1]
-        for (low, slow), (high, fast) in pairwise(known):
+        if num_units <= ratios[0][0]:
+            return ratios[0][1]
+        for (low, slow), (high, fast) in pairwise(ratios):
             if num_units <= high:
                 return slow + (fast - slow) * (num_units - low) / (high - low)
-        return known[-1][1]
+        return ratios[-1][1]
 
 
 @dataclass(frozen=True, slots=True)

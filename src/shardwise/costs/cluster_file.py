@@ -235,9 +235,9 @@ class _FigureReader:
             self.complain(f"{where}.{key}", f"{shorten_repr(entry)} is neither true nor false")
         return bool(entry)
 
-    def unknown(self, table: Mapping[str, Any], known: set[str], where: str) -> None:
-        for key in sorted(table.keys() - known):
-            self.complain(f"{where}.{_key(key)}".lstrip("."), f"is not known; known are {', '.join(sorted(known))}")
+    def unknown(self, table: Mapping[str, Any], keys: set[str], where: str) -> None:
+        for key in sorted(table.keys() - keys):
+            self.complain(f"{where}.{_key(key)}".lstrip("."), f"is not known; known are {', '.join(sorted(keys))}")
 
     def finish(self) -> None:
         if self.wrong:
@@ -329,10 +329,10 @@ def _devices(reader: _FigureReader, content: Mapping[str, Any]) -> list[tuple[De
 
 
 def _device(reader: _FigureReader, table: Mapping[str, Any], where: str, also: set[str] | None = None) -> Device:
-    known = {"like", "name", "flops", "matmul_efficiency", "kernels", "kernels_like", "foreach", *_DEVICE_KEYS} | (
+    known_keys = {"like", "name", "flops", "matmul_efficiency", "kernels", "kernels_like", "foreach", *_DEVICE_KEYS} | (
         also or set()
     )
-    reader.unknown(table, known, where)
+    reader.unknown(table, known_keys, where)
     base, model = _like(reader, table, "like", where), _like(reader, table, "kernels_like", where)
     keys = {
         key: (name, unit, required and base is None, zero) for key, (name, unit, required, zero) in _DEVICE_KEYS.items()

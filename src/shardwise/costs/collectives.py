@@ -260,8 +260,8 @@ def _launch(kind: str, levels: tuple[Level, ...], span: Span) -> float:
 
 def _rate(kind: str, levels: tuple[Level, ...], span: Span, level: int) -> float:
     """B/s that one device gets from the links of a level, when all devices use them."""
-    known = levels[level]
-    return known.link_bandwidth(span.branches(level)) * _figure(known.efficiency, kind, 1.0) / known.shared_by
+    times = levels[level]
+    return times.link_bandwidth(span.branches(level)) * _figure(times.efficiency, kind, 1.0) / times.shared_by
 
 
 def _pace(kind: str, levels: tuple[Level, ...], span: Span) -> float:

@@ -69,8 +69,8 @@ def family_of(name: str, capability: tuple[int, int] = (0, 0)) -> tuple[str, boo
     (('h100', True), ('a100-40', True), ('l4', False))
     """
     words = re.split(r"[\s/_-]+", name.upper())
-    for known, chosen in _FAMILIES:
-        if "MIG" not in words and set(known.upper().split()) <= set(words):
+    for pattern, chosen in _FAMILIES:
+        if "MIG" not in words and set(pattern.upper().split()) <= set(words):
             return chosen, True
     return _BY_CAPABILITY.get(capability, _OTHERWISE), False
 
@@ -94,12 +94,12 @@ def _of_gpus(gpus: Sequence[probe.Gpu], num_devices: int) -> tuple[Cluster, list
         what = f"{num_devices} devices: this machine has {inside} GPUs, and {num_devices} is not a multiple"
         fix = f"choose at most {inside}, or a multiple; CPU ranks: sw.Cluster.load('local').with_devices({num_devices})"
         raise ShardwiseError(problem(what, fix=fix))
-    known = probe.smi_gpus()
+    listed = probe.smi_gpus()
     used = gpus[:inside]
     assumed: list[str] = []
     names = [family_of(gpu.name, gpu.capability) for gpu in used]
     devices = [
-        _device(gpu, name, known.get(gpu.uuid), place, assumed)
+        _device(gpu, name, listed.get(gpu.uuid), place, assumed)
         for place, (gpu, (name, _)) in enumerate(zip(used, names, strict=True))
     ]
     kinds = {gpu.name: 0 for gpu in used}
@@ -108,7 +108,7 @@ def _of_gpus(gpus: Sequence[probe.Gpu], num_devices: int) -> tuple[Cluster, list
     for gpu_name, (name, is_named) in dict(zip((gpu.name for gpu in used), names, strict=True)).items():
         assumed.insert(0, f"{gpu_name} with the figures of {name}{'' if is_named else ', which may be similar'}")
     slowest_family = min((name for name, _ in names), key=lambda name: family(name).levels[0].bandwidth)
-    rows = [known[gpu.uuid].index for gpu in used if gpu.uuid in known]
+    rows = [listed[gpu.uuid].index for gpu in used if gpu.uuid in listed]
     links = _link_kinds(probe.topology(), rows) if inside > 1 and len(rows) == inside else None
     levels, link = _levels(slowest_family, devices[0], inside, links)
     if inside > 1:

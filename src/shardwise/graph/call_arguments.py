@@ -56,14 +56,14 @@ def divide_targets(
     parameters = _parameters_of(loss)
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [p.name for p in parameters.values() if p.kind in positional and p.default is inspect.Parameter.empty]
-    wanted = required[1:]
+    target_names = required[1:]
     of_forward, every = set(inspect.signature(module.forward).parameters), set(parameters)
     named = {name: value for name, value in kwargs.items() if name in every and name not in of_forward}
-    count = len([name for name in wanted if name not in named])
+    count = len([name for name in target_names if name not in named])
     if count > len(args):
         raise CaptureError(
             problem(
-                f"the loss takes {count} positional targets ({', '.join(wanted)}), "
+                f"the loss takes {count} positional targets ({', '.join(target_names)}), "
                 f"but there are {len(args)} positional examples",
                 op=getattr(loss, "__name__", type(loss).__name__),
                 fix="pass the examples in order: the inputs of the module, then the targets of the loss",

@@ -120,13 +120,13 @@ class _GuardReader:
     def changed(self, after: _GuardReader) -> str:
         """Describe the differences, as in ``model.py: SCALE (2.0 -> 3.0)``, or return "". New functions, classes and
         containers inside a container do not count: it may be a registry or a cache."""
-        apart: list[str] = []
+        one_sided: list[str] = []
         for before, other in ((self, after), (after, self)):
             alone = [where for where in before.leaves if where not in other.leaves]
             whole = tuple(where for where in alone if where not in before.numbers)
-            apart += [where for where in alone if not where.startswith(whole)]
+            one_sided += [where for where in alone if not where.startswith(whole)]
         both = [where for where, key in self.leaves.items() if after.leaves.get(where, key) != key]
-        names = dict.fromkeys([*both, *apart])
+        names = dict.fromkeys([*both, *one_sided])
         shown = [f"{where} ({self.texts.get(where, 'none')} -> {after.texts.get(where, 'none')})" for where in names]
         return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 

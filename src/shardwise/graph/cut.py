@@ -179,12 +179,12 @@ def _ancestors(graph: Graph, ops: Iterable[str]) -> set[str]:
 
 def free_values(graph: Graph) -> frozenset[str]:
     """Return the values that depend on no input and no parameter."""
-    known = {source.value for source in graph.sources if source.kind in ("buffer", "constant")}
+    free = {source.value for source in graph.sources if source.kind in ("buffer", "constant")}
     for op in graph.ops:
         pure = op.target.namespace in PURE and not is_random(op.target)
-        if pure and known.issuperset(op.operands):
-            known.update(op.results)
-    return frozenset(known)
+        if pure and free.issuperset(op.operands):
+            free.update(op.results)
+    return frozenset(free)
 
 
 @dataclass
@@ -241,18 +241,18 @@ class _Cutter:
         return part_of_output
 
     def _needed(self, number: int) -> set[str]:
-        wanted = [name for op in self.bound if self.part_of[op.name] == number for name in op.operands]
-        wanted += [name for name, part in self.output_part.items() if part == number]
+        operands = [name for op in self.bound if self.part_of[op.name] == number for name in op.operands]
+        operands += [name for name, part in self.output_part.items() if part == number]
         for buffer, value in self.graph.mutations:
-            wanted += [buffer, value] if self.maker.get(buffer) == number else []
+            operands += [buffer, value] if self.maker.get(buffer) == number else []
         needed: set[str] = set()
-        self._add_needed(needed, wanted)
+        self._add_needed(needed, operands)
         return needed
 
-    def _add_needed(self, needed: set[str], wanted: Iterable[str]) -> None:
+    def _add_needed(self, needed: set[str], names: Iterable[str]) -> None:
         """Add values and what is needed to repeat them. Every part that holds a buffer rewritten with repeated values
         rewrites it."""
-        pending = list(wanted)
+        pending = list(names)
         while pending:
             name = pending.pop()
             producer = self.graph.producer.get(name)

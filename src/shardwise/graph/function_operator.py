@@ -273,11 +273,11 @@ def _tried(kind: type, arguments: str, tensors: Sequence[Tensor], name: str, lin
                 returned = kind.apply(*fill_operands(arguments, inputs))  # type: ignore[attr-defined]
                 leaves = returned if isinstance(returned, tuple) else (returned,)
                 results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-                wanted = [t for t in operands if t.requires_grad]
+                differentiable = [t for t in operands if t.requires_grad]
                 flowing = [result for result in results if result.requires_grad]
-                if wanted and flowing:
+                if differentiable and flowing:
                     cotangents = [torch.empty_like(result) for result in flowing]
-                    torch.autograd.grad(flowing, wanted, cotangents, allow_unused=True)
+                    torch.autograd.grad(flowing, differentiable, cotangents, allow_unused=True)
         except Exception as error:  # whatever its Python raises on tensors without data
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):

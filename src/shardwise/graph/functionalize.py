@@ -349,10 +349,10 @@ class Functionalizer:
     def _argument(self, arg: Any) -> Arg:
         """Replace nodes by Refs to their current values, lists by tuples, and devices by None."""
         if isinstance(arg, Node):
-            known = self._known[arg]
-            if is_symbolic(known):
-                return known
-            return tuple(map(self.read, known)) if isinstance(known, tuple) else self.read(known)
+            value = self._known[arg]
+            if is_symbolic(value):
+                return value
+            return tuple(map(self.read, value)) if isinstance(value, tuple) else self.read(value)
         if isinstance(arg, (tuple, list)):
             return tuple(map(self._argument, arg))
         return None if isinstance(arg, torch.device) else arg
@@ -517,11 +517,11 @@ def _functional_form(op: Op) -> OpOverload:
     """Return the functional overload with the same other arguments as an in-place or ``out=`` operator."""
     schema = op.target._schema
     name = operator_name(op.target).removesuffix("_")
-    wanted = [(_argument_name(a.name), str(a.type)) for a in schema.arguments if a.name != "out"]
+    signature = [(_argument_name(a.name), str(a.type)) for a in schema.arguments if a.name != "out"]
     packets = [packet for packet in (getattr(aten, name, None), getattr(aten, f"{name}_functional", None)) if packet]
     for functional in (getattr(packet, overload) for packet in packets for overload in packet.overloads()):
         parameters = [(_argument_name(a.name), str(a.type)) for a in functional._schema.arguments]
-        if parameters == wanted and returns_one_tensor(functional):
+        if parameters == signature and returns_one_tensor(functional):
             form_without_writes: OpOverload = functional
             return form_without_writes
     raise _write_error(f"{operator_name(op.target)} has no form without mutation", op, "make a new tensor")

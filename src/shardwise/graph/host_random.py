@@ -38,9 +38,9 @@ def reject_host_random(before: State, run: Callable[[Watching], object]) -> None
         return
     lines: list[str] = []
     run(lambda: watch_changes(lines, host_random_state))
-    again = host_random_state()
+    after = host_random_state()
     _restore(drew)
-    if lines and again != drew:
+    if lines and after != drew:
         raise CaptureError(
             problem(
                 "the model draws random numbers in Python or numpy: every step would get the same",

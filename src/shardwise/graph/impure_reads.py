@@ -98,9 +98,9 @@ class ImpureRead:
 
 def _suspects(code: ReachableCode) -> bool:
     """Return whether the code names something that reads from outside."""
-    known = {id(getattr(f, "__func__", f)) for f in _SUSPECTS}  # ``secrets`` has methods of a generator
+    ids = {id(getattr(f, "__func__", f)) for f in _SUSPECTS}  # ``secrets`` has methods of a generator
     kinds = (np.random.Generator, np.random.RandomState, random.Random)
-    return not code.names.isdisjoint(_SUSPECT_NAMES) or any(id(v) in known or isinstance(v, kinds) for v in code.values)
+    return not code.names.isdisjoint(_SUSPECT_NAMES) or any(id(v) in ids or isinstance(v, kinds) for v in code.values)
 
 
 @contextmanager

@@ -332,11 +332,11 @@ def _read_later(graph: Graph, boundary: int, half: int) -> set[str]:
 
 def _numbers(graph: Graph, constants: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Number values such that those computed equally from the same sources have the same number."""
-    known: dict[object, int] = {}
+    numbers: dict[object, int] = {}
     of: dict[str, int] = {}
 
     def number(key: object) -> int:
-        return known.setdefault(key, len(known))
+        return numbers.setdefault(key, len(numbers))
 
     for source in graph.sources:
         data = constants.get(source.value)

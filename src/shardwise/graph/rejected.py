@@ -102,10 +102,10 @@ def reject_mixed_dtypes(op: Op, values: Mapping[str, Value], origin: Op) -> None
     operands = [(name, values[value.name].dtype) for name, value in arguments(op).items() if isinstance(value, Ref)]
     floating = [(name, dtype) for name, dtype in operands if dtype.is_floating_point or dtype.is_complex]
     if len({dtype for _, dtype in floating}) > 1:
-        said = ", ".join(f"{name} is {dtype}" for name, dtype in floating)
+        dtypes = ", ".join(f"{name} is {dtype}" for name, dtype in floating)
         raise CaptureError(
             problem(
-                f"{operator_name(op.target)} takes operands of one dtype: {said}",
+                f"{operator_name(op.target)} takes operands of one dtype: {dtypes}",
                 op=origin.module,
                 source=origin.source,
                 fix="cast one with .to(other.dtype) instead of a fixed dtype, which a Precision may change",

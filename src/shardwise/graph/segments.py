@@ -130,9 +130,9 @@ def _mark(module: nn.Module, how: How, messages: Messages) -> None:
 def check_how(how: object, where: str, *others: str) -> None:
     """Raise ShardwiseError unless ``how`` is a way to recompute. ``others``: further accepted values."""
     if how not in WAYS:
-        known = (*others, *WAYS)
+        choices = (*others, *WAYS)
         raise ShardwiseError(
-            problem(f"{where}: unknown way to recompute {how!r}", fix=f"one of {', '.join(map(repr, known))}")
+            problem(f"{where}: unknown way to recompute {how!r}", fix=f"one of {', '.join(map(repr, choices))}")
         )
 
 
@@ -164,9 +164,9 @@ def open_segments(module: nn.Module) -> Iterator[None]:
             yield
 
     for path, part in module.named_modules():
-        asked = vars(part).get(_ATTRIBUTE)
-        if asked is not None:
-            part.forward = _inside(part.forward, segment, path, *asked)
+        policy = vars(part).get(_ATTRIBUTE)
+        if policy is not None:
+            part.forward = _inside(part.forward, segment, path, *policy)
     token = _OPENED.set(segment)
     try:
         with _checkpoints_run(checkpointed):

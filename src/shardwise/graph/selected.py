@@ -452,15 +452,15 @@ class Selections(SelectedRows):
 
     def _unexpanded(self, mask: Ref) -> Ref:
         """Return a mask without trailing dims of size 1 and without those to which they were expanded."""
-        producers = {result: made for made in self.emitter.ops for result in made.results}
-        while (made := producers.get(mask.name)) is not None and made.target in (
+        producers = {result: producer for producer in self.emitter.ops for result in producer.results}
+        while (producer := producers.get(mask.name)) is not None and producer.target in (
             *_EXPANSIONS[:2],
             aten.unsqueeze.default,
         ):
             last = len(self.emitter.value(mask).shape) - 1
-            if made.target is aten.unsqueeze.default and arguments(made)["dim"] % (last + 1) != last:
+            if producer.target is aten.unsqueeze.default and arguments(producer)["dim"] % (last + 1) != last:
                 break
-            mask = Ref(made.operands[0])
+            mask = Ref(producer.operands[0])
         return mask
 
 

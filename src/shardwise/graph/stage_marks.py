@@ -134,16 +134,16 @@ def with_stages(
     """Return the operators of every stage for a graph that may differ from the divided one (another size, evaluation).
     An operator belongs to the first stage that names it; an unnamed one to the stage of the operator before it, or to
     the next that holds what it reads. ``sources``: the names of parameters and buffers that every stage holds."""
-    known: dict[str, int] = {}
+    stage_of: dict[str, int] = {}
     for number, names in enumerate(stages):
         for name in names:
-            known.setdefault(name, number)
+            stage_of.setdefault(name, number)
     parts: list[list[str]] = [[] for _ in stages]
     current = 0
     for op in graph.ops:
         read = [graph.source_of[name].names[0] for name in op.operands if name in graph.source_of]
         holding = [n for n, group in enumerate(sources) if n >= current and all(name in group for name in read)]
-        current = known.get(op.name, holding[0] if read and holding else current)
+        current = stage_of.get(op.name, holding[0] if read and holding else current)
         parts[current].append(op.name)
     return parts
 

@@ -190,13 +190,13 @@ class TracedPair(TracedCall):
             if call == 0:
                 num_tensors = len(outputs)
                 results.append(torch.ops.shardwise.mark(torch.zeros(()), BETWEEN_CALLS))
-        first, again = states[0].changed(states[1]), states[1].changed(states[2])
+        first, second = states[0].changed(states[1]), states[1].changed(states[2])
         self._report(
             TwoCalls(
                 num_tensors,
                 trees[0] == trees[1],
                 states[0].described(first, states[1]),
-                states[1].described(states[1].without_tensors(again, states[2]), states[2]),
+                states[1].described(states[1].without_tensors(second, states[2]), states[2]),
             )
         )
         return tuple(results)
@@ -219,13 +219,13 @@ def trace(called: ModuleCall, annotated: dict[str, AnnotatedRegion], *, repeats:
     before = host_random_state()
     export = partial(_export, called, annotated)
 
-    def again(watching: Watching) -> ExportedCall:
+    def retrace(watching: Watching) -> ExportedCall:
         return _export(called.inside(watching), annotated)
 
     try:
         traced = (_with_repeats(export) if repeats else None) or export()
-        reject_host_random(before, again)
-        return replace(traced, reads=reads_of(called.code, again))
+        reject_host_random(before, retrace)
+        return replace(traced, reads=reads_of(called.code, retrace))
     except ShardwiseError:
         raise
     except Exception as error:  # whatever a model or export raises becomes an error with the model's line

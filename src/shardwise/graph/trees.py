@@ -84,8 +84,8 @@ def constants_of(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[str
 def call_constants(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[str, ...]:
     """Return what distinguishes calls with the same shapes: constants, and which tensors get a gradient."""
     pairs, _ = flatten_with_path(arguments)
-    wanted = (leaf_name(path) for path, x in pairs if isinstance(x, torch.Tensor) and x.requires_grad)
-    return (*constants_of(arguments), *(f"{name} gets a gradient" for name in wanted))
+    names = (leaf_name(path) for path, x in pairs if isinstance(x, torch.Tensor) and x.requires_grad)
+    return (*constants_of(arguments), *(f"{name} gets a gradient" for name in names))
 
 
 def is_plain_tensor(leaf: Any) -> bool:

@@ -115,8 +115,8 @@ class Mesh:
             return self._parts[name]
         if name in self.sizes:
             return (name,)
-        known = ", ".join(f"{axis}={size}" for axis, size in self.axes)
-        raise LayoutError(f"unknown mesh axis {shorten_repr(name)}: the mesh is ({known})")
+        axes = ", ".join(f"{axis}={size}" for axis, size in self.axes)
+        raise LayoutError(f"unknown mesh axis {shorten_repr(name)}: the mesh is ({axes})")
 
     def size_of(self, axes: Iterable[str]) -> int:
         """Return the number of devices along the product of sub-axes."""

@@ -244,14 +244,14 @@ class RedistributionSteps:
         if max(prod(self.atoms[p] for p in old) for old, _ in changed) * self.scale > COUNTED_UP_TO:
             return None
         grid = tuple(enumerate(self.sizes))
-        (held_before, wanted, both), *more = (
+        (rows_old, rows_new, both), *more = (
             _numbers_of_rows(grid, *(tuple((self.atoms[p], side[p]) for p in span) for side, span in sides))
             for sides in (((before, old), (after, new)) for old, new in changed)
         )
         for have, want, common in more:
-            held_before, wanted, both = map(mul, held_before, have), map(mul, wanted, want), map(mul, both, common)
+            rows_old, rows_new, both = map(mul, rows_old, have), map(mul, rows_new, want), map(mul, both, common)
         kept = tuple(both)
-        return max(map(sub, held_before, kept)) * rest, max(map(sub, wanted, kept)) * rest
+        return max(map(sub, rows_old, kept)) * rest, max(map(sub, rows_new, kept)) * rest
 
 
 Sharded = tuple[tuple[int, tuple[int, ...]], ...]  # a dim or a part of it: the size of every atom, and what shards it

@@ -200,12 +200,12 @@ def place_ops(
 
 def insert_conversions(placed: Sequence[PlacedOp], graph: Graph, choice: Choice, mesh: Mesh) -> SpmdProgram:
     """Return the program without buckets: the operators of a lowered graph, and every conversion by itself."""
-    sources, wanted = choice.sources, choice.delivered
+    sources, delivered = choice.sources, choice.delivered
     builder = Builder(graph, mesh, {name: sources[name] for name in graph.source_of}, choice.route, choice.shared)
     for item in placed:
         builder.add(item)
     delivered_as = {
-        name: builder.convert(name, wanted[name], "") if name in wanted else builder.whole(name)
+        name: builder.convert(name, delivered[name], "") if name in delivered else builder.whole(name)
         for name in refs(graph.outputs)
     }
     outputs = tuple(Ref(delivered_as[out.name]) if isinstance(out, Ref) else out for out in graph.outputs)

@@ -67,11 +67,11 @@ def wrong_result(
 def wrong_gradient(graph: Graph, wrong: Mapping[str, int]) -> str:
     """Describe the wrong gradient (of parameter -> rank) that backward computes first, or return ""."""
     reads = {operand: position for position, op in enumerate(graph.ops) for operand in op.operands}
-    known = {s.names[0]: reads[s.value] for s in graph.sources if s.names[0] in wrong and s.value in reads}
-    if not known:
+    values = {s.names[0]: reads[s.value] for s in graph.sources if s.names[0] in wrong and s.value in reads}
+    if not values:
         return ""
-    name = max(known, key=known.__getitem__)
-    op = graph.ops[known[name]]
+    name = max(values, key=values.__getitem__)
+    op = graph.ops[values[name]]
     return f"the gradient of {name}, which {op.name} reads ({op.source}), on rank {wrong[name]}"
 
 

@@ -252,11 +252,11 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the operands that require one (zeros if none flows)."""
     flowing = [(result, seed) for result, seed in zip(results, seeds, strict=True) if result.requires_grad]
-    wanted = [t for t in operands if t.requires_grad]
-    if not flowing or not wanted:
+    differentiable = [t for t in operands if t.requires_grad]
+    if not flowing or not differentiable:
         return tuple(torch.zeros_like(t) if t.requires_grad else None for t in operands)
     ends, starts = zip(*flowing, strict=True)
-    gradients = iter(torch.autograd.grad(ends, wanted, starts, allow_unused=True, materialize_grads=True))
+    gradients = iter(torch.autograd.grad(ends, differentiable, starts, allow_unused=True, materialize_grads=True))
     return tuple(next(gradients) if t.requires_grad else None for t in operands)
 
 

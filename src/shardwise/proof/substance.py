@@ -117,8 +117,8 @@ def _first_of_backward(graph: Graph, values: Mapping[str, Tensor]) -> str:
     if graph.loss is None or not values[graph.loss].requires_grad:
         return ""
     names = [name for name, value in values.items() if value.requires_grad and value.is_floating_point()]
-    found = torch.autograd.grad(values[graph.loss], [values[name] for name in names], allow_unused=True)
-    cotangents = {name: cotangent for name, cotangent in zip(names, found, strict=True) if cotangent is not None}
+    gradients = torch.autograd.grad(values[graph.loss], [values[name] for name in names], allow_unused=True)
+    cotangents = {name: cotangent for name, cotangent in zip(names, gradients, strict=True) if cotangent is not None}
     bad = {name for name, cotangent in cotangents.items() if not is_finite(cotangent)}
     for op in reversed(graph.ops):
         if bad.intersection(op.operands) and not bad.intersection(op.results):

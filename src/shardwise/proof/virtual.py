@@ -108,11 +108,11 @@ class VirtualCluster:
 
     def local_moves(self, move: Move, backward: bool) -> list[LocalMove]:
         """Return every rank's part of one direction of a move."""
-        known = self._local_moves.get((move, backward))
-        if known is None:
-            known = [local_move(move, coordinates, backward=backward) for coordinates in self.coordinates]
-            self._local_moves[move, backward] = known
-        return known
+        moves = self._local_moves.get((move, backward))
+        if moves is None:
+            moves = [local_move(move, coordinates, backward=backward) for coordinates in self.coordinates]
+            self._local_moves[move, backward] = moves
+        return moves
 
     def convert(self, tensors: Sequence[Tensor], moves: Sequence[Move]) -> list[Tensor]:
         """Convert every rank's tensor through the moves, differentiably."""

@@ -189,10 +189,10 @@ class Communicator:
 
         Their collectives get the time-out of the default group (torch gives new groups half an hour).
         """
-        wanted = {tuple(sorted(set(axes), key=self.mesh.order.__getitem__)) for axes in axis_sets}
+        groups = {tuple(sorted(set(axes), key=self.mesh.order.__getitem__)) for axes in axis_sets}
         if not self._has_all_ranks:
-            wanted.add(self.mesh.sub_axes)  # of those in the placement
-        for axes in sorted(wanted):
+            groups.add(self.mesh.sub_axes)  # of those in the placement
+        for axes in sorted(groups):
             if frozenset(axes) in self._groups:
                 continue
             if self.mesh.size_of(axes) == self.mesh.num_devices and self.backend is None and self._has_all_ranks:

@@ -181,8 +181,8 @@ class CompileTrial:
 
     def _recall(self) -> None:
         """Take the choice that the first rank has on disk, if any."""
-        known = self.trials.disk.read(self._key()) if self._is_first else None
-        eager, compiled = self._of_all(known or Times(math.nan, math.nan))[0].tolist()
+        recorded = self.trials.disk.read(self._key()) if self._is_first else None
+        eager, compiled = self._of_all(recorded or Times(math.nan, math.nan))[0].tolist()
         if not math.isnan(eager):
             self._choose(Times(eager, compiled), f"as measured before ({self.trials.disk.folder})")
 

@@ -71,15 +71,15 @@ def _update(
     one after another."""
     _show(optimizer, args, kwargs)  # the last step may have failed after this hook
     lists = [group["params"] for group in optimizer.param_groups]
-    wanted = with_states_on_host()
-    if wanted.isdisjoint(id(parameter) for parameters in lists for parameter in parameters):
+    offloaded = with_states_on_host()
+    if offloaded.isdisjoint(id(parameter) for parameters in lists for parameter in parameters):
         return None
     _check(optimizer)
     args, kwargs = _evaluated(args, kwargs)
     parameters = [(i, p) for i, group_parameters in enumerate(lists) for p in group_parameters]
     groups = state_groups([(numbered, numbered[1].nbytes) for numbered in parameters])
     step = bare_step(type(optimizer))
-    hosts = _CpuStates(optimizer, wanted)
+    hosts = _CpuStates(optimizer, offloaded)
     try:
         hosts.bring(p for _, p in groups[0])
         for number, group in enumerate(groups):
@@ -147,8 +147,8 @@ def _evaluated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
 class _CpuStates:
     """The states of one optimizer during an update. ``wanted``: ids of the parameters whose states are on the host."""
 
-    def __init__(self, optimizer: Optimizer, wanted: frozenset[int]) -> None:
-        self.optimizer, self.wanted = optimizer, wanted
+    def __init__(self, optimizer: Optimizer, offloaded: frozenset[int]) -> None:
+        self.optimizer, self.wanted = optimizer, offloaded
         self.home: dict[tuple[int, str], Tensor] = {}  # the host tensor of each state on the device
         self.coming: list[CopyInFlight] = []
         self.going: list[CopyInFlight] = []

@@ -89,8 +89,8 @@ class FailureStore:
             raised = store.add(_RAISED, 0)
             if raised != self._known:
                 others = (rank for rank in range(dist.get_world_size()) if rank != dist.get_rank())
-                known = (rank for rank in others if store.check([_key(rank)]))
-                self._hands = [(rank, RankStatus(**json.loads(store.get(_key(rank))))) for rank in known]
+                published = (rank for rank in others if store.check([_key(rank)]))
+                self._hands = [(rank, RankStatus(**json.loads(store.get(_key(rank))))) for rank in published]
                 self._known = raised
         for rank, hand in self._hands:
             if hand.call == self.call and hand.kind == "left":

@@ -160,26 +160,26 @@ def _who_is_missing(here_waits: BlockedRank, rank: int) -> tuple[list[int], list
     """Return the ranks that wait in no collective though others wait for them, and facts about the others as text."""
     others = [member for member in here_waits.members if member != rank]
     try:
-        known = _ask(here_waits, rank)
+        waiting = _ask(here_waits, rank)
     except Exception as error:  # the store's own rank may be gone
         return [], [
             f"rank {rank} waits here for {_name(others)}; the store cannot be reached ({error})".split("\n", 1)[0]
         ]
     missing: set[int] = set()
     elsewhere: dict[int, BlockedRank] = {}
-    asked, waited_for = {rank}, others
+    visited, waited_for = {rank}, others
     while waited_for:
         member = waited_for.pop()
-        if member in asked:
+        if member in visited:
             continue
-        asked.add(member)
-        if member not in known:
+        visited.add(member)
+        if member not in waiting:
             missing.add(member)
             continue
-        if (known[member].what, known[member].collective) != (here_waits.what, here_waits.collective):
-            elsewhere[member] = known[member]
-        waited_for += known[member].members
-    here = sorted(asked - missing - elsewhere.keys())
+        if (waiting[member].what, waiting[member].collective) != (here_waits.what, here_waits.collective):
+            elsewhere[member] = waiting[member]
+        waited_for += waiting[member].members
+    here = sorted(visited - missing - elsewhere.keys())
     facts = [f"{_name(here)} wait{'s' * (len(here) == 1)} here"]
     if not missing and not elsewhere:
         facts = ["all of them arrived"]
@@ -197,14 +197,14 @@ def _ask(waiting: BlockedRank, rank: int) -> dict[int, BlockedRank]:
     store.set_timeout(timedelta(seconds=_OTHERS_SECONDS))
     try:
         store.set(_key(rank), json.dumps(asdict(waiting)))
-        known = {rank: waiting}
+        waiting_ranks = {rank: waiting}
         until = time.monotonic() + _OTHERS_SECONDS
         while True:
-            silent = {member for waiting in known.values() for member in waiting.members} - known.keys()
+            silent = {member for waiting in waiting_ranks.values() for member in waiting.members} - waiting_ranks.keys()
             answers = {member: answer for member in silent if (answer := _answer(store, member)) is not None}
-            known |= answers
+            waiting_ranks |= answers
             if not silent or (not answers and time.monotonic() > until):
-                return known
+                return waiting_ranks
             if not answers:
                 time.sleep(_POLL_SECONDS)
     finally:

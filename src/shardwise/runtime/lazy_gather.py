@@ -57,11 +57,11 @@ def with_outputs_split(
     for output, memory in zip(spmd.outputs, memories, strict=True):
         if isinstance(output, Ref) and memory is not None and memory.name in spmd.graph.source_of:
             fixed.add(output.name)
-    wanted = set(refs(spmd.outputs)) - fixed
+    splittable = set(refs(spmd.outputs)) - fixed
     gatherings = {
         conversion.result: conversion
         for conversion in spmd.conversions
-        if conversion.result in wanted
+        if conversion.result in splittable
         and conversion.target.shape
         and prod(conversion.target.shape) * conversion.itemsize >= least_bytes
         and conversion.collectives()

@@ -456,8 +456,8 @@ class Pipeline(ParallelModule):
         """Return the values of the prelude, which depends on the inputs of all micro-batches; every rank that needs
         them computes them. Parts of a ``batch`` are gathered for it."""
         prelude = None if ready.passes.prelude is None else only_read(ready.passes.prelude)
-        wanted = any(whole_sources(program.part) for worker in ready.workers for program in worker.programs.values())
-        if prelude is None or not wanted:
+        is_needed = any(whole_sources(program.part) for worker in ready.workers for program in worker.programs.values())
+        if prelude is None or not is_needed:
             return {}
         state = self._state.tensors
         values: dict[str, Tensor] = {}

@@ -413,8 +413,8 @@ class ProgramCache:
 
     def _announce_kept(self, program: LocalProgram) -> None:
         """Warn once, on rank 0, about operators that draw numbers and are kept though the plan recomputes them."""
-        again = program.spmd.lifetimes.operators
-        drawing = [op for op in program.instructions if isinstance(op, LocalOp) and op.op in again]
+        recomputed = program.spmd.lifetimes.operators
+        drawing = [op for op in program.instructions if isinstance(op, LocalOp) and op.op in recomputed]
         kept = {op.op for op in drawing if op.call.target in STREAMS.values()} - self._announced
         self._announced.update(kept)
         if kept and self.ranks.rank == 0:
@@ -430,10 +430,10 @@ class ProgramCache:
         new = {name: why for name, why in untraceable.items() if name not in self._announced}
         self._announced.update(new)
         if new and self.ranks.rank == 0:
-            said = "; ".join(f"{name} ({why})" for name, why in new.items())
+            reasons = "; ".join(f"{name} ({why})" for name, why in new.items())
             warnings.warn(
                 "the backward of these operators cannot be traced; autograd runs it, saves its own tensors and "
-                f"computes all gradients at once: {said}",
+                f"computes all gradients at once: {reasons}",
                 stacklevel=2,
             )
 
@@ -466,11 +466,11 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 def refuse_input_gradients(named: Mapping[str, torch.Tensor], where: str, instead: str) -> None:
     """Raise ShardwiseError for inputs that require a gradient, which ``where`` does not compute."""
-    wanted = [name for name, tensor in named.items() if tensor.requires_grad]
-    if wanted:
+    names = [name for name, tensor in named.items() if tensor.requires_grad]
+    if names:
         raise ShardwiseError(
             problem(
-                f"{listed(wanted)} requires a gradient, which no step computes {where}",
+                f"{listed(names)} requires a gradient, which no step computes {where}",
                 fix=f"{instead} and differentiate the result of par(*batch), or move the computation of the input "
                 "into the module",
             )

@@ -315,14 +315,14 @@ def _has_copies(layout: Layout) -> bool:
 
 def _leaders(layouts: Iterable[Layout | None], mesh: Mesh) -> Tensor:
     """Return, per rank and layout, the lowest rank that holds the same part of a tensor; rank 0 without a layout."""
-    known: dict[tuple[str, ...], list[int]] = {}
+    leaders: dict[tuple[str, ...], list[int]] = {}
     columns: list[list[int]] = []
     for layout in layouts:
         copied = mesh.sub_axes if layout is None else tuple(a for a, state in layout.state_of.items() if state in "IR")
-        if copied not in known:
+        if copied not in leaders:
             same = dict.fromkeys(copied, 0)
-            known[copied] = [mesh.rank_of({**mesh.coordinates(rank), **same}) for rank in range(mesh.num_devices)]
-        columns.append(known[copied])
+            leaders[copied] = [mesh.rank_of({**mesh.coordinates(rank), **same}) for rank in range(mesh.num_devices)]
+        columns.append(leaders[copied])
     return torch.tensor(columns, dtype=torch.int64).view(len(columns), mesh.num_devices).t()
 
 

@@ -181,9 +181,9 @@ def _prints(signature: Signature, tensors: Sequence[torch.Tensor], device: torch
 def _check_same(everywhere: Sequence[Signature], holds: Holds, *, with_shapes: bool) -> None:
     first = everywhere[0]
     for what, name in dict.fromkeys(case for other in everywhere for case in other.circumstances):
-        so = {rank: (what, name) in other.circumstances for rank, other in enumerate(everywhere) if holds(rank, name)}
-        if len(set(so.values())) > 1:
-            yes, no = (next(rank for rank in so if so[rank] == answer) for answer in (True, False))
+        has = {rank: (what, name) in other.circumstances for rank, other in enumerate(everywhere) if holds(rank, name)}
+        if len(set(has.values())) > 1:
+            yes, no = (next(rank for rank in has if has[rank] == answer) for answer in (True, False))
             raise ShardwiseError(
                 problem(
                     f"ranks make different calls: rank {yes} has {what} {name}, but rank {no} has not",
@@ -284,8 +284,8 @@ class LocalInputs:
             self.numbers.create_groups([self.numbers.mesh.sub_axes])  # once, and again after unpickling
             digest = torch.tensor([signature.digest])
             flight = self.numbers.start_gather(digest, "the sizes of the ranks' inputs")
-            taken, again = self._latest.get(signature.digest, ((), False))
-            if again:
+            taken, is_checked = self._latest.get(signature.digest, ((), False))
+            if is_checked:
                 self.everyone.before_next = lambda: self._check(flight, taken)
                 return self._batches[taken]
             self._read(flight)
@@ -424,11 +424,11 @@ class LocalInputs:
         for device, shapes in enumerate(parts):
             position_of = {dim: position for dim, position, _ in self._places(name, device)}
             for dim, size in enumerate(shapes[name]):
-                known = sizes[dim].setdefault(position_of.get(dim, 0), size)
-                if known != size:
+                other = sizes[dim].setdefault(position_of.get(dim, 0), size)
+                if other != size:
                     raise ShardwiseError(
                         problem(
-                            f"dim {dim} of {name} has {known} and {size} elements on ranks that hold the same part of "
+                            f"dim {dim} of {name} has {other} and {size} elements on ranks that hold the same part of "
                             f"it: {_listed([shapes[name] for shapes in parts])}",
                             fix="pass parts of one batch: only dims that the plan splits may differ",
                         )

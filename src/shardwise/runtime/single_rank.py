@@ -116,11 +116,11 @@ class StagesProfile:
     stages: Mapping[int, StepProfile]
 
     def __str__(self) -> str:
-        said = [f"rank {self.rank} of {self.num_ranks} alone: without messages, a micro-batch of each of its stages"]
+        text = [f"rank {self.rank} of {self.num_ranks} alone: without messages, a micro-batch of each of its stages"]
         for number, profile in self.stages.items():
             _, *lines = str(profile).splitlines()  # skip the line that says it is alone
-            said += [f"stage {number}", *(f"  {line}" for line in lines)]
-        return "\n".join(said)
+            text += [f"stage {number}", *(f"  {line}" for line in lines)]
+        return "\n".join(text)
 
 
 def _calls(module: torch.nn.Module, plan: Plan, settings: RunSettings, place: Placement) -> ProgramCache:

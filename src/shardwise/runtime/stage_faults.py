@@ -57,11 +57,11 @@ class StageFaults:
         failure = exchange_failed(error, rank, waiting, what, "", "", [("pass", f"call {self.everyone.calls}")])
         if failure is None:
             return None
-        said = hands.explained()
+        reported = hands.explained()
         return (
-            CollectiveError(f"{what} failed: {said}", said.blames)
-            if isinstance(said, CollectiveError)
-            else said or failure
+            CollectiveError(f"{what} failed: {reported}", reported.blames)
+            if isinstance(reported, CollectiveError)
+            else reported or failure
         )
 
     @contextmanager

@@ -34,8 +34,8 @@ def check_entries(
 ) -> None:
     """Raise ShardwiseError for entries that hold other elements than this rank's. ``record``: that of the state, or
     an empty mapping."""
-    known = record.get("boxes", {})
-    foreign = [name_of(key) for key, shard in shards.items() if key in known and known[key] != _boxes(shard)]
+    boxes = record.get("boxes", {})
+    foreign = [name_of(key) for key, shard in shards.items() if key in boxes and boxes[key] != _boxes(shard)]
     if foreign:
         whose = "were sharded differently" if record["rank"] == rank else f"are the shards of rank {record['rank']}"
         raise ShardwiseError(

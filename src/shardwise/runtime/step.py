@@ -218,21 +218,21 @@ def _changed(program: RankProgram, name: str) -> ShardwiseError:
     )
 
 
-def _in_order(all_saved: Emitted, wanted: Emitted, saved: list[Any]) -> list[Any]:
+def _in_order(all_saved: Emitted, order: Emitted, saved: list[Any]) -> list[Any]:
     """Return the saved values that a variant of the backward takes, in its order."""
-    if all_saved is wanted:
+    if all_saved is order:
         return saved
     by_name = dict(zip(all_saved.program.saved, saved, strict=True))
     saved.clear()
-    return [by_name[name] for name in wanted.program.saved]
+    return [by_name[name] for name in order.program.saved]
 
 
 def _apart(delivered: Sequence[Tensor]) -> list[Tensor]:
     """Return the delivered tensors with duplicates and views detached. Autograd identifies tensors by identity, and
     outputs may be changed in place (``_watched`` detects it, since versions belong to the memory)."""
     seen: set[int] = set()
-    apart = []
+    separated = []
     for tensor in delivered:
-        apart.append(tensor.detach() if id(tensor) in seen or tensor._is_view() else tensor)
+        separated.append(tensor.detach() if id(tensor) in seen or tensor._is_view() else tensor)
         seen.add(id(tensor))
-    return apart
+    return separated

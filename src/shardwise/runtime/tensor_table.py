@@ -145,11 +145,11 @@ def check_initial_values(
 ) -> None:
     """Raise ShardwiseError on all ranks if one has a ``fault`` (the others name it). Raise LaunchError if the whole
     initial values (name -> fingerprint) or the seed differ between ranks."""
-    said = None if fault is None else str(fault).split("\n", 1)[0]
-    everywhere = gather_objects((dict(prints), said, seed), ranks, device, "the comparison of initial values")
+    message = None if fault is None else str(fault).split("\n", 1)[0]
+    everywhere = gather_objects((dict(prints), message, seed), ranks, device, "the comparison of initial values")
     if fault is not None:
         raise fault
-    failed = [(rank, said) for rank, (_, said, _) in enumerate(everywhere) if said is not None]
+    failed = [(rank, message) for rank, (_, message, _) in enumerate(everywhere) if message is not None]
     if failed:
         more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
         raise LaunchError(f"rank {failed[0][0]} could not shard its module{more}: {failed[0][1]}")

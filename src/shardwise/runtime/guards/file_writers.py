@@ -68,7 +68,7 @@ def _check(value: Any, file: Any, saves: FrameType) -> None:
     caller = saves.f_back
     if caller is not None and str(caller.f_globals.get("__name__")).startswith(_PARTS_ARE_MEANT):
         return
-    names = list(dict.fromkeys(held.name for held in ShardIndex().shards_in(value)))
+    names = list(dict.fromkeys(record.name for record in ShardIndex().shards_in(value)))
     path = str(file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", ""))
     rank = dist.get_rank() if names else 0
     if names and not re.search(rf"rank[\W_]?0*{rank}(?!\d)", path, re.IGNORECASE):

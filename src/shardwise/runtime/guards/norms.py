@@ -51,7 +51,7 @@ def clip_grad_norm(
     elif isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     listed = list({id(parameter): parameter for parameter in parameters}.values())
-    held_by_id = {id(parameter): held for parameter, held in held_parameters()}
+    held_by_id = {id(parameter): record for parameter, record in held_parameters()}
     places = [held_by_id.get(id(parameter)) for parameter in listed]
     gradients = [(p.grad, place) for p, place in zip(listed, places, strict=True) if p.grad is not None]
     total = total_norm(
@@ -83,15 +83,15 @@ def total_norm(
                 fix="use norm_type=2.0, any other p > 0, or float('inf')",
             )
         )
-    counted = [tensor for tensor, held in tensors if held is not None and held.is_shard and held.counts]
-    whole = [tensor for tensor, held in tensors if held is None or not held.is_shard]
+    counted = [tensor for tensor, record in tensors if record is not None and record.is_shard and record.counts]
+    whole = [tensor for tensor, record in tensors if record is None or not record.is_shard]
     of_shards, rest = _local_norm(counted, order, device), _local_norm(whole, order, device)
     if across_ranks:
         # Each rank fills its own row: the sum is an exact all-gather that every backend supports.
         rows = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64, device=device)
         rows[dist.get_rank(), 0], rows[dist.get_rank(), 1] = of_shards, rest
         dist.all_reduce(rows)
-        strangers = sum(held is None for _, held in tensors)
+        strangers = sum(record is None for _, record in tensors)
         if strangers:
             _check_equal(rows[:, 1], strangers)
         total = _combine(torch.cat([rows[:, 0], rows[:1, 1]]), order)

@@ -129,17 +129,17 @@ def _own_values(
             tape, ref = recording
             tapes.setdefault(tape, {})[name] = ref
     if plain:
-        tape, wanted = _record_initialisers(module, plain, _seed_of(None, seed))
-        tapes[tape] = wanted
-    for tape, wanted in tapes.items():
+        tape, storage_refs = _record_initialisers(module, plain, _seed_of(None, seed))
+        tapes[tape] = storage_refs
+    for tape, storage_refs in tapes.items():
         own_seed = tape.seed_of(seed)  # equal to the tape's for recorded initialisers
         if tape.in_order:
-            for name, tensor in tape.replay(wanted, own_seed):
+            for name, tensor in tape.replay(storage_refs, own_seed):
                 yield name, tensor.to(empty[name][0].dtype)
                 del tensor
         else:
             regions = Regions(tape, own_seed)
-            for name, ref in wanted.items():
+            for name, ref in storage_refs.items():
                 yield name, PartialTensor(regions, ref, empty[name][0].dtype)
 
 
@@ -203,7 +203,7 @@ def _record_initialisers(
     }
     recorder = TapeRecorder(InitTape(seed, in_order=False))
     with recorder.recording(), torch.no_grad():
-        wanted = {name: recorder.adopt(tensor) for name, tensor in plain.items()}
+        storage_refs = {name: recorder.adopt(tensor) for name, tensor in plain.items()}
         for _, _, tensor in _owned_tensors(module):
             recorder.adopt(tensor)
         for path, kind, initialise in _initialisers(module):
@@ -212,7 +212,7 @@ def _record_initialisers(
                 initialise()
     tape = recorder.tape
     filled = {storage for entry in tape.entries for storage in entry.writes}
-    missing = [name for name, ref in wanted.items() if ref.storage not in filled]
+    missing = [name for name, ref in storage_refs.items() if ref.storage not in filled]
     if missing:
         raise ShardwiseError(
             problem(
@@ -220,7 +220,7 @@ def _record_initialisers(
                 fix="build the model under sw.deferred(), or on the CPU, or pass init=, a callable (name, tensor)",
             )
         )
-    return tape, wanted
+    return tape, storage_refs
 
 
 def _initialisers(module: nn.Module) -> Iterator[tuple[str, str, Callable[[], object]]]:

@@ -122,14 +122,14 @@ class Regions:
             raise NotByParts("a lazy conjugate")
         base = self._base(ref.storage)
         window = _window(ref, base)
-        wanted = _inside(window, offsets, sizes, len(base.shape))
-        key = ref.storage, bisect_left(self._writers[ref.storage], time), wanted
+        box = _inside(window, offsets, sizes, len(base.shape))
+        key = ref.storage, bisect_left(self._writers[ref.storage], time), box
         value = self._kept.pop(key, None)
         if value is None:
             self._depth, self._num_reads = self._depth + 1, self._num_reads + 1
             if self._depth > _DEEPEST or self._num_reads > _MOST_READS:
                 raise NotByParts("it goes through too many operators")
-            value = self._read(base, time, wanted)
+            value = self._read(base, time, box)
             self._depth -= 1
         if self._num_readers[ref.storage] > 1:
             self._kept[key] = value.clone()
