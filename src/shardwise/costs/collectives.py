@@ -123,9 +123,9 @@ class Links:
 
     def algorithms(self, kind: str, axes: tuple[str, ...]) -> tuple[Affine, ...]:
         """(seconds, seconds per byte) of each algorithm."""
-        algorithms = self._known.get((kind, axes))
+        algorithms = self._algorithms.get((kind, axes))
         if algorithms is None:
-            algorithms = self._known[kind, axes] = affine_terms(kind, self.cluster.levels, self.span(axes))
+            algorithms = self._algorithms[kind, axes] = affine_terms(kind, self.cluster.levels, self.span(axes))
         return algorithms
 
     def span(self, axes: Iterable[str]) -> Span:
@@ -151,7 +151,7 @@ class Links:
         return LinkPrice(self, itemsize)
 
     @cached_property
-    def _known(self) -> dict[tuple[str, tuple[str, ...]], tuple[Affine, ...]]:
+    def _algorithms(self) -> dict[tuple[str, tuple[str, ...]], tuple[Affine, ...]]:
         return {}
 
     @cached_property

@@ -75,7 +75,7 @@ class CallRecorder(Reference):
         self._path: list[str] = [""]
         self._counts: Counter[tuple[str, str, str]] = Counter()
         self._makers: dict[int, CallKey] = {}
-        self._kept: list[Any] = []  # keeps the ids in ``_makers`` unique
+        self._alive: list[Any] = []  # keeps the ids in ``_makers`` unique
 
     def drop(self, x: Tensor, p: float) -> Tensor:
         self.drops = True
@@ -120,7 +120,7 @@ class CallRecorder(Reference):
             operands = tuple(self._makers.get(id(one)) or self.names.get(id(one), "an input") for one in tensors)
             differentiable = any(one.requires_grad for one in results)
             self.made[call] = RecordedResult(tuple(map(_copy, results)), differentiable, operands, read)
-            self._kept.append(results)
+            self._alive.append(results)
             self._makers.update((id(one), call) for one in results)
         return result
 

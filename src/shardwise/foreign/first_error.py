@@ -147,7 +147,7 @@ def _of_call(
         tuple(errors),
         max(errors.values()),
         f"{whole_text(whole)} or parts of it",
-        _found(whole, shards, mesh, tolerance),
+        _describe(whole, shards, mesh, tolerance),
         reads,
         _hint(reads),
     )
@@ -206,7 +206,7 @@ def _of_gradient(
     if len(shards) < mesh.num_devices:
         return FirstError(what, source, tuple(range(mesh.num_devices)), float("inf"), whole_text(whole), "no gradient")
     errors = _errors(whole, shards)
-    description = _found(whole, shards, mesh, tolerance)
+    description = _describe(whole, shards, mesh, tolerance)
     hint = "its ranks do different work with it: their gradients must be summed" if "partial" in description else ""
     num_groups = mesh.size_of(tuple(axis for name in data_axes for axis in mesh.expand(name)))
     terms = infer_layout(whole * num_groups, shards, mesh, tolerance) if num_groups > 1 else None
@@ -226,7 +226,7 @@ def _errors(whole: Tensor, shards: Sequence[Tensor]) -> dict[int, float]:
     return {rank: error for rank, error in errors.items() if error > 1e-12} or errors
 
 
-def _found(whole: Tensor, shards: Sequence[Tensor], mesh: Mesh, tolerance: float) -> str:
+def _describe(whole: Tensor, shards: Sequence[Tensor], mesh: Mesh, tolerance: float) -> str:
     layout = infer_layout(whole, shards, mesh, tolerance)
     if layout is not None:
         return str(layout)

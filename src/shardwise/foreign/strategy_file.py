@@ -79,7 +79,7 @@ def read_strategies(module: nn.Module, plan: Mapping[str, Any], graph: Graph, de
     stages, is for another number of devices, or names nothing in the module."""
     strategies, slices = _items(plan)
     shapes = {name: tuple(p.shape) for name, p in (*module.named_parameters(), *module.named_buffers())}
-    named = {name: (_known(name, shapes), one) for name, one in slices.items()}
+    named = {name: (_parameter_of(name, shapes), one) for name, one in slices.items()}
     unused = [name for name, (parameter, _) in named.items() if parameter is None]
     mesh = _mesh([one for _, one in named.values()], devices)
     layouts: dict[str, str] = {}
@@ -155,7 +155,7 @@ def _whole(value: Any) -> int:
     return value
 
 
-def _known(name: str, shapes: Mapping[str, Any]) -> str | None:
+def _parameter_of(name: str, shapes: Mapping[str, Any]) -> str | None:
     """Return the parameter of the module with this name, ignoring the cells around the network; None if absent."""
     path, _, last = name.rpartition(".")
     for leaf in dict.fromkeys((last, _NAMES.get(last, last))):

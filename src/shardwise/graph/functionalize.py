@@ -91,7 +91,7 @@ class Functionalizer:
         self.region_paths: dict[int, str] = {}
         self.initial: set[str] = set()
         self._prefix = prefix
-        self._known: dict[Node, Any] = {}
+        self._values: dict[Node, Any] = {}
         self._buffers: dict[str, ProgramTensor] = {}
         self._contiguous: set[str] = set()
         self._grad = True
@@ -107,7 +107,7 @@ class Functionalizer:
     def bind(self, node: Node, ref: Ref, source: Source) -> None:
         """Bind a placeholder to its value."""
         tensor = ProgramTensor(ref, storage_of(node.meta.get("val")), source=source)
-        self._known[node] = tensor
+        self._values[node] = tensor
         if node.meta["val"].is_contiguous():
             self._contiguous.add(source.value)
         if source.kind == "buffer":
@@ -115,7 +115,7 @@ class Functionalizer:
 
     def bind_shared(self, node: Node, other: Node) -> None:
         """Bind a placeholder to the same tensor as another one (tied weights)."""
-        self._known[node] = self._known[other]
+        self._values[node] = self._values[other]
 
     def ref_of(self, node: Node) -> Ref:
         """Return the current value of a tensor node that the call returns."""
@@ -152,16 +152,16 @@ class Functionalizer:
             if node.op == "get_attr":
                 assert isinstance(node.target, str)
                 assert node.graph.owning_module is not None
-                self._known[node] = node.graph.owning_module.get_submodule(node.target)
+                self._values[node] = node.graph.owning_module.get_submodule(node.target)
             elif _has_failed(node):
                 continue
             elif node.op == "call_function":
                 before = len(self.emitter.ops)
-                self._known[node] = self._call(node)
+                self._values[node] = self._call(node)
                 if is_initial(node):
                     self.initial |= {op.name for op in self.emitter.ops[before:]}
             else:
-                assert node in self._known, f"unexpected node {node.format_node()}"
+                assert node in self._values, f"unexpected node {node.format_node()}"
         return None
 
     # ------------------------------------------------------------------------------------------------ calls
@@ -208,7 +208,7 @@ class Functionalizer:
     def _inline(self, body: GraphModule, operands: Sequence[Any], grad: bool) -> Any:
         """Emit the nodes of a sub-graph, with gradients on or off."""
         placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]
-        self._known.update(zip(placeholders, operands, strict=True))
+        self._values.update(zip(placeholders, operands, strict=True))
         before = self._grad, self._detached
         self._grad = grad
         if before[0] != grad:
@@ -223,13 +223,13 @@ class Functionalizer:
         body, operands = inlining.body, self._lookup(node.args[0])
         if any(has_symbols(inner.meta.get("val")) for inner in (*body.operands, *body.nodes)):
             raise NotRepeated("it computes with rows selected by a mask")
-        before = {body_node: self._known[body_node] for body_node in (*body.operands, *body.nodes)}
-        self._known.update(zip(body.operands, operands, strict=True))
+        before = {body_node: self._values[body_node] for body_node in (*body.operands, *body.nodes)}
+        self._values.update(zip(body.operands, operands, strict=True))
         self._inlining = inlining
         self.run(body.nodes)
         results = tuple(map(self._tensor, body.results))
         self._inlining = None
-        self._known.update(before)
+        self._values.update(before)
         for val, result in zip(tensor_results(node.meta["val"]), results, strict=True):
             self._storages[storage_of(val)] = result.storage
         return results
@@ -247,7 +247,7 @@ class Functionalizer:
         op = self._cast(_explicit(op, val))
         refs = self._apply(op)
         self._casting.check(refs, val, op)
-        viewed = self._known[node.args[0]] if node.args and isinstance(node.args[0], Node) else None
+        viewed = self._values[node.args[0]] if node.args and isinstance(node.args[0], Node) else None
         results = []
         for index, (ref, fake) in enumerate(zip(refs, tensor_results(val), strict=True)):
             storage, base, is_placed = self._storage(fake), None, True
@@ -334,14 +334,14 @@ class Functionalizer:
         return self._detached[name]
 
     def _tensor(self, node: Node) -> ProgramTensor:
-        ref = self._known[node]
+        ref = self._values[node]
         assert isinstance(ref, ProgramTensor), f"{node} is not a tensor"
         return ref
 
     def _lookup(self, arg: Any) -> Any:
         """Replace nodes by what is known of them."""
         if isinstance(arg, Node):
-            return self._known[arg]
+            return self._values[arg]
         if isinstance(arg, (tuple, list)):
             return tuple(map(self._lookup, arg))
         return arg
@@ -349,7 +349,7 @@ class Functionalizer:
     def _argument(self, arg: Any) -> Arg:
         """Replace nodes by Refs to their current values, lists by tuples, and devices by None."""
         if isinstance(arg, Node):
-            value = self._known[arg]
+            value = self._values[arg]
             if is_symbolic(value):
                 return value
             return tuple(map(self.read, value)) if isinstance(value, tuple) else self.read(value)

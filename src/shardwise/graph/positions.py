@@ -55,10 +55,10 @@ def evaluate_known_values(graph: Graph, names: set[str], constants: Mapping[str,
             needed.update(op.operands)
             ops.append(op)
     with torch.device("cpu"), torch.no_grad():
-        return _known(graph, ops[::-1], {name: constants[name] for name in needed.intersection(constants)})
+        return _known_values(graph, ops[::-1], {name: constants[name] for name in needed.intersection(constants)})
 
 
-def _known(graph: Graph, ops: Sequence[Op], constants: Mapping[str, Tensor]) -> dict[str, Abstract]:
+def _known_values(graph: Graph, ops: Sequence[Op], constants: Mapping[str, Tensor]) -> dict[str, Abstract]:
     known_values: dict[str, Abstract] = {}
     for name, data in constants.items():
         constant = None if is_fake(data) or data.is_meta else collapse_constant_dims(data.cpu())

@@ -204,12 +204,12 @@ class RedistributionSteps:
         if sent is None:
             sent = None if self.is_even else self._counted(before, after)
             if sent is None:
-                kept = self._kept(before, after)
+                kept = self._num_kept(before, after)
                 sent = self.numel(before) - kept, self.numel(after) - kept
             sent = self._sent[before, after] = sent[0] * self.scale, sent[1] * self.scale
         return sent
 
-    def _kept(self, before: Arrangement, after: Arrangement) -> int:
+    def _num_kept(self, before: Arrangement, after: Arrangement) -> int:
         """Elements that a device has both before and after, on the device where these are fewest. Exact where all
         divides evenly, else a lower bound. An atom whose units differ otherwise than in number leaves some device
         nothing: one that is first along the units before and last along those after."""

@@ -139,7 +139,7 @@ class _Reductions:
     def apart(self) -> tuple[_BackwardHalf, _BackwardHalf, Mapping[str, Form]]:
         """Return the backward of a micro-batch, that after the last one, and the forms of all names."""
         repeated, reductions = self._divided()
-        taken = self._taken(repeated, reductions)  # source -> the cotangent that is reduced
+        taken = self._reduced_cotangents(repeated, reductions)  # source -> the cotangent that is reduced
         final = {source: name for source, name in self.program.gradients.items() if source in taken}
         cotangents = {**self.program.gradients, **taken}
         read = {name for instruction in repeated for name in instruction.operands} | set(cotangents.values())
@@ -164,7 +164,7 @@ class _Reductions:
                 repeated.append(instruction)
         return repeated, reductions
 
-    def _taken(self, repeated: Sequence[Instruction], reductions: Sequence[Instruction]) -> dict[str, str]:
+    def _reduced_cotangents(self, repeated: Sequence[Instruction], reductions: Sequence[Instruction]) -> dict[str, str]:
         """Map parameters to their gradients as the operators compute them, before the cast for the reduction."""
         casts = {name: i.operands[0] for i in repeated if _is_cast(i) for name in i.results}
         landed = {name for instruction in reductions for name in instruction.results}

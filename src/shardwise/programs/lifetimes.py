@@ -43,7 +43,7 @@ def with_lifetimes(program: RankProgram) -> RankProgram:
     if not lifetimes or not program.backward:
         return program
     if lifetimes.operators or lifetimes.conversions:
-        program = _made_again(program)
+        program = _recompute(program)
     return offloaded(program) if lifetimes.offloaded else program
 
 
@@ -85,7 +85,7 @@ def is_repeatable(instruction: Compute, changed: Iterable[str] = ()) -> bool:
 # -- recomputation -----------------------------------------------------------------------------------------------------
 
 
-def _made_again(program: RankProgram) -> RankProgram:
+def _recompute(program: RankProgram) -> RankProgram:
     forward, dropped = program.forward, dropped_values(program)
     maker = {name: i for i, instruction in enumerate(forward) for name in instruction.results}
     departure = {instruction.flight: i for i, instruction in enumerate(forward) if isinstance(instruction, Depart)}
@@ -117,7 +117,7 @@ def _made_again(program: RankProgram) -> RankProgram:
         begin = begins.setdefault(instruction.origin.op, len(backward))
         repeated: list[Instruction] = []
         for position in needed(instruction.operands):
-            duplicate = _again(forward[position], recomputed)
+            duplicate = _duplicate(forward[position], recomputed)
             recomputed.update(zip(forward[position].results, duplicate.results, strict=True))
             forms.update(zip(duplicate.results, forms_of(duplicate), strict=True))
             repeated.append(duplicate)
@@ -171,7 +171,7 @@ def _written_together(forward: Sequence[Instruction]) -> dict[int, tuple[int, ..
     return {i: tuple(of_op[op]) for op in writing for i in of_op[op]}
 
 
-def _again(instruction: Instruction, recomputed: Mapping[str, str]) -> Instruction:
+def _duplicate(instruction: Instruction, recomputed: Mapping[str, str]) -> Instruction:
     """Return a copy of the instruction for backward, on recomputed operands."""
     duplicate = with_results(instruction, [name + AGAIN for name in instruction.results])
     renamed = {**recomputed, **dict(zip(instruction.results, duplicate.results, strict=True))}
@@ -190,7 +190,7 @@ def _sent_ahead(repeated: Sequence[Instruction], read: Set[str]) -> tuple[list[I
         if isinstance(duplicate, Convert) and _travels_alone(duplicate) and read >= set(duplicate.results):
             needs = _ancestors(duplicate, late)
             if not any(isinstance(need, (Depart, Arrive)) or sent_by(need) for need in needs):
-                departure, arrival = _apart(duplicate)
+                departure, arrival = _split(duplicate)
                 early += [*needs, departure]
                 late = [*(instruction for instruction in late if instruction not in needs), arrival]
                 continue
@@ -217,7 +217,7 @@ def _ancestors(instruction: Instruction, instructions: Sequence[Instruction]) ->
     return [earlier for i, earlier in enumerate(instructions) if i in ancestors]
 
 
-def _apart(convert: Convert) -> tuple[Depart, Arrive]:
+def _split(convert: Convert) -> tuple[Depart, Arrive]:
     """Return the departure and the arrival of a conversion's message."""
     conversions, results, flight = convert.conversions, convert.results, f"flight of {convert.results[0]}"
     return (

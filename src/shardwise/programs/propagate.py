@@ -79,7 +79,7 @@ class Propagation:
         """Decide all open choices and return a strategy per operator."""
         self._places = {op.name: ShardPositions.of(self.rules[op.name]) for op in self.graph.ops}
         self._parts: dict[tuple[str, Split], int] = {}  # (op, split) -> number of parts so far
-        self._asked: dict[tuple[str, str], Split] = {}  # (op, axis) -> the split that a consumer prefers
+        self._hints: dict[tuple[str, str], Split] = {}  # (op, axis) -> the split that a consumer prefers
         self._fixed = {name: tuple(choices.items()) for name, choices in self.choices.items()}
         for op in self.graph.ops:
             for axis, choice in self.choices.setdefault(op.name, {}).items():
@@ -166,7 +166,7 @@ class Propagation:
                 if axis in self.choices[producer.name] or split is None:
                     continue
                 if self._contracts(producer) and self._meets_other(producer, split, axis):
-                    self._asked.setdefault((producer.name, axis), split)
+                    self._hints.setdefault((producer.name, axis), split)
                 else:
                     self._decide(producer, axis, split)
                     pending.append(producer)
@@ -213,7 +213,7 @@ class Propagation:
         for op in self.graph.ops:
             if axis not in self.choices[op.name]:
                 choice = self._best(op, axis)
-                self._decide(op, axis, self._asked.get((op.name, axis), INVARIANT) if choice == INVARIANT else choice)
+                self._decide(op, axis, self._hints.get((op.name, axis), INVARIANT) if choice == INVARIANT else choice)
             for position, value in enumerate(op.operands):
                 need = self._places[op.name].operand(position, self.choices[op.name][axis])
                 self._converted.add((value, axis, need))

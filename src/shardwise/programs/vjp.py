@@ -347,7 +347,7 @@ def _backward_kind(
     cotangents, forms = gradients
     kernels = needed_kernels(backward, {name for name in cotangents if name is not None})
     by_result = {name: kernel for kernel in forward for name in kernel.results}
-    made_again = _made_again(forward, numbers)
+    made_again = _recomputable(forward, numbers)
     replayed: dict[str, Kernel] = {}
     whole = True
 
@@ -379,7 +379,7 @@ def _backward_kind(
     return BackwardTrace(every[0], every[1], forms, tuple(needs), whole)
 
 
-def _made_again(kernels: Sequence[Kernel], numbers: Mapping[str, int]) -> frozenset[str]:
+def _recomputable(kernels: Sequence[Kernel], numbers: Mapping[str, int]) -> frozenset[str]:
     """Return the names to recompute: results of deterministic kernels that depend on no operand of the call, or only on
     integers and booleans that are smaller than the result. ``numbers``: these operands, with their bytes."""
     root = _memories(kernels)

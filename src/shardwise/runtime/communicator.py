@@ -23,7 +23,7 @@ from shardwise.layouts.conversions import Collective
 from shardwise.layouts.placement import Placement
 from shardwise.programs.moves import LocalMove
 from shardwise.runtime.collective_tracker import trail
-from shardwise.runtime.failure_store import hands
+from shardwise.runtime.failure_store import failure_store
 from shardwise.runtime.faults import (
     BlockedRank,
     Purpose,
@@ -53,7 +53,7 @@ class InFlight:
     def wait(self) -> None:
         """Wait until it is done; with gloo, or until a failing rank is known."""
         if self.is_gloos:
-            hands.wait(self.work)
+            failure_store.wait(self.work)
         else:
             self.work.wait()
         if self.rows is not None:

@@ -202,7 +202,7 @@ class Parallel(ParallelModule):
             self.zero_grad()
             self.step(*args, **kwargs)
 
-        def taken() -> CallableStep | GradAccumStep:
+        def latest_call() -> CallableStep | GradAccumStep:
             assert self._latest is not None, "a step has run"
             return self._latest.runs
 
@@ -210,7 +210,7 @@ class Parallel(ParallelModule):
         state = [*self.parameters(), *self.buffers()]
         try:
             with self._unchanged():
-                return profile_step(step, taken, self.plan, state, self.device, steps)
+                return profile_step(step, latest_call, self.plan, state, self.device, steps)
         finally:
             self._replicas = replicas
 
@@ -337,7 +337,7 @@ class Parallel(ParallelModule):
         if (
             self._parts is not None
             and batch is not None
-            and not self._parts.divides(batch, step.passes, lambda whole: self._wanted(step, whole), split)
+            and not self._parts.divides(batch, step.passes, lambda whole: self._input_layouts(step, whole), split)
         ):
             named_inputs = {name: self._parts.whole(name, x, batch) for name, x in named_inputs.items()}
             batch = None
@@ -352,7 +352,7 @@ class Parallel(ParallelModule):
         return step.run(parts, self._seed_of_call(draws=step.draws), self.device, check, scale)
 
     @staticmethod
-    def _wanted(step: MicroBatchedStep, batch: Batch) -> list[Wanted]:
+    def _input_layouts(step: MicroBatchedStep, batch: Batch) -> list[Wanted]:
         """Return the layouts and sample ranges in which the programs of a step take its inputs."""
         spans = [(step.programs[n], a, a + n) for a, n in zip(step.passes.starts, step.passes.sizes, strict=True)]
         spans += [] if step.prelude is None else [(step.prelude, 0, sum(step.passes.sizes))]

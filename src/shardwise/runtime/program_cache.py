@@ -42,7 +42,7 @@ from shardwise.runtime.compile_benchmark import CompileBenchmark, CompiledVarian
 from shardwise.runtime.compiled import compiled_program, with_every_cotangent
 from shardwise.runtime.cpu_embedding import place_on_cpu, with_copies
 from shardwise.runtime.emit import Emitted, emit
-from shardwise.runtime.failure_store import hands
+from shardwise.runtime.failure_store import failure_store
 from shardwise.runtime.grad_accum import GradAccumStep
 from shardwise.runtime.hoisted_constants import Constants
 from shardwise.runtime.lazy_gather import LEAST_BYTES, with_outputs_split
@@ -67,14 +67,14 @@ def in_plan_precision(method: Callable[_P, _R]) -> Callable[_P, _R]:
     @wraps(method)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         module: Any = args[0]
-        hands.begin()
+        failure_store.begin()
         try:
             check_ambient(module.plan.precision.autocast, "around a call of a parallel module")
             with no_autocast():
                 return method(*args, **kwargs)
         except BaseException as error:
             module._failed = True
-            hands.leave(error)
+            failure_store.leave(error)
             raise
 
     return called

@@ -40,7 +40,7 @@ from shardwise.plans.plan import Plan
 from shardwise.programs.micro_batches import Passes, numbers_samples
 from shardwise.runtime.agree import gather_objects, wire_device
 from shardwise.runtime.communicator import Communicator, GatheredRows
-from shardwise.runtime.failure_store import hands
+from shardwise.runtime.failure_store import failure_store
 from shardwise.runtime.lazy_gather import LazyTensor, plain_tensor
 from shardwise.runtime.local_shards import shard
 from shardwise.runtime.replicas import fingerprint_on
@@ -161,7 +161,7 @@ def check_equal(
 ) -> None:
     """Raise ShardwiseError on all ranks if their calls, their ``tensors``, or the flags of a tensor that they share
     differ. ``holds``: returns whether a rank has a tensor."""
-    hands.ask(str(signature))
+    failure_store.ask(str(signature))
     what = f"a call unlike the last of this rank ({signature})"
     everywhere = gather_objects((signature, _prints(signature, tensors, wire_device(device))), ranks, device, what)
     _check_same([signature for signature, _ in everywhere], holds, with_shapes=True)

@@ -141,14 +141,14 @@ class _StepFunction(torch.autograd.Function):
         else:
             ctx.kept = list(saved)
             ctx.versions = [saved[i]._version for i, _ in step.watched]
-        return (*_apart(delivered), *written)
+        return (*_separate(delivered), *written)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         refuse_create_graph()
         check_ambient(None, "around the backward of a parallel module")
         step: CallableStep = ctx.step
-        saved = _kept(ctx)
+        saved = _take_saved(ctx)
         delivered = cotangents[: step.num_delivered]
         emitted = step.backward_for(tuple(cotangent is not None for cotangent in delivered))
         taken = _in_order(step.emitted, emitted, saved)
@@ -167,7 +167,7 @@ def _is_hooked() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def _kept(ctx: Any) -> list[Any]:
+def _take_saved(ctx: Any) -> list[Any]:
     """Return the values saved by forward and drop them unless autograd retains the graph."""
     if ctx.hooked:
         tensors = iter(ctx.saved_tensors)
@@ -227,7 +227,7 @@ def _in_order(all_saved: Emitted, order: Emitted, saved: list[Any]) -> list[Any]
     return [by_name[name] for name in order.program.saved]
 
 
-def _apart(delivered: Sequence[Tensor]) -> list[Tensor]:
+def _separate(delivered: Sequence[Tensor]) -> list[Tensor]:
     """Return the delivered tensors with duplicates and views detached. Autograd identifies tensors by identity, and
     outputs may be changed in place (``_watched`` detects it, since versions belong to the memory)."""
     seen: set[int] = set()

@@ -200,7 +200,7 @@ class TapeRecorder(DispatchMode):
             return tensor
         paused, self._paused = self._paused, True
         try:
-            tape = self._own(link)[0]
+            tape = self._check_tape(link)[0]
             draws = None if tape.in_order else Regions(tape, tape.seed)
             return tape.value(_ref(tensor, link[1]), draws)
         finally:
@@ -221,7 +221,7 @@ class TapeRecorder(DispatchMode):
         if not links and tensors:
             return self._from_outside(func, args, kwargs, tensors)
         for link in links:
-            self._own(link)
+            self._check_tape(link)
         if func.is_view or (torch.Tag.inplace_view in func.tags and func is not aten.resize_.default):
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
@@ -365,7 +365,7 @@ class TapeRecorder(DispatchMode):
     def _value_leaf(self, leaf: Any) -> Any:
         return self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
-    def _own(self, link: tuple[InitTape, int]) -> tuple[InitTape, int]:
+    def _check_tape(self, link: tuple[InitTape, int]) -> tuple[InitTape, int]:
         if link[0] is not self.tape:
             what = "a tensor recorded in one deferred() context is used in another"
             raise ShardwiseError(

@@ -236,8 +236,8 @@ class _ReplaySchedule:
 
 
 def _schedule(entries: list[TapeEntry], needed: Iterable[int], known: Iterable[int], in_order: bool) -> _ReplaySchedule:
-    """Return the steps that compute the storages ``needed``. ``known``: draws after which the generator's state is already
-    known. ``in_order``: a draw continues another one."""
+    """Return the steps that compute the storages ``needed``. ``known``: draws after which the generator's state is
+    already known. ``in_order``: a draw continues another one."""
     live = set(needed)
     unfinished, untouched = set(live), set(live)
     known = frozenset(known)
