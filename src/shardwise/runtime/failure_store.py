@@ -79,7 +79,7 @@ class FailureStore:
             return
         with suppress(RuntimeError):  # torch's DistError: the store's rank is gone, and will be named
             store = dist.distributed_c10d._get_default_store()
-            store.set(_key(dist.get_rank()), json.dumps(asdict(hand)))
+            store.set(_key(dist.get_rank()), json.dumps(asdict(status)))
             store.add(_RAISED, 1)
 
     def explained(self) -> ShardwiseError | None:
