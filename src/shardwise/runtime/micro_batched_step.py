@@ -67,10 +67,10 @@ class MicroBatchedStep:
                 observed = None if check is None else check.observed(compiled.in_passes.emitted, ())
                 delivered, written = running.run(tensors, scale, observed)
                 loss, _ = compiled.results(delivered)
-                assert loss is not None, "a step in passes has a loss"
+                assert loss is not None, "a step in micro-batches has a loss"
                 self._write(compiled, tensors, written, is_last=start + size == sum(self.passes.sizes))
                 total = loss if total is None else total + loss
-            assert running is not None, "there is a pass of every size"
+            assert running is not None, "there is a micro-batch of every size"
             _add_up(compiled, running.end(), gradients)
         if check is not None:
             check.watch(compiled.spmd, tensors)
