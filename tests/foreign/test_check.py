@@ -398,7 +398,7 @@ def test_the_price_stands_beside_that_of_our_own_plan() -> None:
     assert report.beside.messages.count == 2 * (2 + 4)
     assert report.beside.messages.num_bytes == 2 * (2 + 4) * 4 * 8 * WIDTH * 4
     assert report.beside.own.prediction.step_seconds > 0
-    assert "under sw.plan's" in str(report)
+    assert "under the plan of sw.plan" in str(report)
 
 
 @pytest.mark.parametrize(("devices", "cluster"), [(2, "h100-1x2"), (12, "h100-2x6"), (16, "h100-2x8")])

@@ -247,7 +247,7 @@ CASES = [
     (retained, 2, "retain_grad in forward", "autograd.Function"),
     (node_hook, 2, "grad_fn in forward", "requires_grad"),
     (edge_of, 1, "grad_fn in forward", "autograd.Function"),
-    (exchanges, 1, "all_reduce in forward", "leave it out"),
+    (exchanges, 1, "all_reduce in forward", "the plan adds the communication"),
     (reentrant, 1, "re-entrant", "use_reentrant=False"),
     (write_parameter, 1, r"\.data", "optimizer"),
     (inference, 2, "inference_mode", "no_grad"),
@@ -405,7 +405,9 @@ def test_a_tensor_attribute_that_is_changed_in_place_is_named_and_constants_of_t
                 self.seen[0] += 1
             return (x * factors.mul_(2)).sum() * (1 + self.seen.sum())
 
-    with pytest.raises(CaptureError, match=r"(?s)the tensor seen is changed in place, and is no buffer.*register_buf"):
+    with pytest.raises(
+        CaptureError, match=r"(?s)the tensor seen is changed in place and is not a buffer.*register_buf"
+    ):
         capture(Counts(), (torch.ones(2), True))
     capture(Counts(), (torch.ones(2), False))
 

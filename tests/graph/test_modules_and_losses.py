@@ -22,7 +22,7 @@ def test_a_loss_whose_targets_cannot_be_counted_is_explained(loss, what):
 
 
 def test_what_is_no_module_is_explained():
-    with pytest.raises(CaptureError, match=r"a function and no torch\.nn\.Module"):
+    with pytest.raises(CaptureError, match=r"a function, not a torch\.nn\.Module"):
         capture(lambda x: x, (torch.ones(2, 4),))
 
 
@@ -93,7 +93,7 @@ class Overlapping(nn.Module):
 def test_tensors_in_each_others_memory_are_refused_by_name(kind):
     names = {"buffers": "mean and part", "parameters": "weight and bias", "a buffer in a parameter": "weight and last"}
     names["every other"] = "mean and third"
-    with pytest.raises(CaptureError, match=f"{names[kind]} lie in the same memory"):
+    with pytest.raises(CaptureError, match=f"{names[kind]} are two tensors in the same memory"):
         capture(Overlapping(kind), (torch.ones(2, 4),))
 
 

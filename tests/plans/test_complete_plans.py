@@ -363,7 +363,7 @@ def test_a_plan_of_two_stages_is_saved_printed_and_asked_stage_by_stage(plan: sw
 def test_ranks_in_another_order_are_refused(plan: sw.Plan) -> None:
     with pytest.raises(sw.PlanError, match="rank 0 comes after rank 7") as caught:
         sw.Plan.from_json(changed(plan, lambda data: data["stages"][0].update(ranks="4-7,0-3")), edited=True)
-    assert "name ranks in ascending order" in str(caught.value)
+    assert "list ranks in ascending order" in str(caught.value)
 
 
 # ----------------------------------------------------------------------------------------------------------- planned

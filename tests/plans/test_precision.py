@@ -58,7 +58,7 @@ def test_a_precision_is_in_the_file_the_print_and_the_digest() -> None:
     [
         ("bf16", "precision is"),
         ({"compute": "bf16"}, "not an object of compute, parameter, reduce"),
-        ({"compute": "i8", "parameter": "", "reduce": ""}, "no gradient flows"),
+        ({"compute": "i8", "parameter": "", "reduce": ""}, "carries no gradients"),
         ({"compute": 7, "parameter": "", "reduce": ""}, "is no dtype"),
         ({"compute": "bf17", "parameter": "", "reduce": ""}, "bf17"),
         ({"compute": "", "parameter": "", "reduce": ""}, "says nothing"),

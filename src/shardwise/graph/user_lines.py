@@ -111,7 +111,7 @@ class UserLines(TorchFunctionMode):
                 problem(
                     "grad_fn in forward: hooks of autograd nodes do not fire under a plan",
                     source=line,
-                    fix="write the change of the gradient as a torch.autograd.Function; do not read grad_fn",
+                    fix="use a torch.autograd.Function to change gradients; check requires_grad, not grad_fn",
                 )
             )
         if func in _ASK_FOR_STRIDES and line and any(args[0] is x for x in _running[-1]):

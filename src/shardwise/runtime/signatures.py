@@ -317,7 +317,7 @@ class LocalInputs:
             if not self._is_own[case] and self.everyone.rank == 0:
                 warnings.warn(
                     f"the parts of {name} have {_listed(parts)}, but the plan splits the whole, "
-                    f"{list(batch.shapes[name])}, into {_listed(planned)}: every such call gathers and splits it again",
+                    f"{list(batch.shapes[name])}, into {_listed(planned)}: it is gathered and split again in every call",
                     stacklevel=9,  # of par.step
                 )
         if self._is_own[case]:
@@ -350,7 +350,7 @@ class LocalInputs:
             self._faults[case] = batch, passes, self._fault(batch, passes, wanted(batch), with_samples)
         *_, fault = self._faults[case]
         if fault and not self._has_said_gathered and self.everyone.rank == 0:
-            warnings.warn(f"{fault}: every such step gathers and splits them again", stacklevel=6)
+            warnings.warn(f"{fault}: they are gathered and split again in every such step", stacklevel=6)
         self._has_said_gathered |= bool(fault)
         return not fault
 
