@@ -317,7 +317,7 @@ class LocalInputs:
             if not self._is_own[case] and self.everyone.rank == 0:
                 warnings.warn(
                     f"the parts of {name} have {_listed(parts)}, but the plan splits the whole, "
-                    f"{list(batch.shapes[name])}, into {_listed(planned)}: it is gathered and split again in every call",
+                    f"{list(batch.shapes[name])}, into {_listed(planned)}: it is gathered and split in every call",
                     stacklevel=9,  # of par.step
                 )
         if self._is_own[case]:
