@@ -57,7 +57,7 @@ def check_marks(marks: dict[str, int], num_stages: int | None) -> int:
     if not marks:
         raise PlanError(
             problem(
-                'stages="marked", and no module is marked', fix="mark the first layer of every stage: sw.stage(m, 1)"
+                'stages="marked", but no module is marked', fix="mark the first layer of every stage: sw.stage(m, 1)"
             )
         )
     count = num_stages or max(marks.values()) + 1

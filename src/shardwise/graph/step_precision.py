@@ -61,7 +61,7 @@ class Precision:
         if self.autocast is not None and fields:
             raise ShardwiseError(
                 problem(
-                    f"{self.autocast} is active beside a Precision of {', '.join(fields)}: both would set the casts",
+                    f"{self.autocast} is active with a Precision of {', '.join(fields)}: both would set the casts",
                     fix="use only one of them",
                 )
             )
@@ -121,7 +121,7 @@ def check_real(module: nn.Module, precision: Precision) -> None:
         raise CaptureError(
             problem(
                 f"the parameter {names[0]}{more} is complex, and a Precision names real dtypes",
-                fix="leave precision= out, or keep the real and the imaginary part as parameters (torch.view_as_real)",
+                fix="omit precision=, or keep the real and the imaginary part as parameters (torch.view_as_real)",
             )
         )
 

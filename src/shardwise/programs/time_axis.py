@@ -85,7 +85,7 @@ def split_in_time(graph: Graph) -> TimeSplit:
         raise PlanError(
             problem(
                 "micro-batches need a loss, but the module returns none",
-                fix="return the loss first, or give loss= to plan and parallelize",
+                fix="return the loss first, or pass loss= to plan and parallelize",
             )
         )
     batch = batch_size(graph)

@@ -130,7 +130,7 @@ def meet_to_read(ranks: Communicator, call: int, number: int, what: str) -> None
         raise ShardwiseError(
             problem(
                 f"ranks read different outputs: rank {ranks.rank} reads {what}, of call {call}",
-                fix="read outputs on every rank, in the same order, or give sw.parallelize outputs='whole'",
+                fix="read outputs on every rank, in the same order, or pass outputs='whole' to sw.parallelize",
             )
         )
 

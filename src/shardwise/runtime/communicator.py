@@ -174,7 +174,7 @@ class Communicator:
         """Restore the state. Raises LaunchError if the file is another rank's, or of a job of another size."""
         stored = f"rank {state['rank']} of {state.pop('size')}"
         self.__dict__.update(state)
-        here = f"rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "no rank of a job"
+        here = f"rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "no rank"
         if here != stored:
             raise LaunchError(
                 problem(

@@ -169,7 +169,7 @@ class Parallel(ParallelModule):
             raise ShardwiseError(
                 problem(
                     "the module returns no loss to differentiate",
-                    fix="return the loss first, or give loss= to plan and parallelize",
+                    fix="return the loss first, or pass loss= to plan and parallelize",
                 )
             )
         return loss

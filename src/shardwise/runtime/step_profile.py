@@ -90,7 +90,7 @@ class StepProfile:
             f"forward and backward {measured}, predicted {predicted} ({self.cluster})",
             f"peak memory {peak}, predicted {expected}",
             *compiled,
-            f"{'measured':>10} {'predicted':>10}  the largest disagreements first; what calibrates them",
+            f"{'measured':>10} {'predicted':>10}  the largest disagreements first; the figure to calibrate",
         ]
         for row in self.rows[:_NUM_SHOWN]:
             seconds = f"{format_seconds(row.measured):>10} {format_seconds(row.predicted):>10}"
@@ -224,7 +224,7 @@ class _Clock:
         seconds = time.perf_counter() - start
         if "index" in node.meta:
             instruction = instructions[node.meta["index"]]
-            assert isinstance(instruction, Compute), f"{node} is no operator"
+            assert isinstance(instruction, Compute), f"{node} is not an operator"
             is_cast = instruction.origin.part == "cast"
             name = f"cast of {instruction.results[0]}" if is_cast else instruction.origin.op
             self.figures[part, name] = max(

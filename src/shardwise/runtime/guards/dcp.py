@@ -158,7 +158,7 @@ def _check_stage(index: ShardIndex) -> None:
     if type(stager) is not DefaultStager or kind is saver.AsyncCheckpointerType.PROCESS:
         index.refuse(
             "this async_save copies tensors without their position in the whole tensor",
-            "leave out storage_writer= (give checkpoint_id=) and the process-based checkpointer, or use "
+            "omit storage_writer= (give checkpoint_id=) and the process-based checkpointer, or use "
             "sw.save_checkpoint(..., blocking=False)",
         )
 

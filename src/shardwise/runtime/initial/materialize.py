@@ -100,7 +100,7 @@ def initial_values(
             raise ShardwiseError(
                 problem(
                     f"init= would never be called: all {len(real)} parameters and buffers of the module have values",
-                    fix='build the module under sw.deferred() or torch.device("meta"), or leave init= out',
+                    fix='build the module under sw.deferred() or torch.device("meta"), or omit init=',
                 )
             )
         left = {}

@@ -327,12 +327,12 @@ def _window(ref: StorageRef, base: StorageRef) -> _StorageBox:
     repeats = any(size > 1 and step == 0 for size, step in zip(ref.shape, ref.stride, strict=True))
     for size, step in zip(ref.shape, ref.stride, strict=True):
         if size > 1 and step and step not in at:
-            raise NotByParts("it is no box of its storage")
+            raise NotByParts("it is not a box of its storage")
         dims.append(at.pop(step) if size > 1 and step else None)
         if (along := dims[-1]) is not None:
             sizes[along] = size
     if 0 in ref.shape or rest or any(o + s > n for o, s, n in zip(offsets, sizes, base.shape, strict=True)):
-        raise NotByParts("it is no box of its storage")
+        raise NotByParts("it is not a box of its storage")
     return _StorageBox(Box(tuple(offsets), tuple(sizes), tuple(offsets)), tuple(dims), repeats)
 
 
