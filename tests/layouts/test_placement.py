@@ -28,7 +28,7 @@ def test_devices_of_the_mesh_are_global_ranks() -> None:
         ((0, 1, 2), r"has 4 devices, the placement names 3 ranks: 0, 1, 2\n  fix:    list one global rank for every"),
         (
             (0, 1, 1, 2),
-            r"rank 1 is named twice in the placement 0, 1, 1, 2 of Mesh\(dp=2, tp=2\)\n  fix:    name every",
+            r"rank 1 is listed twice in the placement 0, 1, 1, 2 of Mesh\(dp=2, tp=2\)\n  fix:    list every",
         ),
         ((-2, 0, 1, 2), r"rank -2 is negative in the placement -2, 0, 1, 2 .*\n  fix:    ranks are counted from 0"),
         (
