@@ -243,15 +243,15 @@ def _of_operands(op: Op, counts: Counts, graph: Graph) -> Counts | None:
     shapes = [graph.by_name[name].shape for name in op.operands]
     if str(op.target).split(".")[1] == "embedding":  # MindSpore's Gather: table, indices, as in torch
         counts = counts[:2]
-    texts = []
+    per_operand = []
     for number, dims in enumerate(counts[: len(shapes)]):
         missing = len(shapes[number]) - len(dims)
         if missing > 0 and len(dims) == 2 and number == 0:
             dims = (dims[0], *[1] * missing, dims[1])
         if len(dims) != len(shapes[number]):
             return None
-        texts.append(dims)
-    return tuple(texts)
+        per_operand.append(dims)
+    return tuple(per_operand)
 
 
 def _checked(counts: Counts, op: Op, graph: Graph, devices: int) -> Counts:
