@@ -82,7 +82,7 @@ class PipelineProfile:
         for number, profile in sorted(self.stages.items()):
             lines += [
                 "",
-                f"stage {number} alone, one micro-batch",
+                f"stage {number} by itself, one micro-batch",
                 *(f"  {line}" for line in str(profile).split("\n")),
             ]
         return "\n".join(lines)
