@@ -269,7 +269,7 @@ def test_what_contradicts_itself_or_the_schema_is_refused(
 
 def test_a_rule_is_given_once_and_removed_once() -> None:
     registered = sw.rule(scale, "m n, m -> m n")
-    with pytest.raises(sw.ShardwiseError, match=r"has a rule by sw\.rule already"):
+    with pytest.raises(sw.ShardwiseError, match=r"already has a rule by sw\.rule"):
         sw.rule(scale, "m n, m -> m n")
     registered.remove()
     with pytest.raises(sw.ShardwiseError, match="has no rule"):
