@@ -392,7 +392,7 @@ def test_shells_complete_commands_and_options(capsys: pytest.CaptureFixture[str]
         (("top", "net.py:build", "--cluster", "2", "-k", "-1"), "k is -1"),
         (("top", "net.py:build", "--cluster", "2", "-k", str(10**21)), "a whole number from 1 to 1,000"),
         (("diff", "plan.json", "plan.json", "--max-growth", "nan"), "--max-growth is not a number"),
-        (("verify", "net.py:build", "plan.json", "--steps", str(10**21)), "a whole number up to 1,000,000"),
+        (("verify", "net.py:build", "plan.json", "--steps", str(10**21)), "an integer up to 1,000,000"),
         (("check", "net.py:build", "--plan", "net.py:none", "--devices", "2"), "net.py has no none"),
         (("report", "broken.json", "-o", "page.html"), "broken.json is not JSON"),
     ],

@@ -186,7 +186,7 @@ def test_names_say_nodes_and_devices_per_node() -> None:
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("h101", "no cluster 'h101'(.|\n)*bundled: .*h100"),
+        ("h101", "unknown cluster 'h101'(.|\n)*bundled: .*h100"),
         ("h100-0x8", "0 nodes of 8"),
         ("h100-4096x8", "1 to 2048 nodes"),
         ("h100-2x16", "2 nodes of 16"),
@@ -295,7 +295,7 @@ def test_a_mixed_cluster_keeps_its_devices() -> None:
     kinds = '[[devices]]\nlike = "a100-40"\ncount = 8\n\n[[devices]]\nlike = "h100"\ncount = 4\n\n'
     cluster = parse(SMALL[:start] + kinds + SMALL[end:])
     assert cluster.with_devices(12).mixed == cluster.mixed
-    with pytest.raises(ShardwiseError, match="which of them are 8 devices is not known"):
+    with pytest.raises(ShardwiseError, match="the kinds of 8 devices are not known"):
         cluster.with_devices(8)
 
 
@@ -328,7 +328,7 @@ def test_what_a_file_leaves_out_is_said_with_what_is_assumed(
     path.write_text(SMALL)
     Cluster.load(path)
     said = capsys.readouterr().err
-    assert said.startswith(f"shardwise: {path} says nothing of device.matmul_efficiency (assumed: large matmuls reach")
+    assert said.startswith(f"shardwise: {path} has no device.matmul_efficiency (assumed: large matmuls reach")
     for key in ("memory_efficiency", "overlap", "launch", "reserve", "host_bandwidth", "kernels", "spread"):
         assert f"device.{key} (assumed: " in said
     assert "device.flops.f16" not in said, "nothing could stand for it"
@@ -388,7 +388,7 @@ def test_a_reserve_is_taken_from_what_plans_may_have() -> None:
     start, end = SMALL.index("[device]"), SMALL.index("[[levels]]")
     own = SMALL.replace('memory = "16 GiB"', 'memory = "16 GiB"\nreserve = "2 GiB"')
     assert parse(own).device.usable_bytes == 14 * 2**30
-    assert "16 GiB, of which 2 GiB are no plan's" in str(parse(own))
+    assert "16 GiB, of which 2 GiB are reserved" in str(parse(own))
     like = SMALL[:start] + '[device]\nlike = "h100"\nreserve = "4 GiB"\n' + SMALL[end:]
     assert parse(like).device == replace(device, reserve_bytes=4 * 2**30)
     mixed = slowest_device([device, replace(device, memory_bytes=60 * 2**30, reserve_bytes=0.0, foreach=False)])
@@ -426,7 +426,7 @@ def test_a_rank_table_says_how_many_nodes_there_are(tmp_path: Path) -> None:
     write([[4, 5, 6, 7], [0, 1, 2, 3]])
     assert [level.size for level in Cluster.load("ascend-910b", hosts=path).levels] == [4, 2]
     write([[0, 2, 4, 6], [1, 3, 5, 7]])
-    with pytest.raises(ShardwiseError, match="neighbouring ranks"):
+    with pytest.raises(ShardwiseError, match="consecutive ranks"):
         Cluster.load("ascend-910b", hosts=path)
 
 

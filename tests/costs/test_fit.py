@@ -261,7 +261,7 @@ def test_points_measured_elsewhere_are_fitted(tmp_path: Path, capsys: pytest.Cap
     [
         (["-o", "mine.json"], "not a .toml file"),
         (["-o", "mine.toml", "--points", "none.json"], "cannot read the measurements"),
-        (["-o", "mine.toml", "--like", "h99"], "no cluster 'h99'"),
+        (["-o", "mine.toml", "--like", "h99"], "unknown cluster 'h99'"),
         (["-o", "mine.toml", "--ranks", "-1"], "cannot start -1 ranks"),
     ],
 )

@@ -95,7 +95,7 @@ def test_what_the_file_says_is_proven_and_priced() -> None:
     assert "parameter fc1.weight: f32[64@d1, 16]" in report.layouts
     assert "parameter table.weight: f32[32@d0, 16]" in report.layouts
     assert report.plan.unused == (f"{SCOPE}/ReLU-op4", "lost.weight")
-    assert "the rest follows" in str(report)
+    assert "the rest is derived" in str(report)
     assert report.beside is not None
     assert report.beside.own is not None
     assert report.beside.messages.count > 0
@@ -142,8 +142,14 @@ def test_slices_lie_where_mindspore_puts_them(sizes: list[int]) -> None:
         ),
         (changed("fc1-Dense", "MatMul", parallel_strategy=[[3, 1], [1, 1]]), "3 slices do not divide"),
         (changed("fc1-Dense", "MatMul", parallel_strategy=[[2, 1]]), "1 strategies for 2 tensor operands"),
-        (changed("fc2-Dense", "MatMul", parallel_strategy=[[8, 4], [1, 4]]), "32 slices, which 8 devices"),
-        (changed("fc2-Dense", "MatMul", parallel_strategy=[[2, 4], [8, 4]]), "32 slices, which 8 devices"),
+        (
+            changed("fc2-Dense", "MatMul", parallel_strategy=[[8, 4], [1, 4]]),
+            "32 slices, which do not divide over 8 devices",
+        ),
+        (
+            changed("fc2-Dense", "MatMul", parallel_strategy=[[2, 4], [8, 4]]),
+            "32 slices, which do not divide over 8 devices",
+        ),
         (changed("fc2-Dense", "MatMul", parallel_strategy=[[2, 2], [4, 2]]), "needs 2 (b) x 2 (k) x 4 (n) = 16"),
     ],
 )
@@ -159,16 +165,16 @@ def test_what_cannot_be_is_wrong_with_its_reason(plan: dict[str, Any], says: str
     [
         ({"parallel_layout_item": {"other.weight": slices([8], [-1], [4])}}, "names nothing in Net: other.weight"),
         ({"parallel_layout_item": {"fc1.weight": slices([4], [-1, -1], [64, 16])}}, "is for 4 devices"),
-        ({"parallel_layout_item": {"fc1.weight": {"dev_matrix": [8]}}}, "no strategy file of MindSpore: KeyError"),
+        ({"parallel_layout_item": {"fc1.weight": {"dev_matrix": [8]}}}, "not a strategy file of MindSpore: KeyError"),
         (
             {"parallel_layout_item": {"fc1.weight": {**slices([8], [-1, -1], [64, 16]), "dev_matrix": ["8"]}}},
-            "no strategy file",
+            "not a strategy file",
         ),
         (
             changed("fc1.bias", "fc1", opt_weight_shard_step=1, opt_weight_shard_size=-1),
             "opt_weight_shard of fc1.bias is",
         ),
-        ({"parallel_strategy_item": [1, 2]}, "no strategy file of MindSpore"),
+        ({"parallel_strategy_item": [1, 2]}, "not a strategy file of MindSpore"),
         (changed("fc1-Dense", "MatMul", stage=1), "pipelines of MindSpore are not checked"),
         (
             {
@@ -188,7 +194,7 @@ def test_what_is_no_file_for_this_module_is_one_sentence_and_the_mend(plan: dict
 
 
 def test_the_mesh_is_the_files() -> None:
-    with pytest.raises(sw.ShardwiseError, match="says its own mesh"):
+    with pytest.raises(sw.ShardwiseError, match="defines its mesh"):
         sw.check(net(), batch(), megatron(), 8, mesh=sw.Mesh(dp=8))
 
 
@@ -217,7 +223,7 @@ def test_a_parameter_under_two_names_has_one_layout() -> None:
 
 
 def test_the_cluster_has_as_many_devices_as_the_file() -> None:
-    with pytest.raises(sw.ShardwiseError, match="h100-1x4 has 4 devices, and the file is for 8"):
+    with pytest.raises(sw.ShardwiseError, match="h100-1x4 has 4 devices, but the file is for 8"):
         sw.check(net(), batch(), megatron(), 8, cluster=sw.Cluster.load("h100-1x4"))
 
 

@@ -1,4 +1,4 @@
-"""What can not be captured: the message names the user's line and the mend."""
+"""Models that cannot be captured: the message names the user's line and the fix."""
 
 from __future__ import annotations
 
@@ -231,10 +231,10 @@ CASES = [
     (number, 1, "", "torch.where"),
     (float_of, 1, "", "tensor"),
     (loop, 1, "", "tensor"),
-    (boolean_index, 1, "sort needs the rows themselves that a mask selects", "mask"),
-    (nonzero, 1, "max needs the rows themselves that a mask selects", "mask"),
+    (boolean_index, 1, "sort needs the rows selected by a mask", "mask"),
+    (nonzero, 1, "max needs the rows selected by a mask", "mask"),
     (unique, 1, "shape depends on data|depends on the data", "mask"),
-    (masked_select, 1, "the model returns rows that a mask selects", "the mask"),
+    (masked_select, 1, "the model returns rows selected by a mask", "the mask"),
     (mismatch, 1, "4.*3", "fake"),
     (to_numpy, 1, "numpy", "fake"),
     (transform, 1, r"torch\.func", "batched"),
@@ -247,7 +247,7 @@ CASES = [
     (retained, 2, "retain_grad in forward", "autograd.Function"),
     (node_hook, 2, "grad_fn in forward", "requires_grad"),
     (edge_of, 1, "grad_fn in forward", "autograd.Function"),
-    (exchanges, 1, "all_reduce in forward", "leave it out"),
+    (exchanges, 1, "all_reduce in forward", "the plan adds the communication"),
     (reentrant, 1, "re-entrant", "use_reentrant=False"),
     (write_parameter, 1, r"\.data", "optimizer"),
     (inference, 2, "inference_mode", "no_grad"),
@@ -261,7 +261,7 @@ CASES = [
     (left_out_by_python, 1, "in Python or numpy", "torch.rand"),
     (write_unfolded, 2, "unfold", "torch.where"),
     (backward_inside, 2, "backward in forward", "return the loss"),
-    (gradient_of_an_input, 3, "requires_grad_", "what parameters made"),
+    (gradient_of_an_input, 3, "requires_grad_", "tensors computed from parameters"),
     (initial_values, 1, "torch.nn.init draws", "__init__"),
     (narrow_product, 1, "linear takes operands of one dtype: input is torch.bfloat16, weight is", r"\.to"),
     (narrow_sum, 1, "index_add takes operands of one dtype: self is torch.float32, source is torch.float64", r"\.to"),
@@ -405,7 +405,9 @@ def test_a_tensor_attribute_that_is_changed_in_place_is_named_and_constants_of_t
                 self.seen[0] += 1
             return (x * factors.mul_(2)).sum() * (1 + self.seen.sum())
 
-    with pytest.raises(CaptureError, match=r"(?s)the tensor seen is changed in place, and is no buffer.*register_buf"):
+    with pytest.raises(
+        CaptureError, match=r"(?s)the tensor seen is changed in place and is not a buffer.*register_buf"
+    ):
         capture(Counts(), (torch.ones(2), True))
     capture(Counts(), (torch.ones(2), False))
 
@@ -433,7 +435,7 @@ def test_a_weight_outside_the_module_is_named():
         def forward(self, x):
             return torch.nn.functional.linear(x, outside.weight)
 
-    with pytest.raises(CaptureError, match="no parameter of the captured module"):
+    with pytest.raises(CaptureError, match="not a parameter of the captured module"):
         capture(Uses(), (torch.ones(2, 4),))
 
 

@@ -204,11 +204,11 @@ class Takes(torch.autograd.Function):
 
 
 REFUSED = {
-    "data in backward": (lambda net, x: Reads.apply(x), "Reads can not be captured.*traced"),
-    "in place": (lambda net, x: Writes.apply(x * 1), "Writes can not be captured: it writes"),
-    "random": (lambda net, x: Drops.apply(x), "Drops can not be captured: it draws random"),
-    "object": (lambda net, x: Takes.apply(x, nn.Linear(1, 1)), "Takes can not be captured: it takes a .*Linear"),
-    "tensors inside": (lambda net, x: Takes.apply(x, [x]), "Takes can not be captured: it takes a .*Tensor"),
+    "data in backward": (lambda net, x: Reads.apply(x), "Reads cannot be captured.*traced"),
+    "in place": (lambda net, x: Writes.apply(x * 1), "Writes cannot be captured: it writes"),
+    "random": (lambda net, x: Drops.apply(x), "Drops cannot be captured: it draws random"),
+    "object": (lambda net, x: Takes.apply(x, nn.Linear(1, 1)), "Takes cannot be captured: it takes a .*Linear"),
+    "tensors inside": (lambda net, x: Takes.apply(x, [x]), "Takes cannot be captured: it takes a .*Tensor"),
     "one name": (lambda net, x: made(2.0).apply(made(3.0).apply(x)), "several different .*Made"),
 }
 

@@ -1,4 +1,4 @@
-"""Modules and losses that can not be captured for what they are, and tensors that lie in each other's memory."""
+"""Modules and losses of kinds that cannot be captured, and tensors that share memory."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ def test_a_loss_with_more_targets_than_examples_is_explained():
         capture(nn.Linear(2, 2), (torch.ones(2, 2),), loss=lambda out, a, b: out.sum())
 
 
-@pytest.mark.parametrize(("loss", "what"), [(torch.sum, "sum does not say what it takes"), (3, "3 is no function")])
+@pytest.mark.parametrize(("loss", "what"), [(torch.sum, "sum has no signature"), (3, "3 is not a function")])
 def test_a_loss_whose_targets_cannot_be_counted_is_explained(loss, what):
     with pytest.raises(CaptureError, match=what):
         capture(nn.Linear(4, 2), (torch.ones(2, 4),), loss=loss)
 
 
 def test_what_is_no_module_is_explained():
-    with pytest.raises(CaptureError, match=r"a function and no torch\.nn\.Module"):
+    with pytest.raises(CaptureError, match=r"a function, not a torch\.nn\.Module"):
         capture(lambda x: x, (torch.ones(2, 4),))
 
 
@@ -93,7 +93,7 @@ class Overlapping(nn.Module):
 def test_tensors_in_each_others_memory_are_refused_by_name(kind):
     names = {"buffers": "mean and part", "parameters": "weight and bias", "a buffer in a parameter": "weight and last"}
     names["every other"] = "mean and third"
-    with pytest.raises(CaptureError, match=f"{names[kind]} lie in the same memory"):
+    with pytest.raises(CaptureError, match=f"{names[kind]} are two tensors in the same memory"):
         capture(Overlapping(kind), (torch.ones(2, 4),))
 
 

@@ -73,7 +73,7 @@ ANNOUNCED = {
 
 @pytest.mark.parametrize("what", ANNOUNCED)
 def test_what_may_be_another_elsewhere_is_announced_by_name_and_line(what):
-    with pytest.warns(CaptureWarning, match="forward reads from outside of the model") as caught:
+    with pytest.warns(CaptureWarning, match="forward reads state from outside of the model") as caught:
         capture(Scaled(ANNOUNCED[what]), (torch.randn(2, 4),))
     assert f"{what.strip()}, test_reads.py:" in str(caught[0].message)
 
@@ -87,7 +87,7 @@ class AsksForStrides(nn.Module):
 
 def test_a_branch_on_how_an_input_lies_in_memory_is_announced():
     with pytest.warns(
-        CaptureWarning, match=r"test_reads.py:\d+ asks how an input lies in memory \(is_contiguous\)"
+        CaptureWarning, match=r"test_reads.py:\d+ asks for the memory layout of an input \(is_contiguous\)"
     ) as told:
         capture(AsksForStrides(), (torch.randn(2, 4),))
     assert len({str(one.message) for one in told}) == 1

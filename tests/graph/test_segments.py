@@ -82,7 +82,7 @@ def test_a_checkpoint_that_chooses_what_it_keeps_is_announced() -> None:
     def contexts() -> Any:
         return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
 
-    with pytest.warns(sw.CaptureWarning, match="chooses by context_fn"):
+    with pytest.warns(sw.CaptureWarning, match="uses context_fn"):
         assert segments(Net(own=(0,), context_fn=contexts)) == [("checkpoint with context_fn", "full", {"blocks.0"})]
 
 

@@ -194,11 +194,11 @@ REFUSED = {
     "index needs the rows": lambda self, h, m, y: h[m][h[m].sum(-1) > 0].sum(),
     "matmul needs the rows": lambda self, h, m, y: (h[m] @ h[m].T).square().sum(),
     "mul numbers selected rows": lambda self, h, m, y: (torch.arange(h[m].shape[0]) * h[m][:, 0]).sum(),
-    "takes rows that two masks select": lambda self, h, m, y: torch.cat([h[m], h[~m]]).sum(),
+    "takes rows selected by two masks": lambda self, h, m, y: torch.cat([h[m], h[~m]]).sum(),
     "dropout draws random numbers": lambda self, h, m, y: self.dropout(h[m]).sum(),
     "the model returns rows": lambda self, h, m, y: h[m],
     "writes into views of selected rows": halves,
-    "number is taken to be another's": lambda self, h, m, y: (h[m] + h.flatten(0, 1)).sum(),
+    "number is assumed equal to that of other rows": lambda self, h, m, y: (h[m] + h.flatten(0, 1)).sum(),
     "depends on the data of a tensor": lambda self, h, m, y: h[m].sum() / len(h[m]),
 }
 

@@ -166,7 +166,7 @@ def test_tensors_that_are_more_than_their_numbers_are_refused_by_name(make, name
 def test_what_is_set_on_a_tensor_is_refused_by_name():
     x = torch.ones(2)
     x.length = 3
-    with pytest.raises(CaptureError, match=r"args\[0\]\['a'\]\.length: what is set on a tensor is not seen"):
+    with pytest.raises(CaptureError, match=r"args\[0\]\['a'\]\.length: a program ignores attributes set on a tensor"):
         capture(nn.Identity(), ({"a": x},))
 
 

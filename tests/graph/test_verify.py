@@ -69,7 +69,7 @@ BROKEN = {
         g,
         values=tuple(replace(v, dtype=torch.int64, requires_grad=True) if v.name == "args[0]" else v for v in g.values),
     ),
-    "which is no output": lambda g: replace(g, cotangents=("linear",)),
+    "which is not an output": lambda g: replace(g, cotangents=("linear",)),
     "needs no gradient": lambda g: replace(g, outputs=(*g.outputs, Ref("args[0]")), cotangents=("args[0]",)),
     "cotangent from outside": lambda g: replace(g, cotangents=(g.loss,)),
     "given twice": lambda g: replace(g, cotangents=("linear", "linear"), outputs=(*g.outputs, Ref("linear"))),

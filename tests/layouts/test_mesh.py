@@ -26,5 +26,5 @@ def test_every_rank_has_coordinates_and_others_are_refused() -> None:
     with pytest.raises(LayoutError, match="unknown mesh axis 'cp'"):
         mesh.group(("cp",), 0)
     for axes in (("tp", "tp"), ("tp.0", "tp")):
-        with pytest.raises(LayoutError, match="an axis stands twice"):
+        with pytest.raises(LayoutError, match="an axis appears twice"):
             mesh.group(axes, 0)

@@ -25,15 +25,15 @@ def test_devices_of_the_mesh_are_global_ranks() -> None:
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        ((0, 1, 2), r"has 4 devices, the placement names 3 ranks: 0, 1, 2\n  fix:    name one global rank for every"),
+        ((0, 1, 2), r"has 4 devices, the placement names 3 ranks: 0, 1, 2\n  fix:    list one global rank for every"),
         (
             (0, 1, 1, 2),
-            r"rank 1 is named twice in the placement 0, 1, 1, 2 of Mesh\(dp=2, tp=2\)\n  fix:    name every",
+            r"rank 1 is listed twice in the placement 0, 1, 1, 2 of Mesh\(dp=2, tp=2\)\n  fix:    list every",
         ),
         ((-2, 0, 1, 2), r"rank -2 is negative in the placement -2, 0, 1, 2 .*\n  fix:    ranks are counted from 0"),
         (
             (0, 2, 1, 3),
-            r"rank 1 stands behind rank 2 in the placement .*\n  fix:    name ranks in ascending order; .* axes",
+            r"rank 1 comes after rank 2 in the placement .*\n  fix:    list ranks in ascending order; .* axes",
         ),
     ],
 )
@@ -43,7 +43,7 @@ def test_a_placement_that_is_none_is_refused(ranks: tuple[int, ...], message: st
 
 
 def test_a_rank_that_is_elsewhere_has_no_coordinates() -> None:
-    with pytest.raises(LayoutError, match=r"rank 5 has no place in Mesh\(dp=2, tp=2\) on ranks 0, 1, 2, 3\n  fix:"):
+    with pytest.raises(LayoutError, match=r"rank 5 is not in Mesh\(dp=2, tp=2\) on ranks 0, 1, 2, 3\n  fix:"):
         Placement.whole(FOUR).coordinates(5)
 
 
@@ -64,7 +64,7 @@ def test_stages_have_ranks_of_their_own_or_the_same() -> None:
         (
             [placed(0, 1), placed(2, 5, 6)],
             5,
-            r"stage 1 names 2 of its 3 ranks beyond the job's 5: 5, 6\n  fix:    start 7 ranks, or name ranks from",
+            r"stage 1 names 2 of its 3 ranks beyond the 5 of the job: 5, 6\n  fix:    start 7 ranks, or use ranks from",
         ),
         (
             [placed(0, 1), placed(2, 3), placed(1, 2, 3)],
@@ -74,7 +74,7 @@ def test_stages_have_ranks_of_their_own_or_the_same() -> None:
         (
             [placed(0, 1), placed(11)],
             12,
-            r"9 of 12 ranks are in no stage: 2, 3, 4, 5, 6, 7, 8, 9, ... \(9\)\n  fix:    name them in a stage's",
+            r"9 of 12 ranks are in no stage: 2, 3, 4, 5, 6, 7, 8, 9, ... \(9\)\n  fix:    add them to the placement",
         ),
     ],
 )

@@ -107,7 +107,7 @@ def test_what_is_replicated_partial_or_in_windows_crosses_whole_or_in_slices() -
     [
         (
             "[4, 6] partial(sum@tp)",
-            r"h as .*: partial over tp; a value crosses .*\n  place:  Mesh\(tp=2\) on ranks 2, 3",
+            r"h as .*: partial over tp; values cross .*\n  place:  Mesh\(tp=2\) on ranks 2, 3",
         ),
         ("[4@tp, 6] replicated(dp)", r"a layout of Mesh\(dp=2, tp=2\), the placement has Mesh\(tp=2\)\n"),
         ("[4, 6] replicated(tp)", r"(?s)replicated over tp; .*fix:    convert it to \[4, 6\] inside the stage"),

@@ -31,7 +31,7 @@ def attempt(name: str, entry: Any, options: Any) -> Outcome:
     """Whether an optimizer gives the shards of a parameter what it gives the whole one."""
     outcome = Outcome(name, captured=True, planned=True)
     if not is_elementwise(entry.optim_cls):
-        outcome.ended, outcome.detail = "refused", f"ShardwiseError: {name} looks at whole parameters"
+        outcome.ended, outcome.detail = "refused", f"ShardwiseError: {name} needs whole parameters"
         return outcome
     outcome.split = True
     generator = torch.Generator().manual_seed(0)

@@ -228,13 +228,13 @@ def test_another_way_between_the_same_layouts_is_followed_if_it_is_listed_with_i
 
 
 def test_buckets_that_can_not_be_filled_are_refused(plan: sw.Plan) -> None:
-    """A value that is computed later can not share the message of a parameter."""
+    """A value that is computed later cannot share the message of a parameter."""
     entries = [replace(e, bucket=1, overlaps=True) for e in plan.conversions]
     text = refusal(plan.revised(conversions=tuple(entries)))
-    assert "can not share messages" in text
+    assert "cannot share messages" in text
     assert "up.weight and 5 more" in text
     computed = next(i for i, entry in enumerate(plan.conversions) if entry.forward)
-    assert "is no parameter, and can not leave early" in refusal(with_conversion(plan, computed, overlaps=True))
+    assert "its collective cannot start early" in refusal(with_conversion(plan, computed, overlaps=True))
 
 
 def test_a_parameter_that_the_plan_sends_late_is_sent_late(plan: sw.Plan) -> None:
@@ -333,7 +333,7 @@ def changed(plan: sw.Plan, change: Callable[[dict[str, Any]], object]) -> str:
         ("0-7", "9-16", ["1 of 17 ranks are in no stage: 8"]),
         ("1-8", "9-16", ["1 of 17 ranks are in no stage: 0"]),
         ("0-6", "7-14", ["stages[0].ranks", "has 8 devices, the placement names 7 ranks"]),
-        ("0-6,6", "7-14", ["stages[0].ranks", "rank 6 is named twice"]),
+        ("0-6,6", "7-14", ["stages[0].ranks", "rank 6 is listed twice"]),
     ],
 )
 def test_stages_whose_ranks_overlap_or_are_missing_are_refused(
@@ -362,9 +362,9 @@ def test_a_plan_of_two_stages_is_saved_printed_and_asked_stage_by_stage(plan: sw
 
 
 def test_ranks_in_another_order_are_refused(plan: sw.Plan) -> None:
-    with pytest.raises(sw.PlanError, match="rank 0 stands behind rank 7") as caught:
+    with pytest.raises(sw.PlanError, match="rank 0 comes after rank 7") as caught:
         sw.Plan.from_json(changed(plan, lambda data: data["stages"][0].update(ranks="4-7,0-3")), edited=True)
-    assert "name ranks in ascending order" in str(caught.value)
+    assert "list ranks in ascending order" in str(caught.value)
 
 
 # ----------------------------------------------------------------------------------------------------------- planned

@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "beyond": (lambda: plan(marked(norms_1=2), stages=2), "out of range: norms.1 in stage 2"),
     "unmarked": (lambda: plan(stages="marked"), "no module is marked"),
     "one stage": (lambda: plan(stages=1), "stages is 1"),
-    "only the first": (lambda: plan(marked(tokens=0), stages="marked"), "that is no pipeline"),
+    "only the first": (lambda: plan(marked(tokens=0), stages="marked"), "which makes no pipeline"),
     "not a stage": (lambda: sw.stage(Staged(), -1), "stage -1 of a module"),
     "no module": (lambda: sw.stage(torch.tanh, 1), "stage takes a module"),  # type: ignore[type-var]
     "too many": (lambda: plan(stages=50, devices=50), "50 stages need"),

@@ -193,7 +193,7 @@ def test_all_wrong_strategies_are_listed_at_once(edit):
     assert text.startswith("the plan does not fit its model:")
     assert "up/linear (" in text
     assert "/relu (" in text
-    assert "a partial sum does not pass through d0 d1 -> d0 d1: not linear" in text
+    assert "a partial sum cannot pass through d0 d1 -> d0 d1: not linear" in text
 
 
 @pytest.mark.parametrize(

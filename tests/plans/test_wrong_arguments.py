@@ -71,7 +71,7 @@ def test_what_is_no_plan_is_refused(plan: Any) -> None:
     ):
         with pytest.raises(sw.ShardwiseError, match="the plan is of type") as caught:
             ask()
-        assert "sw.plan returns" in str(caught.value)
+        assert "the result of sw.plan" in str(caught.value)
 
 
 def test_numbers_of_other_questions_are_refused() -> None:

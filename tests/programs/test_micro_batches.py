@@ -373,7 +373,7 @@ def test_a_loss_that_is_no_sum_over_micro_batches_is_refused_by_operator_and_lin
     with pytest.raises(PlanError) as caught:
         sw.plan(kind(), (rows(6),), 2, mode="data_parallel", micro_batch=4)
     text = str(caught.value)
-    assert "the step is no sum over micro-batches: /" in text
+    assert "the step is not a sum over micro-batches: /" in text
     assert re.search(r"op: +/\w+ \(test_micro_batches.py:\d+\)", text), text
     assert "plan with micro_batch equal to global_batch" in text
     assert sw.plan(kind(), (rows(6),), 2, mode="data_parallel", micro_batch=BATCH).micro_batches == 1

@@ -57,15 +57,15 @@ def constant(m: Model, h: Tensor) -> Tensor:
 
 
 PROVE_NOTHING = {
-    loss_of_nan: "nothing is proven by these inputs: the loss is nan, from operator /log (LINE+1)",
-    infinite_loss: "nothing is proven by these inputs: the loss is infinite, from operator /log (LINE+1)",
-    zero_by_zero: "nothing is proven by these inputs: the loss is nan, from operator /div (LINE+1)",
-    masked_row: "nothing is proven by these inputs: the loss is nan, from operator /softmax (LINE+1)",
-    gradient_of_nan: "nothing is proven by these inputs: the gradient of layer.weight is nan, from backward of "
+    loss_of_nan: "these inputs prove nothing: the loss is nan, from operator /log (LINE+1)",
+    infinite_loss: "these inputs prove nothing: the loss is infinite, from operator /log (LINE+1)",
+    zero_by_zero: "these inputs prove nothing: the loss is nan, from operator /div (LINE+1)",
+    masked_row: "these inputs prove nothing: the loss is nan, from operator /softmax (LINE+1)",
+    gradient_of_nan: "these inputs prove nothing: the gradient of layer.weight is nan, from backward of "
     "operator /sqrt (LINE+1)",
-    output_of_nan: "nothing is proven by these inputs: output [1] is nan, from operator /log (LINE+1)",
-    zeros: "backward is not proven by these inputs: every gradient is zero",
-    constant: "backward is not proven by these inputs: the loss depends on no parameter",
+    output_of_nan: "these inputs prove nothing: output [1] is nan, from operator /log (LINE+1)",
+    zeros: "these inputs do not prove backward: every gradient is zero",
+    constant: "these inputs do not prove backward: the loss depends on no parameter",
 }
 
 
@@ -109,7 +109,7 @@ def test_nan_in_an_input_is_named() -> None:
     model, x = Model(lambda m, h: h.square().mean()), torch.randn(4, 4)
     x[1, 2] = torch.nan
     report = sw.verify(model, x, sw.plan(model, x, 2, mode="data_parallel"))
-    assert report.not_proven == "nothing is proven by these inputs: the loss is nan, from input args[0]"
+    assert report.not_proven == "these inputs prove nothing: the loss is nan, from input args[0]"
 
 
 def test_nan_of_a_later_step_is_named_with_the_step() -> None:
@@ -135,7 +135,7 @@ def masked(m: Model, h: Tensor) -> tuple[Tensor, Tensor]:
 def test_elements_that_are_infinite_by_intent_are_compared_and_counted() -> None:
     report = verified(masked, mode="data_parallel")
     assert report.ok, report
-    note = "elements that are infinite on both sides, equal in place and sign: 12 (output [1], buffer mask)"
+    note = "elements that are infinite on both sides, with equal signs: 12 (output [1], buffer mask)"
     assert note in report.notes
 
 

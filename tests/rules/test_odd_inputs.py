@@ -498,9 +498,9 @@ def repeats(a: Tensor) -> Tensor:
     ("function", "what"),
     [
         (unique, "unique"),
-        (where_nonzero, "max needs the rows themselves"),
-        (masked_select, "std needs the rows themselves"),
-        (boolean_index, "cumsum needs the rows themselves"),
+        (where_nonzero, "max needs the rows selected"),
+        (masked_select, "std needs the rows selected"),
+        (boolean_index, "cumsum needs the rows selected"),
         (counts, "bincount"),
         (repeats, "repeat_interleave"),
     ],

@@ -136,8 +136,8 @@ def test_the_command_measures_a_rank_of_a_plan_file(place: Path, capsys: pytest.
         (["-n", "2", "--alone", "1", str(place / "plan.json"), model], "--alone runs one rank without others, and -n"),
         (["--alone", "1", str(place / "none.json"), model], "none.json"),
         (["--alone", "1", str(place / "plan.json"), model, "--steps", "0"], "steps is a number from 1, not 0"),
-        (["--alone", "1", str(place / "plan.json"), model, "--device", "nope"], "'nope' is no device"),
-        (["--alone", "1", str(place / "plan.json"), model, "--device", "cuda:99"], "there is no cuda:99 here"),
+        (["--alone", "1", str(place / "plan.json"), model, "--device", "nope"], "'nope' is not a device"),
+        (["--alone", "1", str(place / "plan.json"), model, "--device", "cuda:99"], "this machine has no cuda:99"),
     ):
         assert main(["run", *arguments]) == 2
         assert words in capsys.readouterr().err

@@ -131,7 +131,7 @@ def test_a_store_that_has_gone_leaves_the_operator(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(faults, "_ask", ask)
     missing, (fact,) = faults._who_is_missing(BlockedRank("Model", 7, "all_reduce over dp", (0, 2)), 2)
     assert missing == []
-    assert fact == "rank 2 waits here for rank 0; the store cannot be asked (Connection reset)"
+    assert fact == "rank 2 waits here for rank 0; the store cannot be reached (Connection reset)"
 
 
 SCRIPT = """
@@ -215,7 +215,7 @@ def test_memory_that_does_not_suffice_for_a_gathered_value_names_it(run_ranks: R
     for rank, (kind, text, follow_up) in enumerate(run_ranks(gather_more_than_there_is, 2)):
         assert kind == "OutOfDeviceMemoryError", text
         assert not follow_up
-        assert f"no memory on rank {rank} to convert linear (of wide/linear, test_faults.py:" in text
+        assert f"out of memory on rank {rank}, converting linear (of wide/linear, test_faults.py:" in text
         assert "f32[2097152@dp, 64] -> f32[2097152, 64]" in text
         assert "512 MiB here afterwards, 256 MiB before" in text
 

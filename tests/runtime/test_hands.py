@@ -72,7 +72,7 @@ def test_who_asks_about_a_later_call_is_known_when_the_others_come_to_it(ranks: 
     ranks.of(0).begin()
     ranks.of(0).wait(Late(3))
     ranks.of(0).begin()
-    with pytest.raises(ShardwiseError, match="goes on as in its last call: an evaluation"):
+    with pytest.raises(ShardwiseError, match="repeats its last one: an evaluation"):
         ranks.of(0).wait(Late(3))
     ranks.of(0).ask("an evaluation")
     ranks.of(0).wait(Late(3))  # both ask, and wait for each other

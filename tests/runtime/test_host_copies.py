@@ -84,7 +84,7 @@ def test_where_no_memory_can_be_pinned_the_error_says_so() -> None:
     with (
         FakeTensorMode(),
         mock.patch.object(torch, "empty_like", refuses),
-        pytest.raises(ShardwiseError, match=r"(?s)no pinned memory for 48 bytes.*ulimit"),
+        pytest.raises(ShardwiseError, match=r"(?s)cannot allocate 48 bytes of pinned memory.*ulimit"),
     ):
         StartCopy("host", CUDA)(torch.empty(3, 4, device=CUDA))
 

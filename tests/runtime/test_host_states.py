@@ -381,14 +381,14 @@ def test_what_cannot_be_done_in_groups_is_refused_and_nothing_is_changed() -> No
 
     module = make()
     cpu_optimizer.keep_states_on_host(module)
-    refused(sw.elementwise_optimizer(Counting)(module.parameters(), 0.1), "counts its steps by parameter")
+    refused(sw.elementwise_optimizer(Counting)(module.parameters(), 0.1), "count its steps per parameter")
     refused(torch.optim.Adam(module.parameters(), differentiable=True), "differentiable")
     hooked = torch.optim.Adam(module.parameters())
     hooked.register_step_pre_hook(lambda *_: None)
     refused(hooked, "hooks of this Adam")
     compiled = torch.optim.Adam(module.parameters())
     with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
-        refused(compiled, "torch.compile is around")
+        refused(compiled, "torch.compile wraps")
 
 
 def test_an_optimizer_that_fails_has_its_parameters_again() -> None:
@@ -433,7 +433,7 @@ def test_a_closure_runs_once_and_ahead_of_the_update() -> None:
 
 
 def test_optimizers_without_states_and_devices_that_are_the_host_are_told() -> None:
-    with pytest.raises(ShardwiseError, match="sgd has no states to keep on the host"):
+    with pytest.raises(ShardwiseError, match="sgd has no states to offload to the host"):
         sw.plan(make(), batch(), h100(), loss=loss, optimizer="sgd on host")
     with pytest.warns(PlanWarning, match=r"gains nothing"):
         sw.plan(make(), batch(), 2, loss=loss, optimizer="adamw on host", mode="data_parallel")

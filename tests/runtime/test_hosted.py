@@ -248,7 +248,7 @@ def test_what_a_table_on_the_host_is_no_good_for(run_ranks: RunRanks) -> None:
         ("hidden.", "on the host", "aten.linear", "op:     hidden/linear", "test_hosted.py"),
         ("embed.weight is kept on the host", "aten.linear", "op:     head/linear", "untie it"),
         ("embed.weight is kept on the host", "aten.linear", "op:     head/linear", "untie it"),
-        ("embed.weight is kept on the host, and the module returns it",),
+        ("embed.weight is kept on the host, but the module returns it",),
     ]
     assert len(found) == len(words)
     for message, own in zip(found, words, strict=True):

@@ -118,11 +118,11 @@ def test_init_gives_values_for_what_it_knows_and_the_module_for_the_rest(run_ran
             names = ["angles", "down.bias", "down.weight", "gain", "tokens.weight", "up.bias", "up.weight"]
             assert found[way, "asked"] == names
         assert found["own values"] < 1e-6
-        assert "f32[3], and the module has it as f32[12, 8]" in found["shape"]
-        assert "f64[12, 8], and the module has it as f32[12, 8]" in found["dtype"]
-        assert "f32[2], and the module has it as f32[12, 8]" in found["resized"]
+        assert "f32[3], but the module has it as f32[12, 8]" in found["shape"]
+        assert "f64[12, 8], but the module has it as f32[12, 8]" in found["dtype"]
+        assert "f32[2], but the module has it as f32[12, 8]" in found["resized"]
         assert "init= returned a list for tokens.weight" in found["kind"]
-        assert "init= has nothing for tokens.weight: KeyError" in found["unknown"]
+        assert "init= failed for tokens.weight: KeyError" in found["unknown"]
         assert "NotImplemented" in found["unknown"]
         assert found["a view"] == "accepted"
         assert "init= would never be called: all 7 parameters and buffers" in found["real"]

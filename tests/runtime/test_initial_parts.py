@@ -195,7 +195,7 @@ def test_an_element_that_the_constructor_looked_at_is_the_one_that_ranks_get() -
         module = Looking()
     (value,) = (value for _, value in full_tensors(module))
     assert module.seen == value[299, 1].item()
-    with pytest.raises(ShardwiseError, match="looked at random values"):
+    with pytest.raises(ShardwiseError, match="read random values"):
         list(full_tensors(module, seed=2))
 
 
@@ -352,7 +352,7 @@ def test_a_large_tensor_that_every_rank_makes_whole_is_told(monkeypatch: pytest.
             model = nn.Sequential(nn.Linear(30, 40))
             nn.init.orthogonal_(model[0].weight)
         plan = sw.plan(model, x, 1, loss=lambda y: y.sum(), mode="stand_alone")
-        with pytest.warns(PlanWarning, match=r"every rank makes these initial values whole.*: 0.weight"):
+        with pytest.warns(PlanWarning, match=r"every rank computes these whole initial values.*: 0.weight"):
             sw.parallelize(model, plan, loss=lambda y: y.sum())
     finally:
         sw.finish()

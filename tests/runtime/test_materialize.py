@@ -270,7 +270,7 @@ def test_another_seed_is_refused_where_the_constructor_looked_at_random_values()
     with deferred(seed=0):
         module = nn.Linear(4, 4)
         assert float(module.weight.detach().max()) > 0
-    with pytest.raises(ShardwiseError, match=r"(?s)seed 9 .*recorded with seed 0.*sw.deferred\(seed=9\)"):
+    with pytest.raises(ShardwiseError, match=r"(?s)seed 9 .*a recording with seed 0.*sw.deferred\(seed=9\)"):
         next(full_tensors(module, seed=9))
 
 

@@ -247,7 +247,7 @@ def calls_of_all_kinds() -> dict[str, Any]:
     found["scaled loss"] = par.step(x, y, scaler=torch.amp.GradScaler("cpu", init_scale=2.0**8)).item()
     found["scaled"] = [gradient / 2**8 for gradient in gradients(par)]
     par.zero_grad()
-    with torch.no_grad(), pytest.raises(ShardwiseError, match="gradients, and they are disabled"):
+    with torch.no_grad(), pytest.raises(ShardwiseError, match="gradients, but they are disabled"):
         par.step(x, y)
     return found
 
@@ -270,7 +270,7 @@ def test_every_way_to_pass_a_batch_gives_the_gradients_of_the_whole(run_ranks: R
         assert found["hooked"] == 1, "a hook sees the gradient of the step, once"
         assert found["evaluated"] == pytest.approx([module(x[:n], y[:n]).item() for n in (8, 4, 3)], rel=1e-12)
         assert len(found["said"]) == (rank == 0)
-        assert any("do not divide into passes over 4" in text for text in found["gathered"]) == (rank == 0)
+        assert any("do not divide into micro-batches of 4" in text for text in found["gathered"]) == (rank == 0)
     # The count of labels ahead of two passes, the sum of losses in each, the gradients behind them, together.
     kinds = [kind for kind, _, _ in ranks[0]["messages"]]
     assert kinds == ["all_reduce"] * (1 + 2 + 1)

@@ -248,7 +248,7 @@ def test_what_is_done_afterwards_to_the_module_that_was_split_is_announced(run_r
     for said, (of_another, of_its_parameters) in run_ranks(changed_afterwards, 2, time_limit_seconds=240):
         for name, (_, what) in AFTERWARDS.items():
             assert len(said[name]) == bool(what), said[name]
-            assert all("that was split was changed afterwards" in text and what in text for text in said[name])
+            assert all("the original module was changed after" in text and what in text for text in said[name])
         assert not of_another
         assert "SGD holds up.weight, up.bias" in of_its_parameters
 

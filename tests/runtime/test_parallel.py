@@ -182,7 +182,7 @@ def test_what_ranks_refuse(run_ranks: RunRanks) -> None:
         assert "ranks disagree on the plan: rank 0 has" in messages[1]
         assert "rank 0 has no plan" in messages[2]
         assert "the plan is for another model" in messages[3]
-        assert "blocks.0.attention.out.bias is in the plan and not in the module" in messages[3]
+        assert "blocks.0.attention.out.bias is in the plan but not in the module" in messages[3]
         assert "not 'whole'" in messages[5]
         assert "dtype f32" in messages[6]
         assert "made for i64" in messages[6]

@@ -98,7 +98,7 @@ def steps_over_parts(schedule: str, stages: int) -> dict[str, Any]:
     batch = staged_batch(8, 6)
     found["uneven"], said = said_of(lambda: far(par, model, batch, tuple(x[uneven] for x in batch)))
     assert bool(said) == (dist.get_rank() == 0)
-    assert all("do not divide into passes over 4" in text for text in said)
+    assert all("do not divide into micro-batches of 4" in text for text in said)
     found["whole again"] = far(par, model, staged_batch(8), part_of(par, staged_batch(8)))
     par.eval()
     with torch.no_grad():
@@ -134,7 +134,7 @@ def odd_calls() -> dict[str, Any]:
     par = split(model, batch)
     found["numbered"], said = said_of(lambda: far(par, model, batch, part_of(par, batch)))
     assert [text.partition(" samples")[0] for text in said] == (
-        ["the model computes with the numbers that 8"] if rank == 0 else []
+        ["the model uses the positions of 8"] if rank == 0 else []
     )
     with pytest.raises(ShardwiseError, match="the plan splits no input"):
         split(model, batch, mode="auto", search="sharding_propagation", mesh=sw.Mesh(tp=2), strategies=BY_COLUMNS)

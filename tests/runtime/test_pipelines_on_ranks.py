@@ -110,7 +110,7 @@ def with_schedules(names: list[str]) -> dict[str, float]:
             check_dropout(name, stages)
         if name == "ZBVZeroBubble":
             check_outputs(par, reference)
-            with pytest.raises(sw.PlanError, match=r"weights apart, and compiled .*\n.*does not \(GPipe, 1F1B"):
+            with pytest.raises(sw.PlanError, match=r"weight gradients, but compiled .*\n.*schedule \(GPipe, 1F1B"):
                 sw.parallelize(copy.deepcopy(reference), par.plan, compile=True)
     return found
 
@@ -152,7 +152,7 @@ def check_calls(par: Pipeline, reference: torch.nn.Module) -> None:
     thawed.tokens.requires_grad_(True)
     split = sw.parallelize(thawed, par.plan if dist.get_rank() == 0 else None)
     split.requires_grad_(True)
-    with pytest.raises(sw.ShardwiseError, match="was frozen when the module was split"):
+    with pytest.raises(sw.ShardwiseError, match="was frozen at sw"):
         split.step(*staged_batch(8))
 
 
@@ -194,7 +194,7 @@ def check_predicted() -> None:
     plan = sw.plan(module, (x, x), 2, loss=squared, stages=2, micro_batch=2) if dist.get_rank() == 0 else None
     par = sw.parallelize(copy.deepcopy(module), plan, loss=squared)
     par = copy.deepcopy(par)  # with process groups that are shared
-    with pytest.raises(sw.LaunchError, match="is not stored whole"):
+    with pytest.raises(sw.LaunchError, match="cannot be pickled"):
         pickle.dumps(par)
     for size in (8, 3):
         found, want = par.predict(x[:size]), module(x[:size])

@@ -58,7 +58,7 @@ def sums_among_ranks() -> list[Any]:
 
 def test_collectives_of_a_placement_are_among_its_ranks(run_ranks: RunRanks) -> None:
     even, odd = ([101.0] * 2, [[0], [2]]), ([1010.0] * 2, [[1], [3]])
-    outside = "rank {} has no place in Mesh({}=2) on ranks {}\n  fix:    ask on one of these ranks"
+    outside = "rank {} is not in Mesh({}=2) on ranks {}\n  fix:    call this on one of these ranks"
     for rank, found in enumerate(run_ranks(sums_among_ranks, 4)):
         if rank % 2:
             told = [outside.format(rank, axis, "0, 2") for axis in ("dp", "tp")]

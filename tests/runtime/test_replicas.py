@@ -171,7 +171,7 @@ def test_what_differs_first_is_named_on_every_rank(run_ranks: RunRanks) -> None:
     for how in ("step", "backward"):
         assert f"copies of gradient of {bias}" in found[f"gradient, {how}"]
         assert "  where:  backward, call " in found[f"gradient, {how}"]
-    assert "check_replicas is the number of training calls from check to check, not -1" in found["setting"]
+    assert "check_replicas is the number of training calls between checks, not -1" in found["setting"]
 
 
 def train_with_and_without() -> dict[str, Any]:

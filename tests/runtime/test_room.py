@@ -38,7 +38,7 @@ def test_a_plan_that_needs_more_than_the_gpu_has_left_is_refused(monkeypatch: py
     require_memory(plan, torch.device("cuda", 3))
     assert asked == [3]
     left = int(peak / 1.06)
-    with pytest.raises(OutOfDeviceMemoryError, match=r"rank 0 can get .* of the 1 GiB of its GPU(.|\n)*memory_bytes="):
+    with pytest.raises(OutOfDeviceMemoryError, match=r"rank 0 has .* free of the 1 GiB of its GPU(.|\n)*memory_bytes="):
         require_memory(plan, torch.device("cuda", 3))
     require_memory(plan, torch.device("cpu"))
     require_memory(replace(plan.plan, predicted=None), torch.device("cuda", 3))

@@ -236,7 +236,7 @@ def test_optimizers_update_shards_as_one_device_or_refuse(ranks: Ranks) -> None:
             assert message.startswith("ShardwiseError"), name
             assert unchanged
         assert found["LBFGS"][0].splitlines()[:2] == [
-            "ShardwiseError: torch.optim.LBFGS looks at whole parameters, and this rank holds a shard of tokens.weight "
+            "ShardwiseError: torch.optim.LBFGS needs whole parameters, but this rank holds a shard of tokens.weight "
             "and of 4 more of its parameters",
             "  op:     tokens.weight: f64[14@tp, 6]",
         ]

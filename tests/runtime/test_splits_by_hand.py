@@ -226,7 +226,7 @@ def test_a_plan_that_stores_a_row_twice_or_nowhere_is_refused(layout: str) -> No
         ("v@tp{}", "an uneven split reads"),
         ("v@tp{-1,20,41,4}", "an uneven split reads"),
         ("v@tp{10,20,30,4", "a strategy reads"),
-        ("R@tp{1,2,3,4}", "R is no factor: only a factor can be split unevenly"),
+        ("R@tp{1,2,3,4}", "R is not a factor: only factors can be split unevenly"),
         ("v@tp.0{1,63} v@tp.1{1,63}", "factor v is split unevenly twice"),
         ("v@tp.0{1,63} v@tp.1", r"2 lengths \{1,63\} for factor v, which is split over 4 devices"),
     ],

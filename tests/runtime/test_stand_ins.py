@@ -166,8 +166,8 @@ def what_is_said() -> dict[str, str]:
 def test_what_is_added_is_announced_and_names_that_are_taken_are_refused(run_ranks: Callable[..., Any]) -> None:
     for found in run_ranks(what_is_said, 2, time_limit_seconds=240):
         for name in ("step", "plan", "latest"):
-            assert found[name].startswith(f"PlanError: the module has {name} among its own parameters and buffers")
+            assert found[name].startswith(f"PlanError: parameters or buffers of the module are called {name}")
         for name in ("a module", "a module in a part", "a parameter", "a buffer"):
-            assert "was added to what stands for a" in found[name], found[name]
-        assert "Backbone has a train() of its own" in found["a mode of a part with its own"]
+            assert "was added to the stand-in of a" in found[name], found[name]
+        assert "Backbone overrides train()" in found["a mode of a part with its own"]
         assert found["weight"] == found["a value"] == found["a mode"] == "nothing"

@@ -216,8 +216,8 @@ def _own_part(par: sw.Parallel, optimizer: torch.optim.Optimizer, file: str) -> 
 def test_torchs_checkpoints_hold_global_tensors(run_ranks: RunRanks, tmp_path: Any) -> None:
     for found in run_ranks(right_on_ranks, 2, str(tmp_path), time_limit_seconds=240):
         assert "a view of this rank's shard of up.weight" in found.pop("a view")
-        assert "copies tensors without what they say" in found.pop("a copying writer")
-        assert "keeps one chunk of a name per rank, and ranks hold several of qkv.weight" in found.pop(
+        assert "copies tensors without their position" in found.pop("a copying writer")
+        assert "stores one chunk per name and rank, but ranks hold several chunks of qkv.weight" in found.pop(
             "one chunk a name"
         )
         assert not found.pop("files")

@@ -289,7 +289,7 @@ def files_of_ranks(options: dict[str, Any], folder: str) -> dict[str, Any]:
     found = {name: said(action) for name, action in refused.items()}
     on_rank_0 = ("accelerate's model", "accelerate's model, pickled")  # the others write nothing
     found = {
-        name: text for name, text in found.items() if "its own part of" not in text and not (rank and name in on_rank_0)
+        name: text for name, text in found.items() if "its shards of" not in text and not (rank and name in on_rank_0)
     }
     if Path(path).read_bytes() != b"of before":
         found["a file of before"] = "written over"

@@ -207,7 +207,7 @@ def test_weights_that_fit_come_in_and_others_are_named(run_ranks: RunRanks, tmp_
         assert "1 names that the module lacks: other" in found["other.safetensors"]
         assert "cannot be read" in found["torn.safetensors"]
         assert "cannot be read" in found["pickled.bin"]
-        assert "is no index of safetensors files" in found["deep"]
+        assert "is not an index of safetensors files" in found["deep"]
         assert "there are no safetensors files in" in found["nowhere"]
 
 

@@ -17,11 +17,11 @@ _OF_DEVICES = {
     "launch": "the host starts kernels as fast as they run",
     "reserve": "a plan has all of the memory",
     "host_bandwidth": "the memory is the host's",
-    "spread": "operators take what is predicted, without an interval",
+    "spread": "operators take the predicted time, without an interval",
 }
 _OF_LEVELS = {
     "launch": "collectives begin at once",
-    "spread": "messages take what is predicted, without an interval",
+    "spread": "messages take the predicted time, without an interval",
 }
 
 

@@ -97,8 +97,8 @@ class Device:
 
     def matmul_flops(self, dtype: str) -> float:
         """FLOP/s that large matmuls reach."""
-        known = self._computed_in(dtype)
-        return self.flops[known] * self.matmul_efficiency.get(known, 1.0)
+        computed_in = self._computed_in(dtype)
+        return self.flops[computed_in] * self.matmul_efficiency.get(computed_in, 1.0)
 
     @property
     def matmul_ramp(self) -> float:
@@ -120,11 +120,11 @@ class Device:
         return num_bytes / self.fresh_bandwidth if self.fresh_bandwidth and num_bytes > _FRESH else 0.0
 
     def _computed_in(self, dtype: str) -> str:
-        known = rate_dtype(dtype, self.flops)
-        if not known:
-            what = f"{self.name} has no figure for {dtype}, nor for a dtype that could stand for it"
+        listed = rate_dtype(dtype, self.flops)
+        if not listed:
+            what = f"{self.name} has no figure for {dtype} or a similar dtype"
             raise ShardwiseError(problem(what, fix=f"add [device.flops] {dtype} to the cluster file"))
-        return known
+        return listed
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,15 +164,15 @@ class Level:
 
     def link_bandwidth(self, num_units: float) -> float:
         """B/s of one link for a group that spans ``num_units`` units."""
-        known = self.group_bandwidths
-        if not known:
+        ratios = self.group_bandwidths
+        if not ratios:
             return self.bandwidth
-        if num_units <= known[0][0]:
-            return known[0][1]
-        for (low, slow), (high, fast) in pairwise(known):
+        if num_units <= ratios[0][0]:
+            return ratios[0][1]
+        for (low, slow), (high, fast) in pairwise(ratios):
             if num_units <= high:
                 return slow + (fast - slow) * (num_units - low) / (high - low)
-        return known[-1][1]
+        return ratios[-1][1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +236,7 @@ class Cluster:
             return Cluster.load(cluster)
         if isinstance(cluster, int):
             return Cluster.local(cluster)
-        fix = 'a Cluster, the name of one ("h100-1x8", or a TOML file), or a number of devices'
+        fix = 'pass a Cluster, a name ("h100-1x8", or a TOML file), or a number of devices'
         raise ShardwiseError(problem(f"the cluster is {cluster!r}"[:200], fix=fix))
 
     @staticmethod
@@ -331,8 +331,8 @@ class Cluster:
         """
         if self.mixed and prod(sizes) != self.num_devices:
             kinds = ", ".join(f"{count} x {name}" for name, count in self.mixed)
-            what = f"{self.name} has {kinds}: which of them are {prod(sizes)} devices is not known"
-            raise ShardwiseError(problem(what, fix="write a cluster file with those"))
+            what = f"{self.name} has {kinds}: the kinds of {prod(sizes)} devices are not known"
+            raise ShardwiseError(problem(what, fix="write a cluster file with these devices"))
         levels = [replace(level, size=size) for level, size in zip(self.levels, sizes, strict=True)]
         while len(levels) > 1 and levels[-1].size == 1:
             levels.pop()
@@ -351,7 +351,7 @@ class Cluster:
         )
         memory = format_quantity(self.device.memory_bytes, "B")
         if self.device.reserve_bytes:
-            memory += f", of which {format_quantity(self.device.reserve_bytes, 'B')} are no plan's"
+            memory += f", of which {format_quantity(self.device.reserve_bytes, 'B')} are reserved"
         text = f"{self.name}: {self.num_devices} x {self.device.name} ({memory}), {levels}"
         if self.mixed:
             text += "; planned with the slowest figures of " + ", ".join(f"{n} x {name}" for name, n in self.mixed)

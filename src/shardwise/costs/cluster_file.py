@@ -76,9 +76,9 @@ def load(name: str | Path, hosts: str | Path | None = None) -> Cluster:
             content = _content(read_text(text, _MOST_BYTES), text)
             cluster = _cluster(content, text)
             if lacking := assumed_figures(content):
-                print_note_once(f"{text} says nothing of {'; '.join(lacking)}; {MEASURE}")
+                print_note_once(f"{text} has no {'; '.join(lacking)}; {MEASURE}")
         except (OSError, UnicodeDecodeError) as error:
-            raise ShardwiseError(problem(f"cannot read the cluster file: {error}", fix="give its path")) from error
+            raise ShardwiseError(problem(f"cannot read the cluster file: {error}", fix="pass its path")) from error
     else:
         cluster = family(text) if hosts is not None and text in families() else _bundled(text)
     return cluster if hosts is None else on_hosts(cluster, hosts)
@@ -101,9 +101,9 @@ def _bundled(name: str) -> Cluster:
     sized = None if name in families() else _SIZED.fullmatch(name)
     chosen = sized["family"] if sized else name
     if chosen not in families():
-        what = f"there is no cluster {shorten_repr(name)}"
+        what = f"unknown cluster {shorten_repr(name)}"
         facts = [("bundled", ", ".join(families()))]
-        raise ShardwiseError(problem(what, facts=facts, fix="name one (h100-16x8: 16 nodes of 8), or a .toml file"))
+        raise ShardwiseError(problem(what, facts=facts, fix="pass a name (h100-16x8: 16 nodes of 8) or a .toml file"))
     largest = family(chosen)
     most = prod(level.size for level in largest.levels[:-1]) if len(largest.levels) > 1 else largest.num_devices
     nodes, devices = (int(sized["nodes"]), int(sized["devices"])) if sized else (1, most)
@@ -120,13 +120,13 @@ def on_hosts(cluster: Cluster, path: str | Path) -> Cluster:
     if len(counts) > 1:
         listed = ", ".join(f"{host.name}: {len(host.ranks)}" for host in hosts[:8])
         raise ShardwiseError(
-            problem(f"the hosts of {path} have different numbers of ranks ({listed})", fix="use as many on each")
+            problem(f"the hosts of {path} have different numbers of ranks ({listed})", fix="use one number")
         )
     ordered = sorted(hosts, key=lambda host: host.ranks)
     scattered = [host for host in ordered if host.ranks != tuple(range(host.ranks[0], host.ranks[-1] + 1))]
     if scattered:
         what = f"host {scattered[0].name} of {path} has the ranks {', '.join(map(str, scattered[0].ranks[:8]))}"
-        raise ShardwiseError(problem(what, fix="give each host neighbouring ranks: the mesh takes them for close"))
+        raise ShardwiseError(problem(what, fix="use consecutive ranks on each host: the mesh takes them for close"))
     devices, nodes = len(ordered[0].ranks), len(ordered)
     return cluster.with_nodes(nodes, devices).renamed(f"{cluster.name} on {nodes} hosts of {devices}")
 
@@ -214,7 +214,7 @@ class _FigureReader:
     def source(self, entry: object, where: str) -> str:
         """Return the source of a figure as text; it may be a text, a number or a date."""
         if isinstance(entry, (dict, list)):
-            self.complain(where, f"{shorten_repr(entry)} is not a text")
+            self.complain(where, f"{shorten_repr(entry)} is not a string")
         return str(entry) if isinstance(entry, str) else shorten_repr(entry)
 
     def count(self, table: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
@@ -235,9 +235,9 @@ class _FigureReader:
             self.complain(f"{where}.{key}", f"{shorten_repr(entry)} is neither true nor false")
         return bool(entry)
 
-    def unknown(self, table: Mapping[str, Any], known: set[str], where: str) -> None:
-        for key in sorted(table.keys() - known):
-            self.complain(f"{where}.{_key(key)}".lstrip("."), f"is not known; there is {', '.join(sorted(known))}")
+    def unknown(self, table: Mapping[str, Any], keys: set[str], where: str) -> None:
+        for key in sorted(table.keys() - keys):
+            self.complain(f"{where}.{_key(key)}".lstrip("."), f"is not known; known are {', '.join(sorted(keys))}")
 
     def finish(self) -> None:
         if self.wrong:
@@ -292,7 +292,7 @@ def _cluster(content: Mapping[str, Any], path: str) -> Cluster:
     if len(levels) > _MOST_LEVELS or prod(level.size for level in levels) > MAX_DEVICES:
         reader.complain("levels", f"there are at most {_MOST_LEVELS} of them, for at most {MAX_DEVICES} devices")
     if not levels:
-        reader.complain("levels", "is missing: a cluster has at least one, what connects the devices of a node")
+        reader.complain("levels", "is missing: a cluster has at least one level, the links within a node")
     counted = _devices(reader, content)
     num_devices = prod(level.size for level in levels)
     if "devices" in content and counted and sum(count for _, count in counted) != num_devices:
@@ -314,8 +314,8 @@ def _cluster(content: Mapping[str, Any], path: str) -> Cluster:
 def _devices(reader: _FigureReader, content: Mapping[str, Any]) -> list[tuple[Device, int]]:
     """The devices of ``[device]`` or ``[[devices]]`` with their counts; a count is 0 where all are of one kind."""
     if ("device" in content) == ("devices" in content):
-        both = "both [device] and [[devices]] are there" if "device" in content else "[device] is missing"
-        reader.complain("device", f"{both}: [device] describes equal devices, [[devices]] several kinds with a count")
+        both = "the file has both [device] and [[devices]]" if "device" in content else "[device] is missing"
+        reader.complain("device", f"{both}: use [device] for equal devices, [[devices]] for several kinds with counts")
         return []
     if "device" in content:
         return [(_device(reader, reader.table(content, "device", ""), "device"), 0)]
@@ -329,10 +329,10 @@ def _devices(reader: _FigureReader, content: Mapping[str, Any]) -> list[tuple[De
 
 
 def _device(reader: _FigureReader, table: Mapping[str, Any], where: str, also: set[str] | None = None) -> Device:
-    known = {"like", "name", "flops", "matmul_efficiency", "kernels", "kernels_like", "foreach", *_DEVICE_KEYS} | (
+    known_keys = {"like", "name", "flops", "matmul_efficiency", "kernels", "kernels_like", "foreach", *_DEVICE_KEYS} | (
         also or set()
     )
-    reader.unknown(table, known, where)
+    reader.unknown(table, known_keys, where)
     base, model = _like(reader, table, "like", where), _like(reader, table, "kernels_like", where)
     keys = {
         key: (name, unit, required and base is None, zero) for key, (name, unit, required, zero) in _DEVICE_KEYS.items()

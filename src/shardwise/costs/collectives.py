@@ -108,7 +108,7 @@ class Links:
                     f"{Placement(self.mesh, self.ranks)}: {self.cluster.name} has {self.cluster.num_devices} devices, "
                 )
                 what += f"none for {len(absent)} of them from rank {absent[0]} on"
-                fix = f"name ranks from 0 to {self.cluster.num_devices - 1}, or describe a larger cluster"
+                fix = f"use ranks from 0 to {self.cluster.num_devices - 1}, or describe a larger cluster"
                 raise PlanError(problem(what, fix=fix))
         elif self.mesh.num_devices != self.cluster.num_devices:
             sizes = " x ".join(str(size) for _, size in self.mesh.axes) or "1"
@@ -123,9 +123,9 @@ class Links:
 
     def algorithms(self, kind: str, axes: tuple[str, ...]) -> tuple[Affine, ...]:
         """(seconds, seconds per byte) of each algorithm."""
-        algorithms = self._known.get((kind, axes))
+        algorithms = self._algorithms.get((kind, axes))
         if algorithms is None:
-            algorithms = self._known[kind, axes] = affine_terms(kind, self.cluster.levels, self.span(axes))
+            algorithms = self._algorithms[kind, axes] = affine_terms(kind, self.cluster.levels, self.span(axes))
         return algorithms
 
     def span(self, axes: Iterable[str]) -> Span:
@@ -151,7 +151,7 @@ class Links:
         return LinkPrice(self, itemsize)
 
     @cached_property
-    def _known(self) -> dict[tuple[str, tuple[str, ...]], tuple[Affine, ...]]:
+    def _algorithms(self) -> dict[tuple[str, tuple[str, ...]], tuple[Affine, ...]]:
         return {}
 
     @cached_property
@@ -260,8 +260,8 @@ def _launch(kind: str, levels: tuple[Level, ...], span: Span) -> float:
 
 def _rate(kind: str, levels: tuple[Level, ...], span: Span, level: int) -> float:
     """B/s that one device gets from the links of a level, when all devices use them."""
-    known = levels[level]
-    return known.link_bandwidth(span.branches(level)) * _figure(known.efficiency, kind, 1.0) / known.shared_by
+    times = levels[level]
+    return times.link_bandwidth(span.branches(level)) * _figure(times.efficiency, kind, 1.0) / times.shared_by
 
 
 def _pace(kind: str, levels: tuple[Level, ...], span: Span) -> float:

@@ -137,8 +137,8 @@ def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     if len(points) <= _MOST_POINTS:
         return points
     least, most = max(points[0][0], 1.0), points[-1][0]
-    wanted = [least * (most / least) ** (i / (_MOST_POINTS - 1)) for i in range(_MOST_POINTS)]
-    places = {min(bisect_left(points, (x,)), len(points) - 1) for x in wanted}
+    targets = [least * (most / least) ** (i / (_MOST_POINTS - 1)) for i in range(_MOST_POINTS)]
+    places = {min(bisect_left(points, (x,)), len(points) - 1) for x in targets}
     return [points[place] for place in sorted(places)]
 
 
@@ -149,8 +149,8 @@ def fit_cluster(measured: Measurements, name: str, like: Cluster | None = None) 
     names = ("machine",) if len(measured.sizes) == 1 else ("node", "network", *("",) * len(measured.sizes))
     for index, size in enumerate(measured.sizes):
         inside = [time for time in measured.collectives if _only_on(time.units, index)]
-        known = like.levels[index] if like is not None and index < len(like.levels) else None
-        levels.append(fit_level(names[index] or f"level{index}", size, inside, known))
+        reference = like.levels[index] if like is not None and index < len(like.levels) else None
+        levels.append(fit_level(names[index] or f"level{index}", size, inside, reference))
     facts = measured.facts
     source = f"measured on {facts.get('date', 'an unknown day')} ({facts.get('software', 'unknown software')})"
     sources = {f"device.{key}": source for key in ("flops", "memory", "memory_bandwidth", "kernel_latency")}
@@ -211,7 +211,7 @@ def fit_device(measured: Measurements, like: Device | None = None) -> Device:
         return device
     peaks = {dtype: max(like.flops.get(dtype, rate), rate) for dtype, rate in rates.items()}
     bandwidth = max(like.memory_bandwidth, device.memory_bandwidth)
-    known = replace(
+    described = replace(
         device,
         flops=Figures({**like.flops, **peaks}),
         memory_bandwidth=bandwidth,
@@ -225,7 +225,7 @@ def fit_device(measured: Measurements, like: Device | None = None) -> Device:
         launch=like.launch,
         memory_spread=like.memory_spread,
     )
-    return replace(known, matmul_half_flops=median(ramps) * max(map(known.matmul_flops, known.flops)))
+    return replace(described, matmul_half_flops=median(ramps) * max(map(described.matmul_flops, described.flops)))
 
 
 def _with_kernels(device: Device, kernels: Sequence[KernelTime]) -> Device:
@@ -263,8 +263,8 @@ def fit_level(name: str, size: int, times: Iterable[CollectiveTime], like: Level
     for time in times:
         series.setdefault((time.kind, time.units[0]), []).append((time.num_bytes, time.seconds))
     if not series:
-        known = family("local").levels[0] if like is None else like
-        return replace(known, name=name, size=size)
+        base = family("local").levels[0] if like is None else like
+        return replace(base, name=name, size=size)
     lines = {key: robust_line(points, rising=True) for key, points in series.items()}
     fixed = {(kind, units): (num_steps(kind, units), line[0]) for (kind, units), line in lines.items()}
     latency = _latency(fixed)
@@ -307,10 +307,10 @@ def _latency(fixed: Mapping[tuple[str, int], tuple[int, float]]) -> float:
     """Seconds per step, from (steps, seconds) of every kind and group size: the median slope between group sizes of the
     same kind (Theil and Sen); between kinds, where all groups are of one size."""
     pairs = combinations(fixed.items(), 2)
-    alike = [(group, other_group) for ((kind, _), group), ((other_kind, _), other_group) in pairs if kind == other_kind]
-    if not alike:
-        alike = list(combinations(fixed.values(), 2))
-    slopes = [(late - soon) / (many - few) for (few, soon), (many, late) in alike if many != few]
+    same_kind = [(first, second) for ((kind, _), first), ((other, _), second) in pairs if kind == other]
+    if not same_kind:
+        same_kind = list(combinations(fixed.values(), 2))
+    slopes = [(late - soon) / (many - few) for (few, soon), (many, late) in same_kind if many != few]
     return max(median(slopes), 0.0) if slopes else 0.0
 
 

@@ -44,7 +44,7 @@ class Fragments:
         named = dict.fromkeys((*op.operands, *op.results))
         values = (*(self.graph.by_name[name] for name in named), *added)
         small = Graph(values, (), tuple(item.op for item in items), ())
-        layouts = self._taken(op, rule, strategy, items)
+        layouts = self._inputs(op, rule, strategy, items)
         builder = Builder(small, mesh, dict(layouts), self.router)
         for item in items:
             builder.add(item)
@@ -66,7 +66,7 @@ class Fragments:
             kept,
         )
 
-    def _taken(self, op: Op, rule: OpRule, strategy: Strategy, items: Sequence[PlacedOp]) -> dict[str, Layout]:
+    def _inputs(self, op: Op, rule: OpRule, strategy: Strategy, items: Sequence[PlacedOp]) -> dict[str, Layout]:
         """Operand -> the layout in which a lowering takes it: the one in which it is used inside, or the strategy's
         where it is used in several, or through windows."""
         mesh = self.router.axes.mesh

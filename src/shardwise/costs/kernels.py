@@ -227,9 +227,9 @@ def _scalars(name: str, operands: Sequence[Form], results: Sequence[Form]) -> fl
         return 0.0
     result = results[0]
     large = [form for form in operands if prod(form.shape) > 1]
-    alike = all(form.shape == result.shape and form.stride == result.stride for form in large) and is_dense(result)
+    same_form = all(form.shape == result.shape and form.stride == result.stride for form in large) and is_dense(result)
     widens = any(form.dtype.itemsize < result.dtype.itemsize for form in large)
-    return float(prod(result.shape)) if large and (widens or not alike) else 0.0
+    return float(prod(result.shape)) if large and (widens or not same_form) else 0.0
 
 
 def is_dense(form: Form) -> bool:

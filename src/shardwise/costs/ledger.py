@@ -97,8 +97,8 @@ class Ledger:
         where = self.phase, self.op
         if total > self.held.get(where, -1):
             self.held[where] = total
-        known = self.peaks.get(self.phase)
-        if known is None or total > known.num_bytes:
+        peak = self.peaks.get(self.phase)
+        if peak is None or total > peak.num_bytes:
             self.peaks[self.phase] = self._now(total, transient)
         if self.over is not None:
             last = self.over[-1] if self.over else None

@@ -69,8 +69,8 @@ def family_of(name: str, capability: tuple[int, int] = (0, 0)) -> tuple[str, boo
     (('h100', True), ('a100-40', True), ('l4', False))
     """
     words = re.split(r"[\s/_-]+", name.upper())
-    for known, chosen in _FAMILIES:
-        if "MIG" not in words and set(known.upper().split()) <= set(words):
+    for pattern, chosen in _FAMILIES:
+        if "MIG" not in words and set(pattern.upper().split()) <= set(words):
             return chosen, True
     return _BY_CAPABILITY.get(capability, _OTHERWISE), False
 
@@ -80,35 +80,35 @@ def _of_cpus(num_devices: int) -> tuple[Cluster, list[str]]:
     cluster = family("local").with_devices(num_devices)
     device_bytes = float(max(1, whole // num_devices))
     device = replace(cluster.device, memory_bytes=device_bytes)
-    source = f"{format_quantity(whole, 'B')} that processes may take on this machine, in {num_devices} equal parts"
+    source = f"{format_quantity(whole, 'B')} that processes may use on this machine, in {num_devices} equal parts"
     sources = tuple({**dict(cluster.sources), "device.memory": source}.items())
     return replace(cluster, device=device, sources=sources), [
-        f"no GPU is here: CPU ranks, each with its part of {format_quantity(whole, 'B')}",
-        "speeds and links are those of the machine on which this project is tested",
+        f"this machine has no GPU: CPU ranks, each with its part of {format_quantity(whole, 'B')}",
+        "speeds and links of the machine on which shardwise is tested",
     ]
 
 
 def _of_gpus(gpus: Sequence[probe.Gpu], num_devices: int) -> tuple[Cluster, list[str]]:
     inside = min(num_devices, len(gpus))
     if num_devices % inside:
-        what = f"{num_devices} devices: this machine has {inside} GPUs, and {num_devices} is no multiple of that"
+        what = f"{num_devices} devices: this machine has {inside} GPUs, and {num_devices} is not a multiple"
         fix = f"choose at most {inside}, or a multiple; CPU ranks: sw.Cluster.load('local').with_devices({num_devices})"
         raise ShardwiseError(problem(what, fix=fix))
-    known = probe.smi_gpus()
+    listed = probe.smi_gpus()
     used = gpus[:inside]
     assumed: list[str] = []
     names = [family_of(gpu.name, gpu.capability) for gpu in used]
     devices = [
-        _device(gpu, name, known.get(gpu.uuid), place, assumed)
+        _device(gpu, name, listed.get(gpu.uuid), place, assumed)
         for place, (gpu, (name, _)) in enumerate(zip(used, names, strict=True))
     ]
     kinds = {gpu.name: 0 for gpu in used}
     for gpu in used:
         kinds[gpu.name] += num_devices // inside
     for gpu_name, (name, is_named) in dict(zip((gpu.name for gpu in used), names, strict=True)).items():
-        assumed.insert(0, f"{gpu_name} with the figures of {name}{'' if is_named else ', which is like it at best'}")
+        assumed.insert(0, f"{gpu_name} with the figures of {name}{'' if is_named else ', which may be similar'}")
     slowest_family = min((name for name, _ in names), key=lambda name: family(name).levels[0].bandwidth)
-    rows = [known[gpu.uuid].index for gpu in used if gpu.uuid in known]
+    rows = [listed[gpu.uuid].index for gpu in used if gpu.uuid in listed]
     links = _link_kinds(probe.topology(), rows) if inside > 1 and len(rows) == inside else None
     levels, link = _levels(slowest_family, devices[0], inside, links)
     if inside > 1:
@@ -133,20 +133,18 @@ def _device(gpu: probe.Gpu, name: str, seen: probe.SmiGpu | None, place: int, as
     """A family's device with a GPU's own memory, less what other processes have of it and what torch may not take."""
     like = family(name).device
     whole = float(max(gpu.memory_bytes, seen.memory_bytes if seen is not None else 0))
-    alike = abs(whole / like.memory_bytes - 1) <= _SAME_MEMORY
-    reserve = like.reserve_bytes if alike else _FIXED_RESERVE + _SHARED_RESERVE * whole
+    similar = abs(whole / like.memory_bytes - 1) <= _SAME_MEMORY
+    reserve = like.reserve_bytes if similar else _FIXED_RESERVE + _SHARED_RESERVE * whole
     taken = 0.0 if seen is None else float(seen.used_bytes - gpu.held_bytes)
     if taken > _OWN_CONTEXT:
         assumed.append(f"other processes hold {format_quantity(taken, 'B')} of GPU {place}")
         reserve += taken
     if gpu.fraction < 1:
-        assumed.append(f"torch may take {gpu.fraction:.0%} of GPU {place} (set_per_process_memory_fraction)")
+        assumed.append(f"torch may use {gpu.fraction:.0%} of GPU {place} (set_per_process_memory_fraction)")
         reserve = max(reserve, whole - gpu.fraction * gpu.memory_bytes)
     if reserve >= whole:
         what = f"GPU {place} ({gpu.name}, {format_quantity(whole, 'B')}) has no memory left for a plan"
-        fix = (
-            f"end what uses it (nvidia-smi lists it), or choose other GPUs: CUDA_VISIBLE_DEVICES; {'; '.join(assumed)}"
-        )
+        fix = f"end its processes (see nvidia-smi), or choose other GPUs: CUDA_VISIBLE_DEVICES; {'; '.join(assumed)}"
         raise ShardwiseError(problem(what, fix=fix))
     return replace(like, name=gpu.name, memory_bytes=whole, reserve_bytes=reserve)
 
@@ -169,7 +167,7 @@ def _levels(name: str, device: Device, size: int, links: list[list[str]] | None)
     """Return the link levels within one machine, innermost first, and a sentence about them."""
     like = replace(family(name).levels[0], size=size)
     if links is None:
-        return [like], f"links between them as in {name} (nvidia-smi does not tell)"
+        return [like], f"links between them as in {name} (not reported by nvidia-smi)"
     pairs = [links[a][b] for a in range(size) for b in range(size) if a != b]
     if not any(link.startswith("NV") for link in pairs) or name not in _NVLINKS:
         if name not in _NVLINKS or like.bandwidth <= device.host_bandwidth:
@@ -188,7 +186,7 @@ def _levels(name: str, device: Device, size: int, links: list[list[str]] | None)
         like, name="bridge", size=island, bandwidth=width * link_rate, in_switch=0.0, group_bandwidths=(), lines=()
     )
     if island == size:
-        return [bridge], f"NVLink (NV{width}), {format_quantity(width * link_rate, 'B/s')} of it assumed to be reached"
+        return [bridge], f"NVLink (NV{width}), {format_quantity(width * link_rate, 'B/s')} of it assumed"
     outer = _through_host(size // island, device)
     return [bridge, outer], f"NVLink (NV{width}) in groups of {island}, PCIe between them"
 

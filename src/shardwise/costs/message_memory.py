@@ -88,8 +88,8 @@ class MessageLedger:
         """One message for some tensors; all buffers are held. ``in_place``: it may use the memory of a single one."""
         together = sharing_buffers(moves, self.coordinates, backward=backward, on_gloo=self.on_gloo)
         return [
-            InFlightBuffer(own, *self._launch([tensors[i] for i in own], [moves[i] for i in own], backward, in_place))
-            for own in together
+            InFlightBuffer(ids, *self._launch([tensors[i] for i in ids], [moves[i] for i in ids], backward, in_place))
+            for ids in together
         ]
 
     def _launch(

@@ -64,21 +64,21 @@ def parse_optimizer(optimizer: str) -> tuple[str, str]:
     if not isinstance(optimizer, str):
         kind = optimizer if isinstance(optimizer, type) else type(optimizer)
         name = "momentum" if getattr(optimizer, "defaults", {}).get("momentum") else kind.__name__.lower()
-        fix = f"optimizer={name!r}" if name in HELD else f"the name of one, such as 'adamw': {', '.join(HELD)}"
-        what = f"optimizer is the name of an optimizer, whose states are counted, not an object of {kind.__name__}"
+        fix = f"optimizer={name!r}" if name in HELD else f"pass a name such as 'adamw': {', '.join(HELD)}"
+        what = f"optimizer is the name of an optimizer, not an object of {kind.__name__}"
         raise ShardwiseError(problem(what, fix=fix))
     name, _, variant = optimizer.removesuffix(ON_HOST).partition(" ")
     if name not in HELD:
         what = f"the memory of optimizer {optimizer!r} is not known"
         raise ShardwiseError(problem(what, fix=f"one of {', '.join(HELD)}"))
     if (variant and variant not in VARIANTS) or optimizer.endswith(" "):
-        what = f"{variant!r} of optimizer {optimizer!r} is no way to update"
+        what = f"{variant!r} of optimizer {optimizer!r} is not an update variant"
         fix = (
-            f"one of {', '.join(VARIANTS)}, as in '{name} fused', or only the name; then ' on host', where states wait"
+            f"one of {', '.join(VARIANTS)}, as in '{name} fused', or only the name; add ' on host' for offloaded states"
         )
         raise ShardwiseError(problem(what, fix=fix))
     if is_on_host(optimizer) and not HELD[name].states:
-        raise ShardwiseError(problem(f"{name} has no states to keep on the host", fix=f"optimizer={name!r}"))
+        raise ShardwiseError(problem(f"{name} has no states to offload to the host", fix=f"optimizer={name!r}"))
     return name, variant
 
 

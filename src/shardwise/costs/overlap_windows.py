@@ -19,7 +19,7 @@ def overlap_windows(graph: Graph, prices: Prices) -> dict[str, float]:
     plan has more to compute there, so that what does not fit is waited for in every plan."""
     parameters = {source.value for source in graph.sources if source.kind == "parameter"}
     windows: dict[str, float] = {}
-    known: dict[Hashable, float] = {}  # what decides the price of an operator -> its seconds
+    seconds_of: dict[Hashable, float] = {}  # what decides the price of an operator -> its seconds
     seconds = 0.0
     for op in graph.ops:
         for name in op.operands:
@@ -28,10 +28,10 @@ def overlap_windows(graph: Graph, prices: Prices) -> dict[str, float]:
         operands, results = [graph.by_name[name] for name in op.operands], [graph.by_name[name] for name in op.results]
         tensors = tuple((value.shape, value.dtype, value.requires_grad) for value in (*operands, *results))
         key = _call(op), len(operands), tensors
-        if key not in known:
+        if key not in seconds_of:
             shapes = [value.shape for value in operands], [value.shape for value in results]
-            known[key] = prices.operator(op, operands, results, shapes)
-        seconds += known[key]
+            seconds_of[key] = prices.operator(op, operands, results, shapes)
+        seconds += seconds_of[key]
     return windows
 
 

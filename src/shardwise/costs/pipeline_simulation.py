@@ -136,7 +136,7 @@ def simulate_pipeline(order: Order, stages: Sequence[StageSeconds]) -> Simulated
                 most[action.stage] = max(most[action.stage], flying[action.stage])
                 pending -= 1
         if pending == before:
-            raise ValueError("the order of a schedule does not end: places wait for each other")
+            raise ValueError("the order of a schedule deadlocks: ranks wait for each other")
     for number, stage in enumerate(stages):
         free[place_of[number]] += stage.update
         busy[place_of[number]] += stage.update

@@ -95,8 +95,8 @@ class Prediction:
 
     def interval(self, seconds: float, cluster: Cluster) -> Interval:
         """Return the interval of a whole step, given the seconds of one pass."""
-        own = between(seconds, self.compute, cluster)
-        return Interval(*(self.passes * end for end in (own.value, own.low, own.high)))
+        interval = between(seconds, self.compute, cluster)
+        return Interval(*(self.passes * end for end in (interval.value, interval.low, interval.high)))
 
     def memory_interval(self, cluster: Cluster) -> Interval:
         """Return the peak, in bytes."""

@@ -86,10 +86,10 @@ def price_program(
                 seconds, hidden = seconds / prices.passes, 0.0
             if conversion.result in spmd.lifetimes.conversions:  # converted again in backward
                 forward = replace(conversion, differentiable=False)
-                again = conversion_seconds(forward, prices, is_parameter=is_parameter)
+                recomputed = conversion_seconds(forward, prices, is_parameter=is_parameter)
                 # For an operator that is computed again as well it is waited for on the spot.
                 beside = is_parameter or conversion.op not in spmd.lifetimes.operators
-                seconds, hidden = seconds + again, hidden + (again if beside else 0.0)
+                seconds, hidden = seconds + recomputed, hidden + (recomputed if beside else 0.0)
             hidden *= prices.device.overlap
             traffic += hidden
             exposed += seconds - hidden

@@ -75,7 +75,7 @@ class CallRecorder(Reference):
         self._path: list[str] = [""]
         self._counts: Counter[tuple[str, str, str]] = Counter()
         self._makers: dict[int, CallKey] = {}
-        self._kept: list[Any] = []  # keeps the ids in ``_makers`` unique
+        self._alive: list[Any] = []  # keeps the ids in ``_makers`` unique
 
     def drop(self, x: Tensor, p: float) -> Tensor:
         self.drops = True
@@ -105,8 +105,8 @@ class CallRecorder(Reference):
         if not self.records:
             return super().__torch_function__(func, types, args, kwargs)
         line = "" if getattr(func, "__name__", "") == "__get__" else _line(sys._getframe(1))
-        given = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)] if line else []
-        read = tuple(None if id(one) in self.names else _copy(one) for one in given)  # the call may overwrite them
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)] if line else []
+        read = tuple(None if id(one) in self.names else _copy(one) for one in tensors)  # the call may overwrite them
         try:
             result = super().__torch_function__(func, types, args, kwargs)
         except Exception:
@@ -117,10 +117,10 @@ class CallRecorder(Reference):
         if line and results and not _is_pending(result):
             call = self._call(func, line)
             self._counts[call.module, call.function, call.source] += 1
-            operands = tuple(self._makers.get(id(one)) or self.names.get(id(one), "an input") for one in given)
+            operands = tuple(self._makers.get(id(one)) or self.names.get(id(one), "an input") for one in tensors)
             differentiable = any(one.requires_grad for one in results)
             self.made[call] = RecordedResult(tuple(map(_copy, results)), differentiable, operands, read)
-            self._kept.append(results)
+            self._alive.append(results)
             self._makers.update((id(one), call) for one in results)
         return result
 
@@ -141,9 +141,9 @@ def _is_pending(result: Any) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor, DTensor or not."""
-    held: Tensor = getattr(tensor, "_local_tensor", tensor)
-    wait = getattr(held, "wait", None)
-    return (wait() if callable(wait) else held).detach()
+    part: Tensor = getattr(tensor, "_local_tensor", tensor)
+    wait = getattr(part, "wait", None)
+    return (wait() if callable(wait) else part).detach()
 
 
 def _line(frame: FrameType | None) -> str:

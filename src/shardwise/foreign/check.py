@@ -152,8 +152,8 @@ def check(
     args, named = call_arguments(example_inputs, kwargs)
     need_values((args, named), "check")
     if is_strategy_file(plan):
-        asked = CheckRequest(module, example_inputs, kwargs, loss, cluster or _h100(devices), beside, tolerance, seed)
-        return check_strategies(asked, plan, devices, mesh)
+        request = CheckRequest(module, example_inputs, kwargs, loss, cluster or _h100(devices), beside, tolerance, seed)
+        return check_strategies(request, plan, devices, mesh)
     foreign = recognise_plan(module, plan, devices, mesh)
     initial = with_values(module, seed)
     plain = _CheckedCall(initial, tuple(args), dict(named), loss)
@@ -174,8 +174,8 @@ def check(
         failed = next((rank for rank in ranks if rank.error is not None), None)
         if failed is not None:
             _, recorded = _one_device(call, records=True)
-            again = _ranks(parts, foreign, records=True, work=None)
-            where = first_wrong_call(recorded, again, foreign.mesh, tolerance)
+            traced = _ranks(parts, foreign, records=True, work=None)
+            where = first_wrong_call(recorded, traced, foreign.mesh, tolerance)
             failure = describe_rank_error(failed)
             with default_dtype(models_default):
                 stops = failure.refutes and _stops(_divided(plain, foreign), foreign)
@@ -184,17 +184,17 @@ def check(
             return Checked(foreign, failure=failure, first_wrong=where, notes=_notes(foreign, [one]))
         differences, layouts = _differences(expected, ranks, foreign, tolerance)
         wrong = [difference for difference in differences if not difference.error <= tolerance]
-        found: FirstError | None = None
+        first: FirstError | None = None
         if wrong:
             _, recorded = _one_device(call, records=True)
-            again = _ranks(parts, foreign, records=True, work=None)
+            traced = _ranks(parts, foreign, records=True, work=None)
             gradients = _gradients(expected, ranks)
-            found = first_wrong_value(recorded, again, wrong, gradients, foreign.mesh, foreign.data_axes, tolerance)
+            first = first_wrong_value(recorded, traced, wrong, gradients, foreign.mesh, foreign.data_axes, tolerance)
     return Checked(
         foreign,
         differences=tuple(differences),
         tolerance=tolerance,
-        first_wrong=found,
+        first_wrong=first,
         layouts=tuple(layouts),
         notes=_notes(foreign, [one, *(rank.result.calls for rank in ranks)])
         + (() if any(kind == "loss" for kind, _ in expected[0]) else ("there is no loss: gradients are not compared",)),
@@ -238,7 +238,7 @@ def _ranks(
         rank.result = _RankRecord([], calls, 0, 0)
         own_work = work if rank.rank == 0 else None
         run = _TrainingRun(parts[rank.rank], module, calls, partial(_full, rank, own_work))
-        held = sum(local(parameter).numel() for parameter in module.parameters())
+        num_held = sum(local(parameter).numel() for parameter in module.parameters())
         rank.messages.clear()
         with ExitStack() as stack:
             if own_work is not None:
@@ -246,7 +246,7 @@ def _ranks(
             values = [run.step()]
         count = len(rank.messages)
         values += [] if records else [run.step() for _ in range(STEPS - 1)]
-        return _RankRecord(values, calls, count, held)
+        return _RankRecord(values, calls, count, num_held)
 
     return on_ranks(foreign.mesh, body)
 
@@ -263,10 +263,10 @@ def _full(rank: RankThread, work: WorkCounter | None, tensor: Tensor) -> Tensor:
     with ExitStack() as stack:
         if work is not None:
             stack.enter_context(work.paused())
-        own = gather() if callable(gather) else tensor
-        own = local(own).clone()
+        gathered = gather() if callable(gather) else tensor
+        gathered = local(gathered).clone()
     del rank.messages[before:]
-    return own
+    return gathered
 
 
 def _divided(call: _CheckedCall, foreign: ForeignPlan) -> list[_CheckedCall]:
@@ -278,14 +278,14 @@ def _divided(call: _CheckedCall, foreign: ForeignPlan) -> list[_CheckedCall]:
     samples = num_samples((call.args, call.kwargs))
     if samples is None or samples % count:
         raise ShardwiseError(
-            problem(f"{samples} samples are not divided by {count} groups of ranks", fix=f"give a multiple of {count}")
+            problem(f"{samples} samples do not divide into {count} groups of ranks", fix=f"pass a multiple of {count}")
         )
 
     def part(index: int) -> _CheckedCall:
-        def own(tensor: Tensor) -> Tensor:
+        def own_part(tensor: Tensor) -> Tensor:
             return tensor.chunk(count)[index] if tensor.dim() and tensor.shape[0] == samples else tensor
 
-        args, kwargs = pytree.tree_map_only(Tensor, own, (call.args, call.kwargs))
+        args, kwargs = pytree.tree_map_only(Tensor, own_part, (call.args, call.kwargs))
         return _CheckedCall(call.module, args, kwargs, call.loss)
 
     return [part(foreign.mesh.index_along(axes, rank)) for rank in range(foreign.mesh.num_devices)]
@@ -300,11 +300,11 @@ def _differences(
     for step, want in enumerate(expected):
         have = [dict(rank.result.values[step]) for rank in ranks]
         for key, whole in want.items():
-            held = [values[key] for values in have if key in values]
+            shards = [values[key] for values in have if key in values]
             scale = magnitude(whole)
-            if len(held) < len(have) or all(relative_difference(whole, one, scale) <= tolerance for one in held):
+            if len(shards) < len(have) or all(relative_difference(whole, one, scale) <= tolerance for one in shards):
                 continue
-            layout = infer_layout(whole, held, foreign.mesh, tolerance)
+            layout = infer_layout(whole, shards, foreign.mesh, tolerance)
             if layout is not None and not layout.is_summand:
                 for values in have:
                     values[key] = whole
@@ -328,7 +328,7 @@ def _notes(foreign: ForeignPlan, calls: Sequence[CallRecorder]) -> tuple[str, ..
     if any(one.drops for one in calls):
         notes.append("dropout is off on both sides: a tool draws other masks than one device")
     if any(one.draws for one in calls):
-        notes.append("the model draws random numbers: of the shapes that it asks for, the same on every rank")
+        notes.append("the model draws random numbers: every rank draws the same for equal shapes")
     return tuple(notes)
 
 
@@ -349,11 +349,11 @@ def _beside(
     messages = message_totals(
         rank.messages[: rank.result.num_messages], Links(own_cluster, foreign.mesh), _dtype(module)
     )
-    held = rank.result.num_held * _dtype(module).itemsize
+    held_bytes = rank.result.num_held * _dtype(module).itemsize
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            own = find_plan(module, example_inputs, own_cluster, kwargs=kwargs, loss=call.loss).plan
+            own_plan = find_plan(module, example_inputs, own_cluster, kwargs=kwargs, loss=call.loss).plan
     except ShardwiseError as error:
-        return StepComparison(own_cluster.name, work.seconds, messages, held, None, str(error).partition("\n")[0])
-    return StepComparison(own_cluster.name, work.seconds, messages, held, own)
+        return StepComparison(own_cluster.name, work.seconds, messages, held_bytes, None, str(error).partition("\n")[0])
+    return StepComparison(own_cluster.name, work.seconds, messages, held_bytes, own_plan)

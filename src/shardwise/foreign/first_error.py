@@ -15,7 +15,7 @@ from shardwise.foreign.rank_threads import DifferentExchangesError, RankThread
 from shardwise.layouts.mesh import Mesh
 from shardwise.proof.errors_by_tensor import TensorError, magnitude, relative_difference
 
-_PARTIAL = "a partial sum is read by what is not linear, or added to a whole value: it must be reduced before"
+_PARTIAL = "an operator that is not linear reads a partial sum, or a whole value is added to it: reduce it before"
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ def first_wrong_value(
 ) -> FirstError | None:
     """Return the first call whose differentiable result is in no layout of the result on one device; if all results are
     right, the wrong gradient that backward computes first."""
-    found = first_wrong_call(one, ranks, mesh, tolerance)
-    return found or _of_gradient(one, wrong, gradients, mesh, data_axes, tolerance)
+    wrong_call = first_wrong_call(one, ranks, mesh, tolerance)
+    return wrong_call or _of_gradient(one, wrong, gradients, mesh, data_axes, tolerance)
 
 
 def first_wrong_call(one: CallRecorder, ranks: Sequence[RankThread], mesh: Mesh, tolerance: float) -> FirstError | None:
@@ -97,7 +97,7 @@ def first_wrong_call(one: CallRecorder, ranks: Sequence[RankThread], mesh: Mesh,
     if any(rank.result is None for rank in ranks):
         return None
     calls: list[CallRecorder] = [rank.result.calls for rank in ranks]
-    made: list[Mapping[CallKey, RecordedResult]] = [own.made for own in calls]
+    results: list[Mapping[CallKey, RecordedResult]] = [recorder.made for recorder in calls]
     readers: dict[CallKey, list[CallKey]] = {}
     for call, whole in one.made.items():
         for operand in whole.operands:
@@ -105,23 +105,23 @@ def first_wrong_call(one: CallRecorder, ranks: Sequence[RankThread], mesh: Mesh,
                 readers.setdefault(operand, []).append(call)
     wrong: dict[CallKey, tuple[Tensor, list[Tensor]]] = {}
     order = list(one.made)
-    reached = max((i for i, call in enumerate(order) if all(call in own for own in made)), default=-1)
+    reached = max((i for i, call in enumerate(order) if all(call in made for made in results)), default=-1)
     absent = order[reached + 1 :]
     for call, whole in one.made.items():
-        if not whole.differentiable or not all(call in own for own in made):
+        if not whole.differentiable or not all(call in made for made in results):
             continue
         for place, tensor in enumerate(whole.results):
-            held = [own[call].results[place] for own in made if len(own[call].results) > place]
+            shards = [made[call].results[place] for made in results if len(made[call].results) > place]
             if (
                 tensor.is_floating_point()
-                and len(held) == len(made)
-                and infer_layout(tensor, held, mesh, tolerance) is None
+                and len(shards) == len(results)
+                and infer_layout(tensor, shards, mesh, tolerance) is None
             ):
-                wrong.setdefault(call, (tensor, held))
-    for call, (tensor, held) in wrong.items():
+                wrong.setdefault(call, (tensor, shards))
+    for call, (tensor, shards) in wrong.items():
         after = readers.get(call, [])
         if not after or any(reader in wrong or reader in absent for reader in after):
-            return _of_call(call, one, calls, tensor, held, mesh, tolerance)
+            return _of_call(call, one, calls, tensor, shards, mesh, tolerance)
     if absent and any(rank.error is not None for rank in ranks):
         call, whole = absent[0], one.made[absent[0]]
         reads = _operands(call, one, calls, mesh, tolerance)
@@ -135,11 +135,11 @@ def _of_call(
     one: CallRecorder,
     ranks: Sequence[CallRecorder],
     whole: Tensor,
-    held: Sequence[Tensor],
+    shards: Sequence[Tensor],
     mesh: Mesh,
     tolerance: float,
 ) -> FirstError:
-    errors = _errors(whole, held)
+    errors = _errors(whole, shards)
     reads = _operands(call, one, ranks, mesh, tolerance)
     return FirstError(
         f"the result of {call.name}",
@@ -147,7 +147,7 @@ def _of_call(
         tuple(errors),
         max(errors.values()),
         f"{whole_text(whole)} or parts of it",
-        _found(whole, held, mesh, tolerance),
+        _describe(whole, shards, mesh, tolerance),
         reads,
         _hint(reads),
     )
@@ -158,12 +158,12 @@ def _operands(
 ) -> tuple[tuple[str, str], ...]:
     """Return (name, layout on ranks) of the results of other calls that a call reads."""
     operands: dict[CallKey, tuple[str, str]] = {}
-    read = [own.made[call].read if call in own.made else own.failed.get(call, ()) for own in ranks]
+    read = [recorder.made[call].read if call in recorder.made else recorder.failed.get(call, ()) for recorder in ranks]
     for place, (maker, whole) in enumerate(zip(one.made[call].operands, one.made[call].read, strict=True)):
         if not isinstance(maker, CallKey) or whole is None:
             continue
-        held = [own[place] for own in read if len(own) > place]
-        parts = [part for part in held if part is not None]
+        shards = [tensors[place] for tensors in read if len(tensors) > place]
+        parts = [part for part in shards if part is not None]
         if not parts:
             continue  # no rank reached the call
         layout = infer_layout(whole, parts, mesh, tolerance) if len(parts) == len(ranks) else None
@@ -183,15 +183,15 @@ def _of_gradient(
     data_axes: Sequence[str],
     tolerance: float,
 ) -> FirstError | None:
-    reads = {name: call for call, made in one.made.items() for name in made.operands if isinstance(name, str)}
+    reads = {name: call for call, record in one.made.items() for name in record.operands if isinstance(name, str)}
     order = {call: position for position, call in enumerate(one.made)}
     floor = 1e-6 * max((magnitude(whole) for whole, _ in gradients.values()), default=0.0)
 
-    def is_wrong(whole: Tensor, held: Sequence[Tensor]) -> bool:
+    def is_wrong(whole: Tensor, shards: Sequence[Tensor]) -> bool:
         scale = max(magnitude(whole), floor)
-        if len(held) == mesh.num_devices and all(relative_difference(whole, one, scale) <= tolerance for one in held):
+        if len(shards) == mesh.num_devices and all(relative_difference(whole, x, scale) <= tolerance for x in shards):
             return False
-        layout = infer_layout(whole, held, mesh, tolerance) if len(held) == mesh.num_devices else None
+        layout = infer_layout(whole, shards, mesh, tolerance) if len(shards) == mesh.num_devices else None
         return layout is None or layout.is_summand
 
     suspects = {d.name for d in wrong if d.kind == "gradient"} & gradients.keys()
@@ -199,39 +199,39 @@ def _of_gradient(
     if not names:
         return None
     name = max(names, key=lambda name: order.get(reads[name], -1) if name in reads else -1)
-    whole, held = gradients[name]
+    whole, shards = gradients[name]
     reader = reads.get(name)
     what = f"the gradient of {name}" + (f", which {reader.name} reads" if reader else "")
     source = reader.source if reader else ""
-    if len(held) < mesh.num_devices:
+    if len(shards) < mesh.num_devices:
         return FirstError(what, source, tuple(range(mesh.num_devices)), float("inf"), whole_text(whole), "no gradient")
-    errors = _errors(whole, held)
-    found = _found(whole, held, mesh, tolerance)
-    hint = "its ranks do different work on it: their gradients must be added up" if "partial" in found else ""
-    own = mesh.size_of(tuple(axis for name in data_axes for axis in mesh.expand(name)))
-    terms = infer_layout(whole * own, held, mesh, tolerance) if own > 1 else None
+    errors = _errors(whole, shards)
+    description = _describe(whole, shards, mesh, tolerance)
+    hint = "its ranks do different work with it: their gradients must be summed" if "partial" in description else ""
+    num_groups = mesh.size_of(tuple(axis for name in data_axes for axis in mesh.expand(name)))
+    terms = infer_layout(whole * num_groups, shards, mesh, tolerance) if num_groups > 1 else None
     if terms is not None and not terms.splits and set(terms.partial) == {f"sum@{name}" for name in data_axes}:
-        found = str(replace(terms, partial=tuple(f"avg@{name}" for name in data_axes)))
+        description = str(replace(terms, partial=tuple(f"avg@{name}" for name in data_axes)))
         hint = (
-            f"its ranks have samples of their own along {listed(data_axes)}, and nothing takes the mean of their "
-            "gradients: give a function (module, device_mesh) that applies this plan and DDP or fully_shard"
+            f"its ranks have different samples along {listed(data_axes)}, but nothing averages their gradients: "
+            "pass a function (module, device_mesh) that applies this plan and DDP or fully_shard"
         )
-    return FirstError(what, source, tuple(errors), max(errors.values()), whole_text(whole), found, (), hint)
+    return FirstError(what, source, tuple(errors), max(errors.values()), whole_text(whole), description, (), hint)
 
 
-def _errors(whole: Tensor, held: Sequence[Tensor]) -> dict[int, float]:
+def _errors(whole: Tensor, shards: Sequence[Tensor]) -> dict[int, float]:
     """Map ranks to their distance from the whole value: infinite if shapes differ."""
     scale = magnitude(whole)
-    errors = {rank: relative_difference(whole, tensor, scale) for rank, tensor in enumerate(held)}
+    errors = {rank: relative_difference(whole, tensor, scale) for rank, tensor in enumerate(shards)}
     return {rank: error for rank, error in errors.items() if error > 1e-12} or errors
 
 
-def _found(whole: Tensor, held: Sequence[Tensor], mesh: Mesh, tolerance: float) -> str:
-    layout = infer_layout(whole, held, mesh, tolerance)
+def _describe(whole: Tensor, shards: Sequence[Tensor], mesh: Mesh, tolerance: float) -> str:
+    layout = infer_layout(whole, shards, mesh, tolerance)
     if layout is not None:
         return str(layout)
-    factors = {overcounted_factor(whole, tensor, mesh.num_devices, tolerance) for tensor in held}
+    factors = {overcounted_factor(whole, tensor, mesh.num_devices, tolerance) for tensor in shards}
     if len(factors) == 1 and (factor := factors.pop()):
         return f"{factor} times that on every rank"
-    shapes = sorted({str(list(tensor.shape)) for tensor in held})
+    shapes = sorted({str(list(tensor.shape)) for tensor in shards})
     return f"{' and '.join(shapes)} on ranks, in no layout of it"

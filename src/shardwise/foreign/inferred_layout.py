@@ -38,32 +38,32 @@ class InferredLayout:
     def __str__(self) -> str:
         dims = []
         for dim, size in enumerate(self.shape):
-            own = [(axis, blocks) for at, axis, blocks in self.splits if at == dim]
-            axes = own[0][0] if len(own) == 1 else f"({','.join(axis for axis, _ in own)})"
-            blocks = max((blocks for _, blocks in own), default=1)
-            part = f"{size // blocks}@{axes}" if own else str(size)
+            splits = [(axis, blocks) for at, axis, blocks in self.splits if at == dim]
+            axes = splits[0][0] if len(splits) == 1 else f"({','.join(axis for axis, _ in splits)})"
+            blocks = max((blocks for _, blocks in splits), default=1)
+            part = f"{size // blocks}@{axes}" if splits else str(size)
             dims.append(f"({blocks} {part})" if blocks > 1 else part)
         sums = f" partial({', '.join(self.partial)})" if self.partial else ""
         return f"{DTYPE_NAMES.get(self.dtype, str(self.dtype))}[{', '.join(dims)}]{sums}"
 
 
-def infer_layout(whole: Tensor, held: Sequence[Tensor], mesh: Mesh, tolerance: float) -> InferredLayout | None:
-    """Return the layout in which the ranks of ``mesh`` hold ``whole``, or None. ``held``: per rank."""
-    whole, held = whole.detach(), [tensor.detach() for tensor in held]
-    scale = max(magnitude(whole), *(1e-3 * magnitude(tensor) for tensor in held))
+def infer_layout(whole: Tensor, shards: Sequence[Tensor], mesh: Mesh, tolerance: float) -> InferredLayout | None:
+    """Return the layout in which the ranks of ``mesh`` hold ``whole``, or None. ``shards``: per rank."""
+    whole, shards = whole.detach(), [tensor.detach() for tensor in shards]
+    scale = max(magnitude(whole), *(1e-3 * magnitude(tensor) for tensor in shards))
     axes = [(name, size) for name, size in mesh.axes if size > 1]
-    for splits, partial, joined in _joined(held, axes, whole):
+    for splits, partial, joined in _joined(shards, axes, whole):
         if tuple(joined.shape) == tuple(whole.shape) and relative_difference(whole, joined, scale) <= tolerance:
             return InferredLayout(whole.dtype, tuple(whole.shape), splits[::-1], partial[::-1])
     return None
 
 
-def overcounted_factor(whole: Tensor, held: Tensor, most: int, tolerance: float) -> int:
-    """Return the integer factor from 2 to ``most`` by which ``held`` is too large, or 0."""
-    if whole.shape != held.shape or not magnitude(whole):
+def overcounted_factor(whole: Tensor, shard: Tensor, most: int, tolerance: float) -> int:
+    """Return the integer factor from 2 to ``most`` by which ``shard`` is too large, or 0."""
+    if whole.shape != shard.shape or not magnitude(whole):
         return 0
     for factor in range(2, most + 1):
-        if relative_difference(whole * factor, held, magnitude(held)) <= tolerance:
+        if relative_difference(whole * factor, shard, magnitude(shard)) <= tolerance:
             return factor
     return 0
 
@@ -71,14 +71,14 @@ def overcounted_factor(whole: Tensor, held: Tensor, most: int, tolerance: float)
 _Option = tuple[tuple[tuple[int, str, int], ...], tuple[str, ...], Tensor]
 
 
-def _joined(held: Sequence[Tensor], axes: Sequence[tuple[str, int]], whole: Tensor) -> Iterator[_Option]:
+def _joined(shards: Sequence[Tensor], axes: Sequence[tuple[str, int]], whole: Tensor) -> Iterator[_Option]:
     """Yield the possible combinations of the ranks' tensors: splits and sums, innermost axis first, and the value."""
     if not axes:
-        if all(one.dim() == whole.dim() for one in held):
-            yield (), (), held[0]
+        if all(one.dim() == whole.dim() for one in shards):
+            yield (), (), shards[0]
         return
     *outer, (name, size) = axes
-    groups = [held[start : start + size] for start in range(0, len(held), size)]
+    groups = [shards[start : start + size] for start in range(0, len(shards), size)]
     if all(_same(group) for group in groups):
         yield from _joined([group[0] for group in groups], outer, whole)
     for dim in range(whole.dim()):

@@ -48,11 +48,11 @@ class StepComparison:
             f"a rank holds {format_bytes(self.held_bytes)} of parameters"
         ]
         if self.own is None:
-            return [*lines, f"sw.plan finds none to compare: {self.refused}"]
-        own = self.own.predicted
-        if own is not None:
-            seconds = own.planned_seconds
-            lines.append(f"under sw.plan's, {self.own.mesh}: {format_seconds(seconds)}, by the same prices")
+            return [*lines, f"sw.plan finds no plan to compare: {self.refused}"]
+        predicted = self.own.predicted
+        if predicted is not None:
+            seconds = predicted.planned_seconds
+            lines.append(f"under the plan of sw.plan, {self.own.mesh}: {format_seconds(seconds)}, by the same prices")
         return lines
 
 
@@ -118,7 +118,7 @@ class Checked:
     def as_data(self) -> dict[str, Any]:
         """Return the data that ``--json`` prints."""
         first, beside = self.first_wrong, self.beside
-        own = None if beside is None or beside.own is None else beside.own.predicted
+        predicted = None if beside is None or beside.own is None else beside.own.predicted
         return {
             "verdict": self.verdict,
             "ok": self.ok,
@@ -132,5 +132,5 @@ class Checked:
             "unused_rules": list(self.plan.unused),
             "notes": list(self.notes),
             "step_seconds": None if beside is None else beside.seconds,
-            "own_step_seconds": None if own is None else own.planned_seconds,
+            "own_step_seconds": None if predicted is None else predicted.planned_seconds,
         }

@@ -101,11 +101,11 @@ def _noting(ranks: list[RankThread]) -> Iterator[None]:
     def started(collective: Any, group: Any) -> _PendingCollective:
         if _HERE.rank not in ranks:  # a leftover thread: its groups have the same names
             raise SystemExit
-        found = start(collective, group)
-        kind, first = (type(one).__name__ for one in (collective, found._collective))
+        work = start(collective, group)
+        kind, first = (type(one).__name__ for one in (collective, work._collective))
         if kind != first:
-            raise DifferentExchangesError(f"one rank comes to {first}, another to {kind}")
-        return _PendingCollective(found, _KINDS.get(kind, ""), group)
+            raise DifferentExchangesError(f"one rank calls {first}, another {kind}")
+        return _PendingCollective(work, _KINDS.get(kind, ""), group)
 
     def ended(noted: _PendingCollective, group: Any) -> None:
         end(noted.exchange, group)
@@ -126,14 +126,14 @@ class _PendingCollective:
     group: Any
 
     def join(self, rank: int, data: Any) -> Any:
-        own: RankThread = _HERE.rank
+        thread: RankThread = _HERE.rank
         if self.kind:
             sides = data if self.kind in ("all_gather", "reduce_scatter", "all_to_all") else (data,)
             counted = max((_counted(side) for side in sides), key=lambda pairs: sum(n for _, n in pairs))
-            own.messages.append(ObservedMessage(self.kind, tuple(dist.get_process_group_ranks(self.group)), counted))
-        own.arrivals += 1
+            thread.messages.append(ObservedMessage(self.kind, tuple(dist.get_process_group_ranks(self.group)), counted))
+        thread.arrivals += 1
         joined = self.exchange.join(rank, data)
-        own.arrivals += 1
+        thread.arrivals += 1
         return joined
 
 
@@ -152,7 +152,7 @@ def on_ranks(mesh: Mesh, body: Callable[[RankThread], Any]) -> list[RankThread]:
     wait for a rank that has finished, one of them gets a DifferentExchangesError.
     """
     names, sizes = tuple(name for name, _ in mesh.axes), tuple(size for _, size in mesh.axes)
-    store, found = HashStore(), [RankThread(rank) for rank in range(mesh.num_devices)]
+    store, ranks = HashStore(), [RankThread(rank) for rank in range(mesh.num_devices)]
     context = contextvars.copy_context()
 
     def run(own: RankThread) -> None:
@@ -168,17 +168,17 @@ def on_ranks(mesh: Mesh, body: Callable[[RankThread], Any]) -> list[RankThread]:
         except BaseException as error:
             own.error = error  # the others continue as far as they can without it
 
-    with _ONE_AT_A_TIME, _noting(found), _quiet():
+    with _ONE_AT_A_TIME, _noting(ranks), _quiet():
         threaded.ProcessLocalGroup.reset()  # discard the collectives of leftover threads
         threaded._install_threaded_pg()
         isolate: Callable[[bool], None] = vars(torch._C._distributed_c10d)["_set_thread_isolation_mode"]
         isolate(True)
         try:
-            threads = [threading.Thread(target=context.copy().run, args=(run, own), daemon=True) for own in found]
+            threads = [threading.Thread(target=context.copy().run, args=(run, own), daemon=True) for own in ranks]
             for thread in threads:
                 thread.start()
             try:
-                _wait(threads, found)
+                _wait(threads, ranks)
             except BaseException:  # an interrupt
                 _end(threads)
                 raise
@@ -186,7 +186,7 @@ def on_ranks(mesh: Mesh, body: Callable[[RankThread], Any]) -> list[RankThread]:
             threaded.ProcessLocalGroup.reset()
             isolate(False)
             threaded._uninstall_threaded_pg()
-    return found
+    return ranks
 
 
 def _wait(threads: list[threading.Thread], ranks: list[RankThread]) -> None:
@@ -223,6 +223,6 @@ def axes_of(mesh: Mesh, ranks: tuple[int, ...]) -> tuple[str, ...]:
     axes = tuple(axis for axis in mesh.sub_axes if any(mesh.coordinates(rank)[axis] != first[axis] for rank in ranks))
     if mesh.size_of(axes) != len(ranks):
         raise ShardwiseError(
-            problem(f"ranks {list(ranks)} are no group of {mesh}", fix="give mesh= with the axes that the plan uses")
+            problem(f"ranks {list(ranks)} are not a group of {mesh}", fix="pass mesh= with the axes that the plan uses")
         )
     return axes

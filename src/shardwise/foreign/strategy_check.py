@@ -40,53 +40,53 @@ class CheckRequest:
     seed: int | None
 
 
-def check_strategies(asked: CheckRequest, plan: Mapping[str, Any], devices: int, mesh: Mesh | None) -> Checked:
+def check_strategies(call: CheckRequest, plan: Mapping[str, Any], devices: int, mesh: Mesh | None) -> Checked:
     """Check whether ``asked.module`` computes under the file what one device computes. Impossible layouts and
     strategies are *wrong*, each with the reason. Operators that the file does not name are decided by propagation."""
     if mesh is not None:
-        raise ShardwiseError(problem("a strategy file of MindSpore says its own mesh", fix="leave out mesh="))
-    if asked.beside and asked.cluster.num_devices != devices:
-        what = f"{asked.cluster.name} has {asked.cluster.num_devices} devices, and the file is for {devices}"
-        raise ShardwiseError(problem(what, fix="cluster= of as many, or beside=False (--no-price)"))
-    captured = capture(asked.module, *call_arguments(asked.example_inputs, asked.kwargs), loss=asked.loss)
-    found = read_strategies(asked.module, plan, captured.graph, devices)
-    foreign = ForeignPlan(KIND, found.mesh, None, found.unused, _notes(found))
-    if found.faults:
-        return Checked(foreign, failure=RankError(None, "; ".join(found.faults), "", refutes=True))
+        raise ShardwiseError(problem("a strategy file of MindSpore defines its mesh", fix="omit mesh="))
+    if call.beside and call.cluster.num_devices != devices:
+        what = f"{call.cluster.name} has {call.cluster.num_devices} devices, but the file is for {devices}"
+        raise ShardwiseError(problem(what, fix="pass a cluster= of this size, or beside=False (--no-price)"))
+    captured = capture(call.module, *call_arguments(call.example_inputs, call.kwargs), loss=call.loss)
+    file = read_strategies(call.module, plan, captured.graph, devices)
+    foreign = ForeignPlan(KIND, file.mesh, None, file.unused, _notes(file))
+    if file.faults:
+        return Checked(foreign, failure=RankError(None, "; ".join(file.faults), "", refutes=True))
     settings: dict[str, Any] = {
-        "mesh": found.mesh,
-        "strategies": found.strategies or None,
-        "layouts": found.layouts,
-        "kwargs": asked.kwargs,
-        "loss": asked.loss,
+        "mesh": file.mesh,
+        "strategies": file.strategies or None,
+        "layouts": file.layouts,
+        "kwargs": call.kwargs,
+        "loss": call.loss,
     }
     try:
-        own = find_plan(asked.module, asked.example_inputs, devices, search="sharding_propagation", **settings).plan
+        derived = find_plan(call.module, call.example_inputs, devices, search="sharding_propagation", **settings).plan
     except LayoutError as error:
         return Checked(foreign, failure=RankError(None, _in_one_line(error), "", refutes=True))
     report = verify(
-        asked.module,
-        asked.example_inputs,
-        own,
-        kwargs=asked.kwargs,
-        loss=asked.loss,
-        tolerance=asked.tolerance,
-        seed=asked.seed,
+        call.module,
+        call.example_inputs,
+        derived,
+        kwargs=call.kwargs,
+        loss=call.loss,
+        tolerance=call.tolerance,
+        seed=call.seed,
     )
-    parts = tuple(f"parameter {entry.name}: {entry.layout}" for entry in own.parameters if "@" in entry.layout)
+    parts = tuple(f"parameter {entry.name}: {entry.layout}" for entry in derived.parameters if "@" in entry.layout)
     return Checked(
         foreign,
         differences=report.differences,
         tolerance=report.tolerance,
         layouts=parts,
         notes=foreign.notes,
-        beside=_beside(asked, settings) if asked.beside else None,
+        beside=_beside(call, settings) if call.beside else None,
     )
 
 
-def _notes(found: StrategyFile) -> tuple[str, ...]:
-    said = f"{len(found.layouts)} parameters and {len(found.strategies)} operators as the file says, the rest follows"
-    return ("MindSpore is not run: what its file says is", said)
+def _notes(file: StrategyFile) -> tuple[str, ...]:
+    counts = f"{len(file.layouts)} parameters and {len(file.strategies)} operators as in the file, the rest is derived"
+    return ("MindSpore is not run: its file is checked", counts)
 
 
 def _in_one_line(error: ShardwiseError) -> str:
@@ -96,22 +96,20 @@ def _in_one_line(error: ShardwiseError) -> str:
     return f"{where}: {first}" if where else first
 
 
-def _beside(asked: CheckRequest, settings: Mapping[str, Any]) -> StepComparison:
+def _beside(call: CheckRequest, settings: Mapping[str, Any]) -> StepComparison:
     """Simulate a step under the file, and return it with the plan that ``sw.plan`` finds."""
-    rows = compare(
-        asked.module, asked.example_inputs, asked.cluster, searches=("sharding_propagation",), **settings
-    ).rows
+    rows = compare(call.module, call.example_inputs, call.cluster, searches=("sharding_propagation",), **settings).rows
     step = rows[0].step
     assert isinstance(step, SimulatedStep), "it has just been planned"
     messages = [event for event in step.events if event.stream]
     sent = SentMessages(len(messages), sum(int(event.num_bytes) for event in messages), step.exposed, ())
-    own, refused = None, ""
+    best, refused = None, ""
     try:
-        own = find_plan(asked.module, asked.example_inputs, asked.cluster, kwargs=asked.kwargs, loss=asked.loss).plan
+        best = find_plan(call.module, call.example_inputs, call.cluster, kwargs=call.kwargs, loss=call.loss).plan
     except ShardwiseError as error:
         refused = str(error).partition("\n")[0]
     return StepComparison(
-        asked.cluster.name, step.seconds - step.exposed, sent, step.peak.parts["parameters"], own, refused
+        call.cluster.name, step.seconds - step.exposed, sent, step.peak.parts["parameters"], best, refused
     )
 
 

@@ -79,14 +79,14 @@ def read_strategies(module: nn.Module, plan: Mapping[str, Any], graph: Graph, de
     stages, is for another number of devices, or names nothing in the module."""
     strategies, slices = _items(plan)
     shapes = {name: tuple(p.shape) for name, p in (*module.named_parameters(), *module.named_buffers())}
-    named = {name: (_known(name, shapes), own) for name, own in slices.items()}
-    unused = [name for name, (found, _) in named.items() if found is None]
-    mesh = _mesh([own for _, own in named.values()], devices)
+    named = {name: (_parameter_of(name, shapes), one) for name, one in slices.items()}
+    unused = [name for name, (parameter, _) in named.items() if parameter is None]
+    mesh = _mesh([one for _, one in named.values()], devices)
     layouts: dict[str, str] = {}
     faults: list[str] = []
-    for name, (found, own) in named.items():
-        if found is not None:
-            _add(layouts, faults, found, partial(_layout, own, shapes[found], mesh), name)
+    for name, (parameter, one) in named.items():
+        if parameter is not None:
+            _add(layouts, faults, parameter, partial(_layout, one, shapes[parameter], mesh), name)
     operators: dict[str, Counts] = {}
     for node, counts in strategies.items():
         path, op = _operator(node, graph, {name for name, _ in module.named_modules()})
@@ -107,36 +107,36 @@ def read_strategies(module: nn.Module, plan: Mapping[str, Any], graph: Graph, de
     return StrategyFile(mesh, layouts, operators, tuple(sorted(unused)), tuple(faults))
 
 
-def _add(into: dict[str, _T], faults: list[str], key: str, made: Callable[[], _T], name: str) -> None:
+def _add(into: dict[str, _T], faults: list[str], key: str, make: Callable[[], _T], name: str) -> None:
     try:
-        own = made()
+        value = make()
     except ShardwiseError as error:
         faults.append(f"{name}: {error}")
         return
-    if into.setdefault(key, own) != own:
-        faults.append(f"{name}: the file says {own} of {key}, and {into[key]} under another name")
+    if into.setdefault(key, value) != value:
+        faults.append(f"{name}: the file has {value} for {key}, but {into[key]} under another name")
 
 
 def _items(plan: Mapping[str, Any]) -> tuple[dict[str, Counts], dict[str, _Slices]]:
     """Return split counts by node, and slices by parameter. Optimizer states are skipped: they follow parameters."""
     try:
         strategies = {}
-        for node, own in dict(plan.get(ITEMS[0]) or {}).items():
-            _no_stage(own["stage"], node)
-            strategies[str(node)] = tuple(tuple(map(_whole, dims)) for dims in own["parallel_strategy"])
+        for node, item in dict(plan.get(ITEMS[0]) or {}).items():
+            _no_stage(item["stage"], node)
+            strategies[str(node)] = tuple(tuple(map(_whole, dims)) for dims in item["parallel_strategy"])
         slices = {}
-        for name, own in dict(plan.get(ITEMS[1]) or {}).items():
-            shard = _whole(own.get("opt_weight_shard_step", 0)), _whole(own.get("opt_weight_shard_size", 0))
+        for name, item in dict(plan.get(ITEMS[1]) or {}).items():
+            shard = _whole(item.get("opt_weight_shard_step", 0)), _whole(item.get("opt_weight_shard_size", 0))
             if min(shard) < 0:
                 raise ValueError(f"opt_weight_shard of {name} is {shard}")
-            sizes = tuple(map(_whole, own["dev_matrix"]))
+            sizes = tuple(map(_whole, item["dev_matrix"]))
             if not str(name).startswith(("moments.", "moment1.", "moment2.", "accum.", "stat.")):
-                slices[str(name)] = _Slices(sizes, tuple(map(_whole, own["tensor_map"])), shard)
+                slices[str(name)] = _Slices(sizes, tuple(map(_whole, item["tensor_map"])), shard)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ShardwiseError):
             raise
-        what = f"it is no strategy file of MindSpore: {type(error).__name__} {shorten_repr(str(error))}"
-        fix = 'strategy_ckpt_config={"save_file": "strategy.json"} writes one that can be read'
+        what = f"it is not a strategy file of MindSpore: {type(error).__name__} {shorten_repr(str(error))}"
+        fix = 'write it with strategy_ckpt_config={"save_file": "strategy.json"}'
         raise ShardwiseError(problem(what, fix=fix)) from error
     return strategies, slices
 
@@ -151,18 +151,18 @@ def _no_stage(stage: Any, name: str) -> None:
 
 def _whole(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not -1 <= value < 2**31:
-        raise ValueError(f"{value!r} where a whole number is expected")
+        raise ValueError(f"{value!r} where an integer is expected")
     return value
 
 
-def _known(name: str, shapes: Mapping[str, Any]) -> str | None:
+def _parameter_of(name: str, shapes: Mapping[str, Any]) -> str | None:
     """Return the parameter of the module with this name, ignoring the cells around the network; None if absent."""
     path, _, last = name.rpartition(".")
     for leaf in dict.fromkeys((last, _NAMES.get(last, last))):
         parts = [*(path.split(".") if path else ()), leaf]
         for first in range(len(parts)):
-            if (found := ".".join(parts[first:])) in shapes:
-                return found
+            if (suffix := ".".join(parts[first:])) in shapes:
+                return suffix
             if parts[first] not in _WRAPPERS:
                 break
     return None
@@ -172,47 +172,47 @@ def _mesh(slices: Sequence[_Slices], devices: int) -> Mesh:
     """Return the mesh of the file. Its axes are cut wherever a device matrix is, so that every dim of every device
     matrix is a run of axes."""
     cuts = {1, devices}
-    for own in slices:
-        if prod(own.sizes) != devices:
-            what = f"the file is for {prod(own.sizes)} devices ({list(own.sizes)}), not {devices}"
-            raise ShardwiseError(problem(what, fix=f"devices={prod(own.sizes)}"))
-        cuts.update(prod(own.sizes[i:]) for i in range(len(own.sizes)))
-        step, size = own.shard
+    for one in slices:
+        if prod(one.sizes) != devices:
+            what = f"the file is for {prod(one.sizes)} devices ({list(one.sizes)}), not {devices}"
+            raise ShardwiseError(problem(what, fix=f"devices={prod(one.sizes)}"))
+        cuts.update(prod(one.sizes[i:]) for i in range(len(one.sizes)))
+        step, size = one.shard
         cuts.update((step, step * size) if size > 1 else ())
     strides = sorted(cuts)
     for inner, outer in pairwise(strides):
         if inner < 1 or outer % inner:
-            what = f"the device matrices do not go together: runs of {inner} and of {outer} ranks overlap"
-            raise ShardwiseError(problem(what, fix="device matrices of one network have common sizes"))
+            what = f"the device matrices do not fit together: runs of {inner} and of {outer} ranks overlap"
+            raise ShardwiseError(problem(what, fix="use device matrices with common sizes"))
     sizes = [outer // inner for inner, outer in pairwise(strides)]
     return Mesh({f"d{number}": size for number, size in enumerate(reversed(sizes))})
 
 
 def _axes(mesh: Mesh, inner: int, outer: int) -> list[str]:
     """Return the axes that lie between two strides, the slowest first."""
-    found, stride = [], mesh.num_devices
+    axes, stride = [], mesh.num_devices
     for name, size in mesh.axes:
         if inner <= stride // size and stride <= outer:
-            found.append(name)
+            axes.append(name)
         stride //= size
-    return found
+    return axes
 
 
-def _layout(own: _Slices, shape: Sequence[int], mesh: Mesh) -> str:
-    if len(own.places) != len(shape):
+def _layout(slices: _Slices, shape: Sequence[int], mesh: Mesh) -> str:
+    if len(slices.places) != len(shape):
         raise ShardwiseError(
-            f"the tensor map {list(own.places)} has {len(own.places)} dims, the parameter {list(shape)}"
+            f"the tensor map {list(slices.places)} has {len(slices.places)} dims, the parameter {list(shape)}"
         )
-    split = [place for place in own.places if place >= 0]
-    if len(split) != len(set(split)) or any(place >= len(own.sizes) for place in split):
+    split = [place for place in slices.places if place >= 0]
+    if len(split) != len(set(split)) or any(place >= len(slices.sizes) for place in split):
         raise ShardwiseError(
-            f"the tensor map {list(own.places)} names a device dim twice, or one that {list(own.sizes)} lacks"
+            f"the tensor map {list(slices.places)} names a device dim twice, or one that {list(slices.sizes)} lacks"
         )
     texts = []
-    for dim, (size, place) in enumerate(zip(shape, own.places, strict=True)):
-        at = len(own.sizes) - 1 - place
-        axes = [] if place < 0 else _axes(mesh, prod(own.sizes[at + 1 :]), prod(own.sizes[at:]))
-        step, count = own.shard
+    for dim, (size, place) in enumerate(zip(shape, slices.places, strict=True)):
+        at = len(slices.sizes) - 1 - place
+        axes = [] if place < 0 else _axes(mesh, prod(slices.sizes[at + 1 :]), prod(slices.sizes[at:]))
+        step, count = slices.shard
         if dim == 0 and count > 1:
             axes += _axes(mesh, step, step * count)
         ways = prod(dict(mesh.axes)[axis] for axis in axes)
@@ -230,11 +230,11 @@ def _operator(node: str, graph: Graph, modules: set[str]) -> tuple[str, Op | Non
     kind = re.sub(r"-op\d+$", "", kind)
     while path and ".".join(path) not in modules and path[0] in _WRAPPERS:
         path = path[1:]
-    own = ".".join(path)
-    inside = [op for op in graph.ops if op.name.startswith((f"{own}/", f"{own}.")) and own]
+    module_path = ".".join(path)
+    inside = [op for op in graph.ops if op.name.startswith((f"{module_path}/", f"{module_path}.")) and module_path]
     working = [op for op in inside if not is_view(op.target) and str(op.target) != "aten.add.Tensor"]
-    found = [op for op in working if str(op.target).split(".")[1] in _OPERATORS.get(kind, ())]
-    return own, found[0] if len(found) == len(working) == 1 else None
+    candidates = [op for op in working if str(op.target).split(".")[1] in _OPERATORS.get(kind, ())]
+    return module_path, candidates[0] if len(candidates) == len(working) == 1 else None
 
 
 def _of_operands(op: Op, counts: Counts, graph: Graph) -> Counts | None:
@@ -243,15 +243,15 @@ def _of_operands(op: Op, counts: Counts, graph: Graph) -> Counts | None:
     shapes = [graph.by_name[name].shape for name in op.operands]
     if str(op.target).split(".")[1] == "embedding":  # MindSpore's Gather: table, indices, as in torch
         counts = counts[:2]
-    found = []
+    per_operand = []
     for number, dims in enumerate(counts[: len(shapes)]):
         missing = len(shapes[number]) - len(dims)
         if missing > 0 and len(dims) == 2 and number == 0:
             dims = (dims[0], *[1] * missing, dims[1])
         if len(dims) != len(shapes[number]):
             return None
-        found.append(dims)
-    return tuple(found)
+        per_operand.append(dims)
+    return tuple(per_operand)
 
 
 def _checked(counts: Counts, op: Op, graph: Graph, devices: int) -> Counts:
@@ -263,7 +263,9 @@ def _checked(counts: Counts, op: Op, graph: Graph, devices: int) -> Counts:
                     f"dim {dim} of input {number} has {size} elements, which {ways} slices do not divide"
                 )
         if devices % prod(dims):
-            raise ShardwiseError(f"{list(dims)} are {prod(dims)} slices, which {devices} devices do not hold evenly")
+            raise ShardwiseError(
+                f"{list(dims)} are {prod(dims)} slices, which do not divide over {devices} devices evenly"
+            )
     return counts
 
 

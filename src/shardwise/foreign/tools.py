@@ -27,7 +27,7 @@ from shardwise.untrusted_text import shorten_repr
 Apply = Callable[[nn.Module, DeviceMesh], nn.Module]
 
 KNOWN = (
-    'give "auto" (the plan that ships with a transformers model), a transformers tp_plan ({path: style}), a '
+    'pass "auto" (the plan that ships with a transformers model), a transformers tp_plan ({path: style}), a '
     "DistributedConfig, a plan of torch's parallelize_module ({path: ParallelStyle}), {'fully_shard': [paths]}, an "
     "accelerate ParallelismConfig, a strategy file of MindSpore as JSON, or a function (module, device_mesh) that "
     "applies a plan"
@@ -56,11 +56,11 @@ def recognise_plan(module: nn.Module, plan: Any, devices: int, mesh: Mesh | None
     names anything in the module."""
     if mesh is not None and mesh.num_devices != devices:
         raise ShardwiseError(
-            problem(f"{mesh} has {mesh.num_devices} devices, {devices} are asked for", fix="leave out one of the two")
+            problem(f"{mesh} has {mesh.num_devices} devices, but devices= is {devices}", fix="omit one of the two")
         )
     if isinstance(plan, Plan | PlanningResult) or (isinstance(plan, Mapping) and plan.get("format") == FORMAT):
-        what = "it is a plan of shardwise, not of another tool"
-        raise ShardwiseError(problem(what, fix="sw.verify (shardwise verify) proves it"))
+        what = "this is a plan of shardwise, not of another tool"
+        raise ShardwiseError(problem(what, fix="use sw.verify (shardwise verify)"))
     kind = type(plan).__name__
     if isinstance(plan, Mapping) and "fully_shard" in plan:
         return _of_fsdp(module, plan, mesh or Mesh(dp=devices))
@@ -76,7 +76,7 @@ def recognise_plan(module: nn.Module, plan: Any, devices: int, mesh: Mesh | None
         return ForeignPlan(f"the function {getattr(plan, '__name__', kind)}", mesh or Mesh(tp=devices), plan)
     if isinstance(plan, Mapping) and plan and all(isinstance(path, str) for path in plan):
         raise _no_rule(plan)
-    raise ShardwiseError(problem(f"{shorten_repr(plan)} is no plan that is known", fix=KNOWN))
+    raise ShardwiseError(problem(f"{shorten_repr(plan)} is not a plan of a known tool", fix=KNOWN))
 
 
 def _no_rule(plan: Mapping[str, Any]) -> ShardwiseError:
@@ -86,12 +86,12 @@ def _no_rule(plan: Mapping[str, Any]) -> ShardwiseError:
         texts = [path for path, rule in plan.items() if isinstance(rule, str)]
         styles = [path for path in plan if path not in texts]
         what = f"rules of two tools: {listed(texts)} as texts (transformers), {listed(styles)} as styles (PyTorch)"
-        return ShardwiseError(problem(what, fix="write all in one way: 'colwise' is ColwiseParallel()"))
+        return ShardwiseError(problem(what, fix="use one kind: 'colwise' is ColwiseParallel()"))
     path, rule = neither[0], plan[neither[0]]
     is_class = isinstance(rule, type)
     what = f"the class {rule.__name__}" if is_class else shorten_repr(rule)
-    fix = f"make one of it: {rule.__name__}()" if is_class else KNOWN
-    return ShardwiseError(problem(f"the rule of {path!r} is {what}, which is no style of a known tool", fix=fix))
+    fix = f"instantiate it: {rule.__name__}()" if is_class else KNOWN
+    return ShardwiseError(problem(f"the rule of {path!r} is {what}, which is not a style of a known tool", fix=fix))
 
 
 def _is_texts(plan: Any) -> bool:
@@ -106,15 +106,15 @@ def _is_style(style: Any) -> bool:
 
 def _names(mesh: Mesh, *, data: bool) -> tuple[str, ...]:
     """Return the axes over which samples are split (``data``), or the others. Raises ShardwiseError for none."""
-    own = tuple(name for name, _ in mesh.axes if (name in DATA_AXES or name.startswith("dp")) == data)
-    if not own:
+    names = tuple(name for name, _ in mesh.axes if (name in DATA_AXES or name.startswith("dp")) == data)
+    if not names:
         raise ShardwiseError(
             problem(
                 f"{mesh} has no axis for {'data' if data else 'tensor'} parallelism",
-                fix="name axes that split samples dp, and others tp: mesh=sw.Mesh(dp=2, tp=4)",
+                fix="call axes that split samples dp and the others tp: mesh=sw.Mesh(dp=2, tp=4)",
             )
         )
-    return own
+    return names
 
 
 def _axis(device_mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
@@ -127,7 +127,7 @@ def _nothing(unused: list[str], what: str, module: nn.Module) -> ShardwiseError:
         problem(
             f"the {what} names nothing in {type(module).__name__}: {listed(unused)}",
             facts=[("there is", listed(there))],
-            fix="write paths from the module that is checked, a star for one part: model.layers.*.mlp.up_proj",
+            fix="write paths from the checked module, with a star for one part: model.layers.*.mlp.up_proj",
         )
     )
 
@@ -141,7 +141,8 @@ def _transformers(name: str) -> Any:
     except ImportError as error:
         raise ShardwiseError(
             problem(
-                f"the plan is one of transformers, which is not there: {error}", fix="pip install 'transformers>=5.20'"
+                f"the plan is one of transformers, which cannot be imported: {error}",
+                fix="pip install 'transformers>=5.20'",
             )
         ) from error
 
@@ -153,14 +154,14 @@ def _of_transformers(module: nn.Module, plan: Any, mesh: Mesh) -> ForeignPlan:
         shipped = dict(getattr(module, "_tp_plan", None) or {})
         if not shipped:
             raise ShardwiseError(
-                problem(f"{type(module).__name__} ships no tp plan", fix="give one: {path of a module: style}")
+                problem(f"{type(module).__name__} ships no tp plan", fix="pass one: {path of a module: style}")
             )
         plan = shipped
     styles = parallel.ALL_PARALLEL_STYLES
     unknown = sorted({style for style in plan.values() if style not in styles})
     if unknown:
         raise ShardwiseError(
-            problem(f"transformers has no style {listed(unknown)}", fix=f"one of {', '.join(sorted(styles))}")
+            problem(f"transformers has no style {listed(unknown)}", fix=f"use one of {', '.join(sorted(styles))}")
         )
     names = {wildcard(n) for n, _ in (*module.named_modules(), *module.named_parameters())}
     prefix = getattr(module, "base_model_prefix", "")
@@ -172,23 +173,23 @@ def _of_transformers(module: nn.Module, plan: Any, mesh: Mesh) -> ForeignPlan:
     expand = _transformers("modeling_utils").PreTrainedModel._expand_parallel_plan
     names_of_tp = _names(mesh, data=False)
 
-    def apply(own: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(part: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         tp = _axis(device_mesh, names_of_tp)
-        _untie(own)
-        parallel.apply_tensor_parallelism(own, tp, expand(own, plan))
-        return _tied(own)
+        _untie(part)
+        parallel.apply_tensor_parallelism(part, tp, expand(part, plan))
+        return _tied(part)
 
     return ForeignPlan("transformers tp plan", mesh, apply, tuple(unused))
 
 
 def _untie(module: nn.Module) -> None:
     """Give each name its own parameter: transformers distributes a model before it ties parameters."""
-    known: set[int] = set()
+    seen: set[int] = set()
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
-        if id(parameter) in known:
+        if id(parameter) in seen:
             path, _, last = name.rpartition(".")
             setattr(module.get_submodule(path), last, nn.Parameter(parameter.detach().clone(), parameter.requires_grad))
-        known.add(id(parameter))
+        seen.add(id(parameter))
 
 
 def _tied(module: nn.Module) -> nn.Module:
@@ -203,21 +204,21 @@ def _of_config(config: Any, devices: int) -> ForeignPlan:
     managed = _transformers("distributed.utils").TransformersDeviceMesh
     if config.pp_size > 1:
         raise ShardwiseError(
-            problem("pipelines of transformers are not run here", fix="check the plan of one stage: pp_size=1")
+            problem("pipelines of transformers are not supported", fix="check the plan of one stage: pp_size=1")
         )
     mesh = Mesh({"dp_replicate": config.dp_replicate_size, "fsdp": config.fsdp_size, "tp": config.tp_size})
     if mesh.num_devices != devices:
         raise ShardwiseError(problem(f"the config is for {mesh.num_devices} devices, not {devices}", fix="devices=..."))
 
-    def apply(own: Any, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(part: Any, device_mesh: DeviceMesh) -> nn.Module:
         from torch.distributed.device_mesh import init_device_mesh
 
         names = ("pp", "dp_replicate", "fsdp", "tp")
         dense = init_device_mesh("cpu", (1, *device_mesh.mesh.shape), mesh_dim_names=names)
         sizes = (1, config.dp_replicate_size, config.efsdp_size, config.ep_size)
         expert = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp_replicate", "efsdp", "ep"))
-        _untie(own)
-        return _tied(own.maybe_distribute_model(own, config, managed(dense, expert)))
+        _untie(part)
+        return _tied(part.maybe_distribute_model(part, config, managed(dense, expert)))
 
     return ForeignPlan("transformers DistributedConfig", mesh, apply)
 
@@ -245,11 +246,11 @@ def _of_accelerate(module: nn.Module, config: Any, devices: int) -> ForeignPlan:
             )
         )
 
-    def apply(own: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for part in (tensor, sharded):
             if part is not None and part.apply is not None:
-                own = part.apply(own, device_mesh)
-        return own
+                model = part.apply(model, device_mesh)
+        return model
 
     notes = (f"fully_shard wraps {listed(blocks)} and the root",) if sharded else ()
     return ForeignPlan("accelerate ParallelismConfig", mesh, apply, tensor.unused if tensor else (), notes)
@@ -258,9 +259,9 @@ def _of_accelerate(module: nn.Module, config: Any, devices: int) -> ForeignPlan:
 def _repeated(module: nn.Module) -> list[str]:
     """Return the blocks that accelerate's transformer policy wraps: classes not to be split, or lists of modules."""
     classes = set(getattr(module, "_no_split_modules", None) or ())
-    found = {re.sub(r"\.\d+(?=\.|$)", ".*", n) for n, part in module.named_modules() if type(part).__name__ in classes}
+    paths = {re.sub(r"\.\d+(?=\.|$)", ".*", n) for n, part in module.named_modules() if type(part).__name__ in classes}
     lists = (n for n, part in module.named_modules() if isinstance(part, nn.ModuleList))
-    return sorted(found) or [f"{name}.*" for name in lists]
+    return sorted(paths) or [f"{name}.*" for name in lists]
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------
@@ -268,9 +269,9 @@ def _repeated(module: nn.Module) -> list[str]:
 
 def _matching(module: nn.Module, pattern: str) -> list[str]:
     """Return the modules that a pattern names, as in ``parallelize_module``: a star is one part of a path."""
-    wanted = pattern.split(".")
+    parts = pattern.split(".")
     paths = ((name, name.split(".")) for name, _ in module.named_modules())
-    return [name for name, own in paths if len(own) == len(wanted) and all(map(fnmatchcase, own, wanted))]
+    return [name for name, path in paths if len(path) == len(parts) and all(map(fnmatchcase, path, parts))]
 
 
 def _of_styles(module: nn.Module, plan: Mapping[str, Any], mesh: Mesh) -> ForeignPlan:
@@ -282,19 +283,19 @@ def _of_styles(module: nn.Module, plan: Mapping[str, Any], mesh: Mesh) -> Foreig
 
     own_axes = _names(mesh, data=False)
 
-    def apply(own: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(part: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         import copy
 
         for path, style in plan.items():
             if path not in unused:
                 try:
-                    own = parallelize_module(own, _axis(device_mesh, own_axes), {path: copy.copy(style)})
+                    part = parallelize_module(part, _axis(device_mesh, own_axes), {path: copy.copy(style)})
                 except NotImplementedError as error:
                     if not type(style).__module__.startswith("torch."):
                         raise
                     # torch raises this for a style on an unsupported kind of module, on any machine.
                     raise TypeError(f"{type(style).__name__} at {path!r}: {error}") from error
-        return own
+        return part
 
     return ForeignPlan("parallelize_module plan", mesh, apply, tuple(unused))
 
@@ -308,26 +309,28 @@ def _of_fsdp(module: nn.Module, settings: Mapping[str, Any], mesh: Mesh) -> Fore
         notes.append("compared in float64: mp_policy is left out")
     unknown = options.keys() - {"reshard_after_forward", "offload_policy", "shard_placement_fn", "ignored_params"}
     if unknown:
-        raise ShardwiseError(problem(f"fully_shard has no setting {listed(sorted(unknown))}", fix="see its signature"))
-    wanted = settings["fully_shard"]
-    if not isinstance(wanted, (str, list, tuple)) or not all(isinstance(path, str) for path in wanted):
-        what = f"fully_shard is {shorten_repr(wanted)}"
         raise ShardwiseError(
-            problem(what, fix='paths of modules: {"fully_shard": ["layers.*"]}; [] wraps the root alone')
+            problem(f"fully_shard has no setting {listed(sorted(unknown))}", fix="check its signature")
         )
-    paths = [wanted] if isinstance(wanted, str) else list(wanted)
+    patterns = settings["fully_shard"]
+    if not isinstance(patterns, (str, list, tuple)) or not all(isinstance(path, str) for path in patterns):
+        what = f"fully_shard is {shorten_repr(patterns)}"
+        raise ShardwiseError(
+            problem(what, fix='pass paths of modules: {"fully_shard": ["layers.*"]}; [] wraps the root alone')
+        )
+    paths = [patterns] if isinstance(patterns, str) else list(patterns)
     unused = [path for path in paths if path and not _matching(module, path)]
     if paths and len(unused) == len(paths):
         raise _nothing(unused, "list of fully_shard", module)
     names = {name for path in paths if path for name in _matching(module, path)}
     own_axes = _names(mesh, data=True)
 
-    def apply(own: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+    def apply(part: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         data = _axis(device_mesh, own_axes)
-        parts = dict(own.named_modules())
+        parts = dict(part.named_modules())
         for name in sorted(names, key=lambda name: -name.count(".")):
             fully_shard(parts[name], mesh=data, **options)
-        fully_shard(own, mesh=data, **options)
-        return own
+        fully_shard(part, mesh=data, **options)
+        return part
 
     return ForeignPlan("FSDP2 settings", mesh, apply, tuple(unused), tuple(notes))

@@ -53,9 +53,9 @@ class WorkCounter(TorchDispatchMode):
         return result
 
 
-def itemsize(dtype: torch.dtype, own: torch.dtype) -> int:
+def itemsize(dtype: torch.dtype, stored: torch.dtype) -> int:
     """Return the bytes of an element in the model's own dtype."""
-    return (own if dtype == torch.float64 else dtype).itemsize
+    return (stored if dtype == torch.float64 else dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def message_totals(messages: Sequence[ObservedMessage], links: Links, dtype: tor
     for message in messages:
         if len(message.ranks) < 2:
             continue
-        num_bytes = sum(number * itemsize(own, dtype) for own, number in message.num_elements)
+        num_bytes = sum(number * itemsize(stored, dtype) for stored, number in message.num_elements)
         count, total = count + 1, total + num_bytes
         if message.kind in KINDS:
             seconds += links.seconds(message.kind, axes_of(links.mesh, message.ranks), num_bytes)

@@ -176,7 +176,7 @@ def _with_out_strategy(result: Any, region: AnnotatedRegion) -> Any:
                 f"out_strategy {out!r} is for {num_tags} result tensors, the call returned {count}",
                 op=region.name or region.path,
                 source=region.source,
-                fix="give one tuple of split counts per result, or use sw.constrain on them",
+                fix="pass one tuple of split counts per result, or use sw.constrain on them",
             )
         )
     marked = [mark(t, out if isinstance(out, str) else repr((out[i],))) for i, t in enumerate(tensors)]
@@ -238,16 +238,16 @@ def _checked(strategy: Any, role: str, name: str, source: str) -> Strategy:
             f"write {(_tuples(strategy),)!r}: one tuple per tensor",
         )
     if not isinstance(strategy, (tuple, list)):
-        raise fail(f"is {strategy!r}", 'give a text such as "m@dp n@tp" or split counts such as ((2, 4), (4, 1))')
+        raise fail(f"is {strategy!r}", 'pass a text such as "m@dp n@tp" or split counts such as ((2, 4), (4, 1))')
     for position, counts in enumerate(strategy):
         if not isinstance(counts, (tuple, list)):
             raise fail(
-                f"has {counts!r} for tensor {position}", "give one tuple of split counts per tensor, () for a scalar"
+                f"has {counts!r} for tensor {position}", "pass one tuple of split counts per tensor, () for a scalar"
             )
         for dim, count in enumerate(counts):
             if isinstance(count, bool) or not isinstance(count, int):
                 raise fail(
-                    f"has split count {count!r} for dim {dim} of tensor {position}", "a split count is a whole number"
+                    f"has split count {count!r} for dim {dim} of tensor {position}", "use whole numbers as split counts"
                 )
             if count < 1:
                 raise fail(

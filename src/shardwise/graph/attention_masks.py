@@ -151,8 +151,8 @@ class _Rewriting:
         return first, end
 
     def _bound(self, data: Tensor, num_keys: int, emitter: Emitter) -> Ref:
-        for known, ref in self.bounds:
-            if torch.equal(known, data):
+        for limit, ref in self.bounds:
+            if torch.equal(limit, data):
                 return ref
         first = _first_of_band(data, num_keys)
         bound: Ref = (

@@ -46,8 +46,8 @@ class Autocast:
         if device != "cpu":
             raise CaptureError(
                 problem(
-                    f'torch.autocast("{device}") is active, and a model is captured on the CPU, where autocast treats '
-                    "other operators",
+                    f'torch.autocast("{device}") is active, but models are captured on the CPU, where '
+                    "autocast casts other operators",
                     fix="plan with precision=sw.Precision(compute=torch.bfloat16), or cast explicitly with .to(dtype)",
                 )
             )
@@ -69,11 +69,11 @@ def check_ambient(planned: Autocast | None, where: str) -> None:
     active = [device for device in DEVICES if torch.is_autocast_enabled(device)]
     if not active or (planned is not None and Autocast.ambient() == planned):
         return
-    text = "none" if planned is None else str(planned)
+    text = "no autocast" if planned is None else str(planned)
     raise CaptureError(
         problem(
-            f'torch.autocast("{active[0]}") is active {where}, and it is not executed: the plan was made for {text}',
-            fix="call sw.plan under the same autocast, and the module; backward is outside, or par.step does both",
+            f'torch.autocast("{active[0]}") is active {where}, but the plan was made for {text}',
+            fix="call sw.plan and the module under the same autocast, and backward outside it (or use par.step)",
         )
     )
 
@@ -103,19 +103,19 @@ def casts_of(autocast: Autocast, target: OpOverload, call: Callable[[Callable[..
     ``call(make)`` makes the arguments (args, kwargs) of the call, with ``make(shape, dtype)`` for every tensor.
     """
     plain = _kernels(None, target, call, Casts({}))
-    wanted = _kernels(autocast, target, call, Casts({}))
-    if wanted is None or (plain is not None and wanted.calls == plain.calls):
+    expected = _kernels(autocast, target, call, Casts({}))
+    if expected is None or (plain is not None and expected.calls == plain.calls):
         return Casts({})
     inside = {} if plain is None else plain.casts
-    ahead = Casts({i: dtype for i, dtype in wanted.casts.items() if inside.get(i) != dtype})
+    ahead = Casts({i: dtype for i, dtype in expected.casts.items() if inside.get(i) != dtype})
     candidates = [ahead]
     if any(argument.name == "dtype" for argument in target._schema.arguments):
         candidates.append(Casts(ahead.operands, torch.float32))
-    low = {i for i, dtype in enumerate(wanted.dtypes) if dtype.is_floating_point and dtype != torch.float64}
+    low = {i for i, dtype in enumerate(expected.dtypes) if dtype.is_floating_point and dtype != torch.float64}
     candidates.append(Casts(dict.fromkeys(low, autocast.dtype)))  # for compositions of products, such as einsum
     for cast in candidates:
         kernels = _kernels(None, target, call, cast)
-        if kernels is not None and kernels.computing == wanted.computing:
+        if kernels is not None and kernels.computing == expected.computing:
             return cast
     return None
 

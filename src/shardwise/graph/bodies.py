@@ -83,13 +83,13 @@ class Body:
 
     def check_equal(self, witness: Body) -> None:
         """Raise NotRepeated unless the witness has the operators of this body."""
-        known = dict(zip(self.operands, witness.operands, strict=True))
-        self._check_nodes(self.nodes, witness.nodes, known, witness)
-        if [known.get(node) for node in self.results] != list(witness.results):
+        pairs = dict(zip(self.operands, witness.operands, strict=True))
+        self._check_nodes(self.nodes, witness.nodes, pairs, witness)
+        if [pairs.get(node) for node in self.results] != list(witness.results):
             raise NotRepeated("its witness returns others")
 
     def _check_nodes(
-        self, nodes: Iterable[Node], others: Iterable[Node], known: dict[Node, Node], witness: Body
+        self, nodes: Iterable[Node], others: Iterable[Node], pairs: dict[Node, Node], witness: Body
     ) -> None:
         nodes, others = list(nodes), list(others)
         if len(nodes) != len(others):
@@ -97,16 +97,16 @@ class Body:
         for node, other in zip(nodes, others, strict=True):
             if _is_subgraph(node) and _is_subgraph(other):
                 inner, theirs = _attribute(node), _attribute(other)
-                self._check_nodes(inner.graph.nodes, theirs.graph.nodes, known, witness)
-            elif self._key(node, known) != witness._key(other, {}):
+                self._check_nodes(inner.graph.nodes, theirs.graph.nodes, pairs, witness)
+            elif self._key(node, pairs) != witness._key(other, {}):
                 raise NotRepeated(f"its witness differs in {node}")
-            known[node] = other
+            pairs[node] = other
 
-    def _key(self, node: Node, known: Mapping[Node, Node]) -> object:
-        """Return a key by which nodes are compared. ``known``: node -> its counterpart in the witness."""
+    def _key(self, node: Node, pairs: Mapping[Node, Node]) -> object:
+        """Return a key by which nodes are compared. ``pairs``: node -> its counterpart in the witness."""
         target = node.op if node.op in ("placeholder", "output") else node.target
         line = (node.meta.get("custom") or {}).get(LINE)
-        arguments = _key_of((node.args, node.kwargs), known)
+        arguments = _key_of((node.args, node.kwargs), pairs)
         values = tuple(map(_form, tensor_results(node.meta.get("val"))))
         return target, arguments, values, line, is_initial(node), self.relative(module_path(node, self.prefix))
 
@@ -215,14 +215,14 @@ def _with_subgraphs(nodes: Iterable[Node]) -> Iterator[Node]:
             yield from _with_subgraphs(_attribute(node).graph.nodes)
 
 
-def _key_of(arg: Any, known: Mapping[Node, Node]) -> object:
+def _key_of(arg: Any, pairs: Mapping[Node, Node]) -> object:
     """Return an argument with nodes replaced by their counterparts."""
     if isinstance(arg, Node):
-        return known.get(arg, arg)
+        return pairs.get(arg, arg)
     if isinstance(arg, (tuple, list)):
-        return tuple(_key_of(item, known) for item in arg)
+        return tuple(_key_of(item, pairs) for item in arg)
     if isinstance(arg, dict):
-        return tuple((key, _key_of(value, known)) for key, value in arg.items())
+        return tuple((key, _key_of(value, pairs)) for key, value in arg.items())
     return constant_key(arg) if is_constant(arg) else arg
 
 

@@ -21,12 +21,12 @@ def call_arguments(
     CaptureError for anything else."""
     if not isinstance(kwargs, Mapping | None):
         what = f"kwargs is {shorten_repr(kwargs)}"
-        raise CaptureError(problem(what, fix="a dict of the inputs that are passed by name; leave it out for none"))
+        raise CaptureError(problem(what, fix="pass a dict of named inputs, or leave it out"))
     if isinstance(example_inputs, Mapping):
         return (), {**example_inputs, **(kwargs or {})}
     if not isinstance(example_inputs, Iterable):
         what = f"the example inputs are {shorten_repr(example_inputs)}"
-        raise CaptureError(problem(what, fix="a tensor, a tuple of inputs, or a dict of named ones; () for none"))
+        raise CaptureError(problem(what, fix="pass a tensor, a tuple of inputs, a dict of named inputs, or ()"))
     args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
     return args, dict(kwargs or {})
 
@@ -56,17 +56,17 @@ def divide_targets(
     parameters = _parameters_of(loss)
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     required = [p.name for p in parameters.values() if p.kind in positional and p.default is inspect.Parameter.empty]
-    wanted = required[1:]
+    target_names = required[1:]
     of_forward, every = set(inspect.signature(module.forward).parameters), set(parameters)
     named = {name: value for name, value in kwargs.items() if name in every and name not in of_forward}
-    count = len([name for name in wanted if name not in named])
+    count = len([name for name in target_names if name not in named])
     if count > len(args):
         raise CaptureError(
             problem(
-                f"the loss takes {count} positional targets ({', '.join(wanted)}), "
+                f"the loss takes {count} positional targets ({', '.join(target_names)}), "
                 f"but there are {len(args)} positional examples",
                 op=getattr(loss, "__name__", type(loss).__name__),
-                fix="give the examples in order: inputs of the module first, then the targets of the loss",
+                fix="pass the examples in order: the inputs of the module, then the targets of the loss",
             )
         )
     first = len(args) - count
@@ -79,12 +79,12 @@ def _check_taken(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     try:
         inspect.signature(module.forward).bind(*args, **kwargs)
     except TypeError as error:
-        why, fix, most = str(error), "pass what it takes", _most_positional(module)
+        why, fix, most = str(error), "pass the arguments of its signature", _most_positional(module)
         if num_targets:
             fix = f"pass the inputs and then the {num_targets} targets of the loss; par.predict takes the inputs only"
         elif most is not None and len(args) > most:
             why = f"{most} positional argument{'s' * (most != 1)}, {len(args)} were given"
-            fix = "if the last are targets, pass loss=, a function of the output and of them; else pass what it takes"
+            fix = "if the last are targets, pass loss=, a function of the output and the targets"
         what = f"{type(module).__name__}.forward does not take these arguments: {why}"
         raise CaptureError(problem(what, fix=fix)) from error
 
@@ -103,12 +103,8 @@ def _parameters_of(loss: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
         return inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters
     except (TypeError, ValueError) as error:
         name = getattr(loss, "__name__", repr(loss))
-        what = (
-            f"the loss {name} does not say what it takes: {error}"
-            if callable(loss)
-            else f"the loss {name} is no function"
-        )
-        fix = "a function with named parameters: loss=lambda output, target: ..."
+        what = f"the loss {name} has no signature: {error}" if callable(loss) else f"the loss {name} is not a function"
+        fix = "pass a function with named parameters: loss=lambda output, target: ..."
         raise CaptureError(problem(what, fix=fix)) from error
 
 

@@ -285,8 +285,8 @@ def _announce_dense(graph: Graph) -> None:
         if "sparse" in (call_args := arguments(op)) and call_args["sparse"]:
             where = f" ({op.source})" if op.source else ""
             warnings.warn(
-                f"{op.module or op.name}{where} asks for a sparse gradient (sparse=True); under a plan it is dense, "
-                "with the same numbers: use an optimizer for dense gradients",
+                f"{op.module or op.name}{where} asks for a sparse gradient (sparse=True); under a plan the gradient "
+                "is dense, with the same values: use an optimizer for dense gradients",
                 CaptureWarning,
                 stacklevel=4,
             )
@@ -299,11 +299,11 @@ def _reject_initial_draws(graph: Graph, initial: Collection[str]) -> None:
         if op.name in initial and is_random(op.target):
             raise CaptureError(
                 problem(
-                    f"torch.nn.init draws values ({operator_name(op.target)}) in the model's call, and the call uses "
-                    "them: they would be others in every step, and nobody trains them",
+                    f"torch.nn.init draws values ({operator_name(op.target)}) in forward, and forward uses them: "
+                    "they would change in every step and are never trained",
                     op=op.module,
                     source=op.source,
-                    fix="build the layer in __init__; noise is drawn by torch.randn or by the tensor's own normal_",
+                    fix="build the layer in __init__; draw noise with torch.randn or Tensor.normal_",
                 )
             )
 
@@ -377,7 +377,7 @@ def _check_state(called: ModuleCall, inputs: tuple[InputTensor, ...], traced: Ex
             problem(
                 f"the model's forward changes its parameters, buffers or hooks: {traced.outcome.registered}",
                 source=line_of_change(called, changed),
-                fix="make and freeze parameters, register buffers, and set hooks, before sw.plan and sw.parallelize",
+                fix="create and freeze parameters, register buffers and set hooks before sw.plan and sw.parallelize",
             )
         )
     calls, what = _compared(called, inputs)
@@ -388,14 +388,14 @@ def _check_state(called: ModuleCall, inputs: tuple[InputTensor, ...], traced: Ex
             problem(
                 f"the model's forward changes its own Python state, and {what}: {calls.changed}",
                 source=line_of_change(called, changed),
-                fix="keep what changes from call to call in a buffer (self.register_buffer), or pass it as an input",
+                fix="keep values that change between calls in a buffer (self.register_buffer), or pass them as inputs",
                 section="python-state",
             )
         )
     if calls.kept_changing:
         warnings.warn(
-            f"forward changes Python state in every call: {calls.kept_changing}. A plan and its program are those of "
-            "the first call, and on ranks it stays as it is",
+            f"forward changes Python state in every call: {calls.kept_changing}. The program of a plan is captured "
+            "from the first call, so on ranks this state does not change",
             CaptureWarning,
             stacklevel=2,
         )
@@ -407,8 +407,9 @@ def _compared(called: ModuleCall, inputs: tuple[InputTensor, ...]) -> tuple[TwoC
     functionalizer, nodes, constants, _ = _functionalized(program, called.module, inputs, called.precision)
     outputs = tuple(map(functionalizer.ref_of, nodes))
     graph = rewrite_graph(eliminate_dead_code(functionalizer.emitter.graph(outputs, None, ())), SIMPLIFICATIONS)
-    same = calls.same_constants
-    return calls, trace_difference(graph, constants, calls.num_tensors) if same else "its next call returns others"
+    if not calls.same_constants:
+        return calls, "its next call returns other values"
+    return calls, trace_difference(graph, constants, calls.num_tensors)
 
 
 def _without_effect(
@@ -468,7 +469,7 @@ def _bind_placeholders(
             raise CaptureError(
                 problem(
                     f"the model's call uses {spec.target}, a {spec.kind.name.lower()}: only tensors can be captured",
-                    fix="draw without generator= (sw.parallelize takes the seed), and pass other objects as numbers",
+                    fix="draw without generator= (sw.parallelize takes the seed); replace other objects by numbers",
                 )
             )
         if name in bound:
@@ -490,16 +491,16 @@ def _constant_data(data: Any, node: Node, transformed: str = "") -> torch.Tensor
     assert isinstance(data, torch.Tensor), f"the constant {node} is a {type(data).__name__}"
     if is_fake(data) and transformed:
         raise CaptureError(
-            problem(f"{TRANSFORMS} in forward can not be captured", source=transformed, fix=CONSTRUCTS[TRANSFORMS])
+            problem(f"{TRANSFORMS} in forward cannot be captured", source=transformed, fix=CONSTRUCTS[TRANSFORMS])
         )
     if is_fake(data):
         raise CaptureError(
             problem(
-                "the memory of a parameter or buffer is used past autograd (.data), forward makes a tensor of its own "
-                "require a gradient (requires_grad_), or it computes in another thread",
+                "forward uses .data of a parameter or buffer, calls requires_grad_ on a tensor it made, or computes "
+                "in another thread",
                 source=next((line_of(user) for user in node.users), ""),
-                fix="read it with .detach(), and change parameters in the optimizer; differentiate by what parameters "
-                "made; compute in one thread",
+                fix="read it with .detach() and change parameters in the optimizer; differentiate with respect to "
+                "tensors computed from parameters; compute in one thread",
             )
         )
     return data.detach()

@@ -18,7 +18,7 @@ from shardwise.graph.emitter import Emitter
 from shardwise.graph.ir import Arg, Op, Ref, map_refs, refs
 from shardwise.graph.schema import operator_name, tensor_results
 
-_FIX = "call it under torch.autocast(..., enabled=False) with operands that are cast"
+_FIX = "call it under torch.autocast(..., enabled=False) with operands cast beforehand"
 
 
 class Casting:
@@ -27,7 +27,7 @@ class Casting:
 
     def __init__(self, emitter: Emitter, autocast: Autocast | None) -> None:
         self.emitter, self.autocast = emitter, autocast
-        self._known: dict[tuple[str, torch.dtype], Ref] = {}
+        self._casts: dict[tuple[str, torch.dtype], Ref] = {}
 
     @contextmanager
     def region(self, autocast: Autocast | None) -> Iterator[None]:
@@ -36,7 +36,7 @@ class Casting:
         yield
         self.autocast = before
         if before is None:
-            self._known = {}
+            self._casts = {}
 
     def ahead_of(self, op: Op, cast: Callable[[str, torch.dtype], Ref], *, remembers: bool) -> Op:
         """Return the operator with operands cast by ``cast``. Raises CaptureError if autocast casts inside of it."""
@@ -62,13 +62,13 @@ class Casting:
         return replace(op, args=args, kwargs=kwargs)
 
     def _cast(self, name: str, dtype: torch.dtype, cast: Callable[[str, torch.dtype], Ref], remembers: bool) -> Ref:
-        if (name, dtype) in self._known:
-            return self._known[name, dtype]
+        if (name, dtype) in self._casts:
+            return self._casts[name, dtype]
         cast_ref, value = cast(name, dtype), self.emitter.values[name]
         assert self.autocast is not None
         trained = value.requires_grad and any(s.value == name and s.kind == "parameter" for s in self.emitter.sources)
         if trained and remembers and (value.dtype, dtype) == (torch.float32, self.autocast.dtype):
-            self._known[name, dtype] = cast_ref
+            self._casts[name, dtype] = cast_ref
         return cast_ref
 
     def _example(self, op: Op, make: Callable[..., Any]) -> tuple[Any, Any]:

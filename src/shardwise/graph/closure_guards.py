@@ -85,10 +85,10 @@ class ClosureGuards:
             return
         raise ShardwiseError(
             problem(
-                f"the code of the model or of its loss uses {changed}: programs have been captured with what it was, "
-                "and ranks would go on with that",
-                fix="pass as an input what changes between steps, or keep it in a buffer of the model and write to "
-                "that (fill_, copy_); set what stays before sw.plan and sw.parallelize",
+                f"the code of the model or of its loss uses {changed}, which changed after the programs were "
+                "captured: ranks would use the old value",
+                fix="pass values that change between steps as inputs, or keep them in a buffer of the model and "
+                "write to it (fill_, copy_); set constants before sw.plan and sw.parallelize",
             )
         )
 
@@ -120,13 +120,13 @@ class _GuardReader:
     def changed(self, after: _GuardReader) -> str:
         """Describe the differences, as in ``model.py: SCALE (2.0 -> 3.0)``, or return "". New functions, classes and
         containers inside a container do not count: it may be a registry or a cache."""
-        apart: list[str] = []
+        one_sided: list[str] = []
         for before, other in ((self, after), (after, self)):
             alone = [where for where in before.leaves if where not in other.leaves]
             whole = tuple(where for where in alone if where not in before.numbers)
-            apart += [where for where in alone if not where.startswith(whole)]
+            one_sided += [where for where in alone if not where.startswith(whole)]
         both = [where for where, key in self.leaves.items() if after.leaves.get(where, key) != key]
-        names = dict.fromkeys([*both, *apart])
+        names = dict.fromkeys([*both, *one_sided])
         shown = [f"{where} ({self.texts.get(where, 'none')} -> {after.texts.get(where, 'none')})" for where in names]
         return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 

@@ -94,8 +94,8 @@ def cut_graph(graph: Graph, boundaries: Sequence[str]) -> GraphCut:
             before = graph.ops[starts[-1]]
             raise PlanError(
                 problem(
-                    f"the boundary {boundary} is operator {start} of {len(graph.ops)}, the one named before it, "
-                    f"{before.name}, operator {starts[-1]}",
+                    f"the boundary {boundary} is operator {start} of {len(graph.ops)}, but it must come after the "
+                    f"boundary named before it, {before.name}, operator {starts[-1]}",
                     op=boundary,
                     source=graph.ops[start].source,
                     fix="name boundaries in the order of execution",
@@ -129,16 +129,16 @@ def cut_apart(graph: Graph, parts: Sequence[Sequence[str]]) -> GraphCut:
     missing = [op.name for op in graph.ops if op.name not in part_of]
     if missing:
         shown = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
-        what = f"{len(missing)} of {len(graph.ops)} operators are in no part: {shown}"
-        raise PlanError(problem(what, fix="name every operator in one part"))
+        what = f"{len(missing)} of {len(graph.ops)} operators belong to no part: {shown}"
+        raise PlanError(problem(what, fix="put every operator into one part"))
     cutter = _Cutter(graph, part_of, len(parts))
     graphs = cutter.parts()
     for number, part in enumerate(graphs):
         if not part.ops:
             raise PlanError(
                 problem(
-                    f"part {number} of {len(parts)} has no operators of its own: {', '.join(parts[number][:4])} depend "
-                    "on no input and no parameter, and are repeated where they are used",
+                    f"part {number} of {len(parts)} has only operators that other parts repeat: "
+                    f"{', '.join(parts[number][:4])} depend on no input and no parameter",
                     fix="cut at fewer or other operators",
                 )
             )
@@ -160,7 +160,7 @@ def _check_exist(graph: Graph, names: Iterable[str]) -> None:
     for name in names:
         if name not in graph.op_by_name:
             near = get_close_matches(name, list(graph.op_by_name), 1)
-            fix = f"did you mean {near[0]}?" if near else "print the graph for the names of its operators"
+            fix = f"did you mean {near[0]}?" if near else "print the graph to see the names of its operators"
             raise PlanError(problem(f"the graph has no operator {name!r}", fix=fix))
 
 
@@ -179,12 +179,12 @@ def _ancestors(graph: Graph, ops: Iterable[str]) -> set[str]:
 
 def free_values(graph: Graph) -> frozenset[str]:
     """Return the values that depend on no input and no parameter."""
-    known = {source.value for source in graph.sources if source.kind in ("buffer", "constant")}
+    free = {source.value for source in graph.sources if source.kind in ("buffer", "constant")}
     for op in graph.ops:
         pure = op.target.namespace in PURE and not is_random(op.target)
-        if pure and known.issuperset(op.operands):
-            known.update(op.results)
-    return frozenset(known)
+        if pure and free.issuperset(op.operands):
+            free.update(op.results)
+    return frozenset(free)
 
 
 @dataclass
@@ -203,7 +203,7 @@ class _Cutter:
         graph = self.graph
         activation = next((s.value for s in graph.sources if s.kind == "activation"), None)
         if activation is not None or graph.cotangents is not None:
-            what = f"the graph is a part of another{f': {activation} is an activation' if activation else ''}"
+            what = f"the graph is already a part of a graph{f': {activation} is an activation' if activation else ''}"
             raise PlanError(problem(what, fix="cut the whole graph at all boundaries at once"))
         self.free = free_values(graph)
         self.written = dict(graph.mutations)
@@ -241,18 +241,18 @@ class _Cutter:
         return part_of_output
 
     def _needed(self, number: int) -> set[str]:
-        wanted = [name for op in self.bound if self.part_of[op.name] == number for name in op.operands]
-        wanted += [name for name, part in self.output_part.items() if part == number]
+        operands = [name for op in self.bound if self.part_of[op.name] == number for name in op.operands]
+        operands += [name for name, part in self.output_part.items() if part == number]
         for buffer, value in self.graph.mutations:
-            wanted += [buffer, value] if self.maker.get(buffer) == number else []
+            operands += [buffer, value] if self.maker.get(buffer) == number else []
         needed: set[str] = set()
-        self._add_needed(needed, wanted)
+        self._add_needed(needed, operands)
         return needed
 
-    def _add_needed(self, needed: set[str], wanted: Iterable[str]) -> None:
+    def _add_needed(self, needed: set[str], names: Iterable[str]) -> None:
         """Add values and what is needed to repeat them. Every part that holds a buffer rewritten with repeated values
         rewrites it."""
-        pending = list(wanted)
+        pending = list(names)
         while pending:
             name = pending.pop()
             producer = self.graph.producer.get(name)
@@ -285,10 +285,10 @@ class _Cutter:
         if source is None:
             made_by = self.graph.producer[name].name
             what = f"{op.name} of part {part} needs {name}, the result of {made_by} of part {home}"
-            fix = f"put {op.name} into part {home} or behind it, or {made_by} into part {part} or before it"
+            fix = f"move {op.name} to part {home} or a later one, or {made_by} to part {part} or an earlier one"
         else:
-            what = f"the buffer {source.names[0]} is read in part {part}, and rewritten with data of part {home}"
-            fix = "put what reads it and what rewrites it into one part: nothing but cotangents goes back"
+            what = f"the buffer {source.names[0]} is read in part {part} and written with data of part {home}"
+            fix = "put the operators that read and write it into one part: only cotangents are sent backward"
         return problem(what, op=op.name, source=op.source, fix=fix)
 
     def _crossings(self) -> tuple[CutValue, ...]:

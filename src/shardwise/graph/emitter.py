@@ -103,13 +103,13 @@ class Emitter:
 
     def is_reached(self, before: Ref, after: Ref) -> bool:
         """Return whether a gradient of ``after`` flows into ``before``, which was made earlier."""
-        wanted = {after.name} if self.values[after.name].requires_grad else set()
+        reached = {after.name} if self.values[after.name].requires_grad else set()
         for op in reversed(self.ops):
-            if before.name in wanted or before.name in op.results:
+            if before.name in reached or before.name in op.results:
                 break
-            if wanted.intersection(op.results):
-                wanted.update(name for name in op.operands if self.values[name].requires_grad)
-        return before.name in wanted
+            if reached.intersection(op.results):
+                reached.update(name for name in op.operands if self.values[name].requires_grad)
+        return before.name in reached
 
     def with_zero_gradient(self, operands: Iterable[str], result: Ref) -> Ref:
         """Return ``result`` with zero gradients for ``operands``, as autograd gives overwritten tensors. Optimizers
@@ -150,26 +150,26 @@ def rewrite_graph(graph: Graph, rewrites: Mapping[OpOverload, Rewrite]) -> Graph
     source_values = [graph.by_name[source.value] for source in graph.sources]
     emitter = Emitter(source_values, graph.sources, rewrites)
     emitter.constraints = []
-    known: dict[str, Arg] = {source.value: Ref(source.value) for source in graph.sources}
-    emitter.known = known
+    new_args: dict[str, Arg] = {source.value: Ref(source.value) for source in graph.sources}
+    emitter.known = new_args
     for op in graph.ops:
         emitter.origin = op
-        args = map_refs(op.args, known.__getitem__)
-        kwargs = tuple((key, map_refs(arg, known.__getitem__)) for key, arg in op.kwargs)
+        args = map_refs(op.args, new_args.__getitem__)
+        kwargs = tuple((key, map_refs(arg, new_args.__getitem__)) for key, arg in op.kwargs)
         results = emitter.apply(replace(op, args=args, kwargs=kwargs), op.results)
         assert len(results) == len(op.results), f"{op.name}: {len(results)} results replace {len(op.results)}"
         for name, result in zip(op.results, results, strict=True):
             if graph.by_name[name].requires_grad and not emitter.value(result).requires_grad:
                 operands = refs((args, tuple(arg for _, arg in kwargs)))
                 result = emitter.with_zero_gradient((o for o in operands if emitter.values[o].requires_grad), result)
-            known[name] = result
+            new_args[name] = result
 
     def renamed(name: str) -> str:
-        return emitter.value(known[name]).name
+        return emitter.value(new_args[name]).name
 
     emitter.constraints[:0] = [(renamed(name), text) for name, text in graph.constraints]
     return emitter.graph(
-        tuple(map_refs(output, known.__getitem__) for output in graph.outputs),
+        tuple(map_refs(output, new_args.__getitem__) for output in graph.outputs),
         None if graph.loss is None else renamed(graph.loss),
         tuple((buffer, renamed(name)) for buffer, name in graph.mutations),
     )

@@ -196,7 +196,7 @@ class _SortElimination:
 
     def _results(self, op: Op, sort: str) -> tuple[_SortedValue | Arg, ...] | None:
         """Return the results: values in the order of the sort, or new values emitted here. None: not supported."""
-        for rule in (self._of_order, self._taken, self._put, self._added):
+        for rule in (self._of_order, self._gathered_rows, self._put, self._added):
             result = rule(op, sort)
             if result is not None:
                 return (result,)
@@ -290,7 +290,7 @@ class _SortElimination:
 
     # -- rows in and out -----------------------------------------------------------------------------------------------
 
-    def _taken(self, op: Op, sort: str) -> _SortedValue | Arg | None:
+    def _gathered_rows(self, op: Op, sort: str) -> _SortedValue | Arg | None:
         """Rewrite an index of rows on dim 0."""
         index = self._index(op)
         if index is None or op.operands[0] == index:

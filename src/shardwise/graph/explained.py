@@ -21,17 +21,17 @@ def explain_export_error(error: Exception) -> CaptureError:
     source = _line_of(error)
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
     if type(error).__name__ in DATA_DEPENDENT or isinstance(error.__cause__, DataDependentOutputException):
-        fix = "compute with tensors: torch.where for a choice, a mask for an index; or decide by Python numbers"
+        fix = "compute with tensors (torch.where for a choice, a mask for an index), or branch on Python numbers"
         if "_detect_is_causal_mask" in {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
             what = "torch.nn.Transformer reads a mask to find out whether it is causal"
-            fix = "say what the mask is: tgt_is_causal=True (or False) beside tgt_mask=, and is_causal= in an encoder"
+            fix = "pass tgt_is_causal=True (or False) with tgt_mask=, and is_causal= in an encoder"
             return CaptureError(problem(what, source=source, fix=fix))
         if "specialized integer" in first:
-            fix = "use the number of selected rows as it is, x[mask].shape[0]: not len(x[mask]), int(...) or range(...)"
+            fix = "use x[mask].shape[0] for the number of selected rows, not len(x[mask]), int(...) or range(...)"
         if any(
             Path(frame.filename).parent.name == "distributions" for frame in traceback.extract_tb(error.__traceback__)
         ):
-            fix = "a distribution checks the data of its parameters: pass it validate_args=False"
+            fix = "the distribution validates its parameters: pass it validate_args=False"
         return CaptureError(
             problem(
                 f"the model's control flow, or a size, depends on the data of a tensor ({first})",
@@ -41,22 +41,22 @@ def explain_export_error(error: Exception) -> CaptureError:
             )
         )
     fix = (
-        "the call must run with these inputs on one device, and also on fake (data-free) CPU tensors, without choosing "
-        "a device (.cuda())"
+        "forward must run with these inputs on one device and on fake (data-free) CPU tensors; it must not choose a "
+        "device (.cuda())"
     )
     if "Disabling autocast" in first:
-        what = "the model calls torch.autocast for a device that is not here, where it does nothing"
-        fix = "name the device of the tensors, torch.autocast(x.device.type, ...), or plan where that device is"
+        what = "the model calls torch.autocast for a device type that this machine lacks, where autocast does nothing"
+        fix = "use the device of the tensors, torch.autocast(x.device.type, ...), or plan on a machine with that device"
         return CaptureError(problem(what, source=source, fix=fix))
     if isinstance(error, AttributeError) and isinstance(error.obj, torch.Tensor):
-        fix = "attributes of tensors are not there while the model is captured: keep what it reads in the module itself"
+        fix = "attributes set on tensors are lost during capture: keep these values in the module"
     used = _constructs_of(error)
     if used:
         return CaptureError(
-            problem(f"{used[0]} in forward can not be captured ({first})", source=source, fix=CONSTRUCTS[used[0]])
+            problem(f"{used[0]} in forward cannot be captured ({first})", source=source, fix=CONSTRUCTS[used[0]])
         )
     return CaptureError(
-        problem(f"the model can not be captured: {type(error).__name__}: {first}", source=source, fix=fix)
+        problem(f"the model cannot be captured: {type(error).__name__}: {first}", source=source, fix=fix)
     )
 
 
@@ -64,7 +64,7 @@ def flex_attention_error(error: ShardwiseError) -> CaptureError | None:
     """Return the error to raise in place of one from the inside of flex attention, or None."""
     if FLEX_ATTENTION not in _constructs_of(error):
         return None
-    what = f"{FLEX_ATTENTION} in forward can not be captured"
+    what = f"{FLEX_ATTENTION} in forward cannot be captured"
     return CaptureError(problem(what, source=_line_of(error), fix=CONSTRUCTS[FLEX_ATTENTION]))
 
 

@@ -40,7 +40,8 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode, precision: Precision) -> 
                 if value.is_meta:
                     raise CaptureError(
                         problem(
-                            f"the tensor attribute {attribute!r} is on meta, without data, and no parameter or buffer",
+                            f"the tensor attribute {attribute!r} is on meta, without data, and not a parameter or "
+                            "buffer",
                             op=path or type(owner).__name__,
                             fix=f'register it: self.register_buffer("{attribute}", ..., persistent=False)',
                         )
@@ -60,7 +61,7 @@ def deep_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     except (TypeError, RuntimeError, NotImplementedError) as error:
         raise CaptureError(
             problem(
-                f"{type(module).__name__} can not be copied: {error}",
-                fix="copy.deepcopy(module) must work: keep locks, open files and results out of its attributes",
+                f"{type(module).__name__} cannot be copied: {error}",
+                fix="make copy.deepcopy(module) work: keep locks, open files and results out of its attributes",
             )
         ) from error

@@ -139,13 +139,13 @@ def _signature(graph: Graph, block: GraphBlock, before: GraphBlock | None) -> Ha
     place |= {name: ("own", i) for i, name in enumerate(block.made)}
     place |= {name: ("source", i) for i, name in enumerate(block.sources)}
 
-    def told(name: str) -> Hashable:
+    def key_of(name: str) -> Hashable:
         return ("ref", place.get(name, name))
 
     values = [replace(graph.by_name[name], name="") for name in (*block.made, *block.sources)]
     sources = [(graph.source_of[name].kind, graph.source_of[name].trainable) for name in block.sources]
     ops = [
-        (op.target, map_refs(op.args, told), tuple((key, map_refs(arg, told)) for key, arg in op.kwargs), op.scope)
+        (op.target, map_refs(op.args, key_of), tuple((key, map_refs(arg, key_of)) for key, arg in op.kwargs), op.scope)
         for op in block.ops
     ]
     return tuple(ops), tuple(values), tuple(sources)

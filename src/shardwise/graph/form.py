@@ -24,14 +24,14 @@ class GraphForm:
         place = {name: number for number, name in enumerate(names)}
         blocks = {"": 0}
 
-        def told(name: str) -> Ref:
+        def renamed(name: str) -> Ref:
             return Ref(str(place[name]))
 
         ops = tuple(
             (
                 op.target,
-                map_refs(op.args, told),
-                tuple((key, map_refs(arg, told)) for key, arg in op.kwargs),
+                map_refs(op.args, renamed),
+                tuple((key, map_refs(arg, renamed)) for key, arg in op.kwargs),
                 len(op.results),
                 op.scope,
                 blocks.setdefault(block_of(op.name), len(blocks)),
@@ -42,7 +42,7 @@ class GraphForm:
             tuple((source.kind, source.trainable) for source in graph.sources),
             tuple(replace(graph.by_name[name], name="") for name in names),
             ops,
-            map_refs(graph.outputs, told),
+            map_refs(graph.outputs, renamed),
             None if graph.loss is None else place[graph.loss],
             tuple((place[buffer], place[value]) for buffer, value in graph.mutations),
             tuple((place[name], text) for name, text in graph.constraints),

@@ -73,7 +73,7 @@ def function_class(name: str) -> type[Function]:
         kinds = [kind for kind in _subclasses(Function) if _name(kind) == name]
         if not kinds:
             raise ShardwiseError(
-                problem(f"this process has no torch.autograd.Function {name}", fix="import it on every rank")
+                problem(f"this process has no torch.autograd.Function {name}", fix="import its module on every rank")
             )
         _check_alike(name, kinds, "")
         _KNOWN[name] = kinds[-1]
@@ -273,21 +273,21 @@ def _tried(kind: type, arguments: str, tensors: Sequence[Tensor], name: str, lin
                 returned = kind.apply(*fill_operands(arguments, inputs))  # type: ignore[attr-defined]
                 leaves = returned if isinstance(returned, tuple) else (returned,)
                 results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-                wanted = [t for t in operands if t.requires_grad]
+                differentiable = [t for t in operands if t.requires_grad]
                 flowing = [result for result in results if result.requires_grad]
-                if wanted and flowing:
+                if differentiable and flowing:
                     cotangents = [torch.empty_like(result) for result in flowing]
-                    torch.autograd.grad(flowing, wanted, cotangents, allow_unused=True)
+                    torch.autograd.grad(flowing, differentiable, cotangents, allow_unused=True)
         except Exception as error:  # whatever its Python raises on tensors without data
             first = (str(error).strip().splitlines() or [type(error).__name__])[0]
             if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
                 first = f"it depends on the data of a tensor, by {error.func}"
-            what = f"its forward or backward can not be traced ({type(error).__name__}: {first})"
+            what = f"its forward or backward cannot be traced ({type(error).__name__}: {first})"
             raise _refusal(name, line, what) from error
     if [t._version for t in inputs] != versions:
         raise _refusal(name, line, "it writes into its operands (mark_dirty)")
     if watched.random:
-        raise _refusal(name, line, f"it draws random numbers ({watched.random}), which every rank would draw otherwise")
+        raise _refusal(name, line, f"it draws random numbers ({watched.random}), different ones on every rank")
     other = [leaf for leaf in leaves if not isinstance(leaf, Tensor) and not is_constant(leaf)]
     if other:
         raise _refusal(name, line, f"it returns a {type_name(other[0])}")
@@ -297,5 +297,5 @@ def _tried(kind: type, arguments: str, tensors: Sequence[Tensor], name: str, lin
 
 def _refusal(name: str, line: str, what: str) -> CaptureError:
     return CaptureError(
-        problem(f"the torch.autograd.Function {name} can not be captured: {what}", source=line, fix=_FIX)
+        problem(f"the torch.autograd.Function {name} cannot be captured: {what}", source=line, fix=_FIX)
     )

@@ -91,7 +91,7 @@ class Functionalizer:
         self.region_paths: dict[int, str] = {}
         self.initial: set[str] = set()
         self._prefix = prefix
-        self._known: dict[Node, Any] = {}
+        self._values: dict[Node, Any] = {}
         self._buffers: dict[str, ProgramTensor] = {}
         self._contiguous: set[str] = set()
         self._grad = True
@@ -107,7 +107,7 @@ class Functionalizer:
     def bind(self, node: Node, ref: Ref, source: Source) -> None:
         """Bind a placeholder to its value."""
         tensor = ProgramTensor(ref, storage_of(node.meta.get("val")), source=source)
-        self._known[node] = tensor
+        self._values[node] = tensor
         if node.meta["val"].is_contiguous():
             self._contiguous.add(source.value)
         if source.kind == "buffer":
@@ -115,7 +115,7 @@ class Functionalizer:
 
     def bind_shared(self, node: Node, other: Node) -> None:
         """Bind a placeholder to the same tensor as another one (tied weights)."""
-        self._known[node] = self._known[other]
+        self._values[node] = self._values[other]
 
     def ref_of(self, node: Node) -> Ref:
         """Return the current value of a tensor node that the call returns."""
@@ -152,16 +152,16 @@ class Functionalizer:
             if node.op == "get_attr":
                 assert isinstance(node.target, str)
                 assert node.graph.owning_module is not None
-                self._known[node] = node.graph.owning_module.get_submodule(node.target)
+                self._values[node] = node.graph.owning_module.get_submodule(node.target)
             elif _has_failed(node):
                 continue
             elif node.op == "call_function":
                 before = len(self.emitter.ops)
-                self._known[node] = self._call(node)
+                self._values[node] = self._call(node)
                 if is_initial(node):
                     self.initial |= {op.name for op in self.emitter.ops[before:]}
             else:
-                assert node in self._known, f"unexpected node {node.format_node()}"
+                assert node in self._values, f"unexpected node {node.format_node()}"
         return None
 
     # ------------------------------------------------------------------------------------------------ calls
@@ -201,15 +201,14 @@ class Functionalizer:
             raise _write_error(
                 "instance norm updates running statistics",
                 op,
-                "track_running_stats=False: in training, "
-                "every sample is normalized by statistics of its own, with and without them",
+                "use track_running_stats=False; training ignores them in either case",
             )
         return self._read_call(node, op)
 
     def _inline(self, body: GraphModule, operands: Sequence[Any], grad: bool) -> Any:
         """Emit the nodes of a sub-graph, with gradients on or off."""
         placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]
-        self._known.update(zip(placeholders, operands, strict=True))
+        self._values.update(zip(placeholders, operands, strict=True))
         before = self._grad, self._detached
         self._grad = grad
         if before[0] != grad:
@@ -223,14 +222,14 @@ class Functionalizer:
         inlining = self._bodies.inlined(node, lambda operand: self._tensor(operand).storage)
         body, operands = inlining.body, self._lookup(node.args[0])
         if any(has_symbols(inner.meta.get("val")) for inner in (*body.operands, *body.nodes)):
-            raise NotRepeated("it computes with rows that a mask selects")
-        before = {body_node: self._known[body_node] for body_node in (*body.operands, *body.nodes)}
-        self._known.update(zip(body.operands, operands, strict=True))
+            raise NotRepeated("it computes with rows selected by a mask")
+        before = {body_node: self._values[body_node] for body_node in (*body.operands, *body.nodes)}
+        self._values.update(zip(body.operands, operands, strict=True))
         self._inlining = inlining
         self.run(body.nodes)
         results = tuple(map(self._tensor, body.results))
         self._inlining = None
-        self._known.update(before)
+        self._values.update(before)
         for val, result in zip(tensor_results(node.meta["val"]), results, strict=True):
             self._storages[storage_of(val)] = result.storage
         return results
@@ -248,7 +247,7 @@ class Functionalizer:
         op = self._cast(_explicit(op, val))
         refs = self._apply(op)
         self._casting.check(refs, val, op)
-        viewed = self._known[node.args[0]] if node.args and isinstance(node.args[0], Node) else None
+        viewed = self._values[node.args[0]] if node.args and isinstance(node.args[0], Node) else None
         results = []
         for index, (ref, fake) in enumerate(zip(refs, tensor_results(val), strict=True)):
             storage, base, is_placed = self._storage(fake), None, True
@@ -335,14 +334,14 @@ class Functionalizer:
         return self._detached[name]
 
     def _tensor(self, node: Node) -> ProgramTensor:
-        ref = self._known[node]
+        ref = self._values[node]
         assert isinstance(ref, ProgramTensor), f"{node} is not a tensor"
         return ref
 
     def _lookup(self, arg: Any) -> Any:
         """Replace nodes by what is known of them."""
         if isinstance(arg, Node):
-            return self._known[arg]
+            return self._values[arg]
         if isinstance(arg, (tuple, list)):
             return tuple(map(self._lookup, arg))
         return arg
@@ -350,10 +349,10 @@ class Functionalizer:
     def _argument(self, arg: Any) -> Arg:
         """Replace nodes by Refs to their current values, lists by tuples, and devices by None."""
         if isinstance(arg, Node):
-            known = self._known[arg]
-            if is_symbolic(known):
-                return known
-            return tuple(map(self.read, known)) if isinstance(known, tuple) else self.read(known)
+            value = self._values[arg]
+            if is_symbolic(value):
+                return value
+            return tuple(map(self.read, value)) if isinstance(value, tuple) else self.read(value)
         if isinstance(arg, (tuple, list)):
             return tuple(map(self._argument, arg))
         return None if isinstance(arg, torch.device) else arg
@@ -369,12 +368,12 @@ class Functionalizer:
         root = tensor.root
         if root.source is not None and root.source.kind in ("parameter", "input"):
             kind = root.source.kind
-            fix = "work on x.clone()" if kind == "input" else "change parameters in the optimizer, not in forward"
+            fix = "work on x.clone()" if kind == "input" else "update parameters in the optimizer, not in forward"
             raise _write_error(f"the {kind} {root.source.names[0]} is changed in place", origin, fix)
         if root.source is not None and root.source.kind == "constant":
             name = root.source.names[0]
             fix = f'register it: self.register_buffer("{name}", ..., persistent=False)'
-            raise _write_error(f"the tensor {name} is changed in place, and is no buffer", origin, fix)
+            raise _write_error(f"the tensor {name} is changed in place and is not a buffer", origin, fix)
         if not self._grad and self.emitter.value(self.read(root)).requires_grad:
             raise _write_error(
                 "a value that carries a gradient is changed in place under no_grad", origin, "make a new tensor"
@@ -398,7 +397,7 @@ class Functionalizer:
             through = write_through(_on_base(tensor, base), tensor.index, base, new, self.emitter)
             if through is None:
                 raise _write_error(
-                    f"a write through {operator_name(tensor.view.target)} can not be expressed without mutation",
+                    f"a write through {operator_name(tensor.view.target)} cannot be expressed without mutation",
                     self.emitter.origin,
                     "make a new tensor, for example with torch.where or torch.cat",
                 )
@@ -414,7 +413,7 @@ class Functionalizer:
         if not isinstance(written_node, Node) or not (outside or (name.endswith("_") and len(written) == 1)):
             raise _write_error(f"{name} writes into {', '.join(written)}", op, "use the form that returns its result")
         if name == "embedding_renorm_":
-            fix = "leave max_norm out: divide the rows that are looked up by their norms, or the table in the optimizer"
+            fix = "omit max_norm: normalize the rows after the lookup, or the table in the optimizer"
             raise _write_error("an embedding with max_norm scales rows of its table in place", op, fix)
         tensor = self._tensor(written_node)
         before = self.emitter.value(self.read(tensor))
@@ -425,9 +424,7 @@ class Functionalizer:
         if torch.Tag.inplace_view in op.target.tags or name in ("resize_", "set_"):
             raise _write_error(f"{name}() changes the shape of a tensor in place", op, f"x = x.{name[:-1]}(...)")
         if name.startswith("logical_") and before.requires_grad:
-            what = (
-                f"{name}() changes a value that carries a gradient in place, and autograd would go on as if it had not"
-            )
+            what = f"{name}() changes a value that carries a gradient in place, which autograd would not record"
             raise _write_error(what, op, f"x = x.{name[:-1]}(...).to(x.dtype), which carries no gradient")
         self._store(tensor, self._written_value(op, before))
         return tensor
@@ -520,11 +517,11 @@ def _functional_form(op: Op) -> OpOverload:
     """Return the functional overload with the same other arguments as an in-place or ``out=`` operator."""
     schema = op.target._schema
     name = operator_name(op.target).removesuffix("_")
-    wanted = [(_argument_name(a.name), str(a.type)) for a in schema.arguments if a.name != "out"]
+    signature = [(_argument_name(a.name), str(a.type)) for a in schema.arguments if a.name != "out"]
     packets = [packet for packet in (getattr(aten, name, None), getattr(aten, f"{name}_functional", None)) if packet]
     for functional in (getattr(packet, overload) for packet in packets for overload in packet.overloads()):
         parameters = [(_argument_name(a.name), str(a.type)) for a in functional._schema.arguments]
-        if parameters == wanted and returns_one_tensor(functional):
+        if parameters == signature and returns_one_tensor(functional):
             form_without_writes: OpOverload = functional
             return form_without_writes
     raise _write_error(f"{operator_name(op.target)} has no form without mutation", op, "make a new tensor")

@@ -21,28 +21,28 @@ def verify_graph(graph: Graph, *, types: bool = False) -> None:
     ops = [op.name for op in graph.ops]
     assert len(ops) == len(set(ops)), f"duplicate ops: {_repeated(ops)}"
     types_of = graph.by_name
-    known: set[str] = set()
+    defined: set[str] = set()
 
     def define(name: str, where: str) -> None:
         assert name in types_of, f"{where}: {name} is not registered among the values"
-        assert name not in known, f"{where}: {name} is produced twice"
-        known.add(name)
+        assert name not in defined, f"{where}: {name} is produced twice"
+        defined.add(name)
 
     for source in graph.sources:
         define(source.value, f"source {source.names}")
         _verify_source(source, types_of[source.value])
     for op in graph.ops:
         for name in op.operands:
-            assert name in known, f"{op.name} uses {name} before it is defined"
+            assert name in defined, f"{op.name} uses {name} before it is defined"
         for name in op.results:
             define(name, op.name)
         written = written_arguments(op.target)
         assert not written, f"{op.name} ({op.target}) writes into {', '.join(written)}"
-    left = set(names) - known
+    left = set(names) - defined
     assert not left, f"values that nothing produces: {sorted(left)}"
     for name in refs(graph.outputs):
-        assert name in known, f"the output {name} is not defined"
-    _verify_ends(graph, known)
+        assert name in defined, f"the output {name} is not defined"
+    _verify_ends(graph, defined)
     if types:
         _verify_types(graph)
 
@@ -56,9 +56,9 @@ def _verify_source(source: Source, value: Value) -> None:
     assert inexact or not value.requires_grad, f"the {source.kind} {source.value}, {value.dtype}, requires a gradient"
 
 
-def _verify_ends(graph: Graph, known: set[str]) -> None:
+def _verify_ends(graph: Graph, defined: set[str]) -> None:
     if graph.loss is not None:
-        assert graph.loss in known, f"the loss {graph.loss} is not defined"
+        assert graph.loss in defined, f"the loss {graph.loss} is not defined"
         loss = graph.by_name[graph.loss]
         scalar = loss.shape == () and loss.dtype.is_floating_point
         assert scalar, f"the loss {loss.name} is {loss.dtype} of shape {loss.shape}"
@@ -67,7 +67,7 @@ def _verify_ends(graph: Graph, known: set[str]) -> None:
     cotangents = graph.cotangents or ()
     assert len(cotangents) == len(set(cotangents)), f"cotangents given twice: {_repeated(list(cotangents))}"
     for name in cotangents:
-        assert name in set(refs(graph.outputs)), f"the cotangent of {name}, which is no output"
+        assert name in set(refs(graph.outputs)), f"the cotangent of {name}, which is not an output"
         assert graph.by_name[name].requires_grad, f"the cotangent of {name}, which needs no gradient"
         assert name != graph.loss, f"the loss {name} has a cotangent from outside"
     changed = [buffer for buffer, _ in graph.mutations]
@@ -75,12 +75,12 @@ def _verify_ends(graph: Graph, known: set[str]) -> None:
     for buffer, name in graph.mutations:
         kinds = [source.kind for source in graph.sources if source.value == buffer]
         assert kinds == ["buffer"], f"the mutation target {buffer} is not a buffer"
-        assert name in known, f"the mutation of {buffer} writes {name}, which is not defined"
+        assert name in defined, f"the mutation of {buffer} writes {name}, which is not defined"
         before, after = graph.by_name[buffer], graph.by_name[name]
         same = (before.shape, before.dtype) == (after.shape, after.dtype)
         assert same, f"the mutation of {buffer} writes {after.dtype} {after.shape} to {before.dtype} {before.shape}"
     for name, _ in graph.constraints:
-        assert name in known, f"the constraint on {name}, which is not defined"
+        assert name in defined, f"the constraint on {name}, which is not defined"
 
 
 def _verify_types(graph: Graph) -> None:

@@ -54,8 +54,8 @@ def format_type(value: Value) -> str:
     which a source is ``stored`` or ``reduced`` if these differ."""
     dtype = _DTYPE_NAMES.get(value.dtype, str(value.dtype).removeprefix("torch."))
     others = (("stored", value.stored), ("reduced", value.reduced))
-    said = "".join(f" {word} {_DTYPE_NAMES[dtype]}" for word, dtype in others if dtype is not None)
-    return f"{dtype}{list(value.shape)}" + (" grad" if value.requires_grad else "") + said
+    dtypes = "".join(f" {word} {_DTYPE_NAMES[dtype]}" for word, dtype in others if dtype is not None)
+    return f"{dtype}{list(value.shape)}" + (" grad" if value.requires_grad else "") + dtypes
 
 
 def _format_source(source: Source, graph: Graph) -> str:
@@ -217,10 +217,10 @@ class _Cursor:
 
     def _dtype(self) -> torch.dtype:
         dtype = self.match(r"\w+")
-        known = None if dtype is None else _DTYPES.get(dtype.group()) or getattr(torch, dtype.group(), None)
-        if not isinstance(known, torch.dtype):
+        parsed = None if dtype is None else _DTYPES.get(dtype.group()) or getattr(torch, dtype.group(), None)
+        if not isinstance(parsed, torch.dtype):
             self.fail("expected a dtype such as f32")
-        return known
+        return parsed
 
     def _size(self) -> int:
         matched = self.match(r"\d+")

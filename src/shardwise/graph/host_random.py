@@ -38,14 +38,14 @@ def reject_host_random(before: State, run: Callable[[Watching], object]) -> None
         return
     lines: list[str] = []
     run(lambda: watch_changes(lines, host_random_state))
-    again = host_random_state()
+    after = host_random_state()
     _restore(drew)
-    if lines and again != drew:
+    if lines and after != drew:
         raise CaptureError(
             problem(
-                "the model draws random numbers in Python or numpy, which capture would repeat in every step",
+                "the model draws random numbers in Python or numpy: every step would get the same",
                 source=lines[0],
-                fix="draw with torch (torch.rand, torch.bernoulli), pass what was drawn as an input, or switch it off "
+                fix="draw with torch (torch.rand, torch.bernoulli), pass the drawn values as inputs, or switch it off "
                 "(Hugging Face: mask_time_prob=0, layerdrop=0)",
             )
         )

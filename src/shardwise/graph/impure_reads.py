@@ -98,9 +98,9 @@ class ImpureRead:
 
 def _suspects(code: ReachableCode) -> bool:
     """Return whether the code names something that reads from outside."""
-    known = {id(getattr(f, "__func__", f)) for f in _SUSPECTS}  # ``secrets`` has methods of a generator
+    ids = {id(getattr(f, "__func__", f)) for f in _SUSPECTS}  # ``secrets`` has methods of a generator
     kinds = (np.random.Generator, np.random.RandomState, random.Random)
-    return not code.names.isdisjoint(_SUSPECT_NAMES) or any(id(v) in known or isinstance(v, kinds) for v in code.values)
+    return not code.names.isdisjoint(_SUSPECT_NAMES) or any(id(v) in ids or isinstance(v, kinds) for v in code.values)
 
 
 @contextmanager
@@ -219,9 +219,10 @@ def reject_reads(reads: Sequence[ImpureRead], what: str) -> None:
     if seeds:
         raise CaptureError(
             problem(
-                f"the model's forward sets {_described(seeds)}: under a plan random numbers follow a seed of its own",
+                f"the model's forward sets {_described(seeds)}, but random numbers under a plan follow the seed of "
+                "sw.parallelize",
                 source=seeds[0].line,
-                fix="set the seed outside of the model, and pass as an input what is to be the same in every step",
+                fix="set the seed outside of the model, and pass values that must be the same in every step as inputs",
             )
         )
     if reads and what:
@@ -229,13 +230,13 @@ def reject_reads(reads: Sequence[ImpureRead], what: str) -> None:
             problem(
                 f"the model's forward reads {_described(reads)}, and {what}",
                 source=reads[0].line,
-                fix="pass as an input what is another in every call; draw with torch, without generator=",
+                fix="pass values that change between calls as inputs; draw with torch, without generator=",
             )
         )
     if outside := [read for read in reads if not read.what.startswith(_GENERATOR)]:
         warnings.warn(
-            f"forward reads from outside of the model: {_described(outside)}. A plan and its program are for what one "
-            "process read when the call was captured; every rank and every step go on with that",
+            f"forward reads state from outside of the model: {_described(outside)}. The program of a plan contains "
+            "the values read during capture, and all ranks and steps use these",
             CaptureWarning,
             stacklevel=2,
         )

@@ -27,8 +27,8 @@ class TypeInference:
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode()
-        self._known: dict[object, tuple[Value, ...]] = {}
-        self._known_without: dict[object, tuple[bool, ...]] = {}
+        self._cache: dict[object, tuple[Value, ...]] = {}
+        self._cache_without: dict[object, tuple[bool, ...]] = {}
 
     def results(
         self,
@@ -42,11 +42,11 @@ class TypeInference:
         Requires_grad is what autograd reports. Raises what the operator raises.
         """
         signature = target, _signature(args, value), _signature(kwargs, value), torch.get_default_dtype()
-        known = self._known.get(signature) or _OF_PYTORCHS.get(target, signature)
-        if known is None:
-            known = self._known[signature] = self._run(target, args, kwargs, value)
-            _OF_PYTORCHS.keep(target, signature, known)
-        return list(known)
+        cached = self._cache.get(signature) or _OF_PYTORCHS.get(target, signature)
+        if cached is None:
+            cached = self._cache[signature] = self._run(target, args, kwargs, value)
+            _OF_PYTORCHS.keep(target, signature, cached)
+        return list(cached)
 
     def _run(
         self,
@@ -79,11 +79,11 @@ class TypeInference:
         """Return per tensor argument, in order, whether autograd leaves its gradient None though all results have one:
         the target of a loss that compares it, the second operand of ``expand_as``."""
         signature = target, _signature(args, value), _signature(kwargs, value), torch.get_default_dtype()
-        known = self._known_without.get(signature) or _WITHOUT_GRADIENT.get(target, signature)
-        if known is None:
-            known = self._known_without[signature] = self._differentiate(target, args, kwargs, value)
-            _WITHOUT_GRADIENT.keep(target, signature, known)
-        return known
+        cached = self._cache_without.get(signature) or _WITHOUT_GRADIENT.get(target, signature)
+        if cached is None:
+            cached = self._cache_without[signature] = self._differentiate(target, args, kwargs, value)
+            _WITHOUT_GRADIENT.keep(target, signature, cached)
+        return cached
 
     def _differentiate(
         self,
@@ -107,9 +107,9 @@ class TypeInference:
                 results = [result for result in tensor_results(returned) if result.requires_grad]
                 if not results:  # ``zeros_like``: nothing is differentiated
                     return (False,) * len(operands)
-                wanted = [tensor for tensor in operands if tensor.requires_grad]
+                differentiable = [tensor for tensor in operands if tensor.requires_grad]
                 cotangents = list(map(torch.empty_like, results))
-                derivatives = torch.autograd.grad(results, wanted, cotangents, allow_unused=True)
+                derivatives = torch.autograd.grad(results, differentiable, cotangents, allow_unused=True)
             except (
                 RuntimeError,
                 IndexError,

@@ -17,19 +17,19 @@ def interpret(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> dict[str, tor
     ``inputs`` holds the data of every source (value name -> tensor of the global shape). Returns the data of every
     value, sources included. Raises KeyError if the data of a source is missing.
     """
-    known = {source.value: inputs[source.value] for source in graph.sources}
+    data = {source.value: inputs[source.value] for source in graph.sources}
     for op in graph.ops:
         result = op.target(
-            *(resolve_refs(arg, known) for arg in op.args), **{key: resolve_refs(arg, known) for key, arg in op.kwargs}
+            *(resolve_refs(arg, data) for arg in op.args), **{key: resolve_refs(arg, data) for key, arg in op.kwargs}
         )
-        known.update(zip(op.results, tensor_results(result), strict=True))
-    return known
+        data.update(zip(op.results, tensor_results(result), strict=True))
+    return data
 
 
-def resolve_refs(arg: Arg, known: Mapping[str, torch.Tensor]) -> Any:
+def resolve_refs(arg: Arg, values: Mapping[str, torch.Tensor]) -> Any:
     """Return the argument with tensors in place of Refs and lists in place of tuples."""
     if isinstance(arg, Ref):
-        return known[arg.name]
+        return values[arg.name]
     if isinstance(arg, tuple):
-        return [resolve_refs(item, known) for item in arg]
+        return [resolve_refs(item, values) for item in arg]
     return arg

@@ -59,9 +59,9 @@ class Intervals:
     def union(self, other: Intervals) -> Intervals | None:
         """Return the union, or None unless it is one interval per query."""
         lo, hi = torch.minimum(self.lo, other.lo), torch.maximum(self.hi, other.hi)
-        apart = torch.maximum(self.lo, other.lo) > torch.minimum(self.hi, other.hi)
+        disjoint = torch.maximum(self.lo, other.lo) > torch.minimum(self.hi, other.hi)
         first, second = self.sees_none, other.sees_none
-        if bool((apart & ~first & ~second).any()):
+        if bool((disjoint & ~first & ~second).any()):
             return None
         lo = torch.where(first, other.lo, torch.where(second, self.lo, lo))
         hi = torch.where(first, other.hi, torch.where(second, self.hi, hi))

@@ -12,14 +12,13 @@ from torch import nn
 
 from shardwise.errors import CaptureError, problem
 
-_INSIDE = "give the model inside (model.module): the plan does what the wrapper is for"
-_SPLIT = "give the model that was split: a parallel module holds one rank's parts of it"
-_SCRIPT = "give the module that the script was made of: its Python is captured"
+_INSIDE = "pass the wrapped model (model.module): the plan replaces the wrapper"
+_SPLIT = "pass the original model: a parallel module holds the shards of one rank"
+_SCRIPT = "pass the module from which the script was made: shardwise captures its Python code"
 _KINDS = {
     "torch.nn.parallel.distributed.DistributedDataParallel": _INSIDE,
     "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": _INSIDE,
-    "torch.distributed.fsdp.FSDPModule": "plan and split the model before fully_shard, which "
-    "turns its parameters into parts; the plan does what it is for",
+    "torch.distributed.fsdp.FSDPModule": "pass the model without fully_shard; the plan shards parameters",
     "torch.jit._script.ScriptModule": _SCRIPT,
     "shardwise.runtime.parallel.Parallel": _SPLIT,
     "shardwise.runtime.pipeline.Pipeline": _SPLIT,
@@ -29,18 +28,18 @@ _KINDS = {
 def check_kinds(module: Any) -> None:
     """Raise CaptureError for an object that is no module, or that is or contains a module of another tool."""
     if not isinstance(module, nn.Module):
-        what = f"the model is a {type(module).__name__} and no torch.nn.Module"
-        raise CaptureError(problem(what, fix="give the module itself; what is a function becomes a module's forward"))
+        what = f"the model is a {type(module).__name__}, not a torch.nn.Module"
+        raise CaptureError(problem(what, fix="pass the module itself; wrap a function as the forward of a module"))
     for path, submodule in module.named_modules():
         for kind in type(submodule).__mro__:
             if fix := _KINDS.get(f"{kind.__module__}.{kind.__qualname__}"):
-                what = f"{f'{path} is' if path else 'the model is'} a {kind.__name__}, which is not captured"
+                what = f"{f'{path} is' if path else 'the model is'} a {kind.__name__}, which cannot be captured"
                 raise CaptureError(problem(what, fix=fix))
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.layout != torch.strided:
             layout = str(tensor.layout).removeprefix("torch.")
             what = f"{name} is a sparse tensor ({layout}), which cannot be split"
-            raise CaptureError(problem(what, fix=f"register {name}.to_dense(), and multiply with torch.matmul"))
+            raise CaptureError(problem(what, fix=f"register {name}.to_dense() and multiply with torch.matmul"))
 
 
 __all__ = ["check_kinds"]

@@ -201,9 +201,9 @@ class _Lookup:
     # -- views, where they change anything ------------------------------------------------------------------------
 
     def _reshaped(self, ref: Ref, shape: Sequence[int]) -> Ref:
-        known = self.emitter.value(ref).shape
-        shape = tuple(prod(known) // prod(shape[:-1]) if size == -1 else size for size in shape)
-        return ref if known == shape else self.emitter.emit(aten.reshape.default, ref, shape)
+        source_shape = self.emitter.value(ref).shape
+        shape = tuple(prod(source_shape) // prod(shape[:-1]) if size == -1 else size for size in shape)
+        return ref if source_shape == shape else self.emitter.emit(aten.reshape.default, ref, shape)
 
     def _expanded(self, ref: Ref, shape: Sequence[int]) -> Ref:
         same = self.emitter.value(ref).shape == tuple(shape)

@@ -291,7 +291,7 @@ def _pickled(value: Any) -> object:
     try:
         with torch._C.DisableTorchFunction():  # a tensor in it is looked at, not used
             return pickle.dumps(value)
-    except Exception:  # whatever an object raises that can not be pickled: it is then known by its identity
+    except Exception:  # whatever an object raises that cannot be pickled: it is then known by its identity
         return id(value)
 
 
@@ -316,7 +316,7 @@ def trace_difference(graph: Graph, constants: Mapping[str, torch.Tensor], half: 
         if not is_random(op.target) and constant.issuperset(op.operands):
             constant.update(op.results)
     carried = {n for n in _read_later(graph, boundary, half) & first if n not in constant and numbers[n] not in sources}
-    return "its next call would use a tensor that this one made" if carried else ""
+    return "its next call would use a tensor made by this call" if carried else ""
 
 
 def _read_later(graph: Graph, boundary: int, half: int) -> set[str]:
@@ -332,11 +332,11 @@ def _read_later(graph: Graph, boundary: int, half: int) -> set[str]:
 
 def _numbers(graph: Graph, constants: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """Number values such that those computed equally from the same sources have the same number."""
-    known: dict[object, int] = {}
+    numbers: dict[object, int] = {}
     of: dict[str, int] = {}
 
     def number(key: object) -> int:
-        return known.setdefault(key, len(known))
+        return numbers.setdefault(key, len(numbers))
 
     for source in graph.sources:
         data = constants.get(source.value)

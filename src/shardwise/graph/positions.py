@@ -45,40 +45,40 @@ _ALONG_DIM = frozenset(("cumsum", "diff", "flip"))
 _SHAPED = frozenset(("reshape", "view", "flatten", "unflatten", "squeeze", "unsqueeze"))
 
 
-def evaluate_known_values(graph: Graph, wanted: set[str], constants: Mapping[str, Tensor]) -> dict[str, Abstract]:
+def evaluate_known_values(graph: Graph, names: set[str], constants: Mapping[str, Tensor]) -> dict[str, Abstract]:
     """Return name -> value for the wanted values and what they are computed from, as far as known. ``constants``: the
     data of sources of kind "constant"."""
-    needed = set(wanted)
+    needed = set(names)
     ops: list[Op] = []
     for op in reversed(graph.ops):
         if needed.intersection(op.results):
             needed.update(op.operands)
             ops.append(op)
     with torch.device("cpu"), torch.no_grad():
-        return _known(graph, ops[::-1], {name: constants[name] for name in needed.intersection(constants)})
+        return _known_values(graph, ops[::-1], {name: constants[name] for name in needed.intersection(constants)})
 
 
-def _known(graph: Graph, ops: Sequence[Op], constants: Mapping[str, Tensor]) -> dict[str, Abstract]:
-    known: dict[str, Abstract] = {}
+def _known_values(graph: Graph, ops: Sequence[Op], constants: Mapping[str, Tensor]) -> dict[str, Abstract]:
+    known_values: dict[str, Abstract] = {}
     for name, data in constants.items():
         constant = None if is_fake(data) or data.is_meta else collapse_constant_dims(data.cpu())
-        known |= {} if constant is None else {name: constant}
+        known_values |= {} if constant is None else {name: constant}
     for op in ops:
         if len(op.results) == 1 and not graph.by_name[op.results[0]].requires_grad and not is_random(op.target):
-            value = evaluate_op(op, graph.by_name[op.results[0]], known)
-            known |= {} if value is None else {op.results[0]: value}
-    return known
+            value = evaluate_op(op, graph.by_name[op.results[0]], known_values)
+            known_values |= {} if value is None else {op.results[0]: value}
+    return known_values
 
 
-def evaluate_op(op: Op, result: Value, known: Mapping[str, Abstract]) -> Abstract | None:
+def evaluate_op(op: Op, result: Value, known_values: Mapping[str, Abstract]) -> Abstract | None:
     """Evaluate an operator on known values; ``result``: its shape and dtype. None: unknown."""
     name, args = operator_name(op.target), arguments(op)
     if fill := _FILLED.get(name.removeprefix("new_").removesuffix("_like")):
         number = fill(args)
         return None if isinstance(number, Ref) else filled_tensor(number, result.shape, result.dtype)
-    if not set(op.operands) <= known.keys():
+    if not set(op.operands) <= known_values.keys():
         return None
-    operands = [known[operand] for operand in op.operands]
+    operands = [known_values[operand] for operand in op.operands]
     if result.numel == 0 or any(0 in x.shape for x in operands):
         return None
 
@@ -96,7 +96,7 @@ def evaluate_op(op: Op, result: Value, known: Mapping[str, Abstract]) -> Abstrac
         return apply_view(lambda tensor: tensor.view(result.shape), operands[0])
     if is_view(op.target) and len(operands) == 1:
         return apply_view(function, operands[0])
-    if name == "index" and (indexed := _indexed(args, known, result)) is not None:
+    if name == "index" and (indexed := _indexed(args, known_values, result)) is not None:
         return indexed
     if name in _ALONG_DIM:
         return _computed(function, operands, result, _dims(args))
@@ -109,10 +109,10 @@ def _dims(args: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(dims)
 
 
-def _indexed(args: Mapping[str, Any], known: Mapping[str, Abstract], result: Value) -> KnownTensor | None:
+def _indexed(args: Mapping[str, Any], known_values: Mapping[str, Abstract], result: Value) -> KnownTensor | None:
     """Index a tensor with an index for every dim. A dim along which the tensor is constant ignores its index."""
-    table = known[args["self"].name]
-    indices = [known[index.name] if isinstance(index, Ref) else None for index in args["indices"]]
+    table = known_values[args["self"].name]
+    indices = [known_values[index.name] if isinstance(index, Ref) else None for index in args["indices"]]
     if not isinstance(table, KnownTensor) or len(indices) != len(table.shape):
         return None
     at: list[Tensor] = []
@@ -138,8 +138,8 @@ def _computed(
     size = result.numel
     if along is not None:
         rank = len(result.shape)
-        apart = [dim for dim in range(rank) if dim not in {along_dim % rank for along_dim in along}]
-        for dim in apart:
+        other_dims = [dim for dim in range(rank) if dim not in {along_dim % rank for along_dim in along}]
+        for dim in other_dims:
             if all(tensor.stride(dim) == 0 or tensor.shape[dim] == 1 for tensor in tensors):
                 tensors = [tensor.narrow(dim, 0, 1) for tensor in tensors]
                 size //= result.shape[dim]

@@ -19,14 +19,14 @@ TRANSFORMS = "a transform of torch.func (vmap, grad, jacrev, ...)"
 FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 _LOOP = "write the loop in Python: its iterations are captured one after the other"
 CONSTRUCTS = {  # torch constructs in place of Python, and what to write instead
-    "torch.cond": "compute both sides and choose with torch.where, or decide by Python numbers",
+    "torch.cond": "compute both branches and choose with torch.where, or branch on Python numbers",
     "torch.while_loop": _LOOP,
     "torch.scan": _LOOP,
     "torch.associative_scan": _LOOP,
     "torch.map": _LOOP,
-    FLEX_ATTENTION: "call scaled_dot_product_attention with a mask made from positions, which is not made where it "
-    'would be large; models of transformers take attn_implementation="sdpa"',
-    TRANSFORMS: "write it out with batched operators; gradients inside the model are torch.autograd.grad(..., "
+    FLEX_ATTENTION: "call scaled_dot_product_attention with a mask computed from positions (a large one is never "
+    'materialized); for models of transformers pass attn_implementation="sdpa"',
+    TRANSFORMS: "use batched operators; compute gradients inside the model with torch.autograd.grad(..., "
     "create_graph=True)",
 }
 
@@ -68,21 +68,21 @@ def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
         used = f"torch.{name.removesuffix('_impl')}"
         if "_functorch" in str(getattr(target, "__module__", "")):
             used = TRANSFORMS
-        what, fix = f"{used} in forward can not be captured", CONSTRUCTS.get(used, "")
+        what, fix = f"{used} in forward cannot be captured", CONSTRUCTS.get(used, "")
         if not fix:
             what, fix = f"{name} is not an operator", "call ordinary torch operators"
     elif target.namespace in _EXCHANGES:
-        what = f"{operator_name(target)} in forward: the model sends messages of its own"
-        fix = "leave it out: forward is that of one device on the whole batch, and the plan says what ranks exchange"
+        what = f"{operator_name(target)} in forward: the model calls collectives itself"
+        fix = "remove it: write forward for one device and the whole batch; the plan adds the communication"
     elif operator_name(target) in REJECTED:
         name = operator_name(target)
         what, fix = REJECTED[name]
         what, section = f"{name} {what}", "tensor-values"
     elif target is torch.ops.aten.tensor_split.tensor_indices_or_sections:
-        what = "tensor_split takes the places at which it splits from a tensor, so that shapes depend on data"
-        fix = "give them as Python integers: torch.tensor_split(x, (2, 5)), or places.tolist() ahead of the model"
+        what = "tensor_split takes its split indices from a tensor, so the result shapes depend on data"
+        fix = "pass them as Python integers: torch.tensor_split(x, (2, 5)), or indices.tolist() outside the model"
     elif any(tensor.layout != torch.strided for tensor in tensor_results(value)):
-        what = f"{operator_name(target)} makes a sparse tensor, which can not be split"
+        what = f"{operator_name(target)} makes a sparse tensor, which cannot be split"
         fix = "keep it dense: index_add, scatter_add or a mask; torch.matmul with a dense constant for torch.sparse.mm"
     elif not _has_fixed_shapes(value):
         name = operator_name(target)
@@ -103,13 +103,13 @@ def reject_mixed_dtypes(op: Op, values: Mapping[str, Value], origin: Op) -> None
     operands = [(name, values[value.name].dtype) for name, value in arguments(op).items() if isinstance(value, Ref)]
     floating = [(name, dtype) for name, dtype in operands if dtype.is_floating_point or dtype.is_complex]
     if len({dtype for _, dtype in floating}) > 1:
-        said = ", ".join(f"{name} is {dtype}" for name, dtype in floating)
+        dtypes = ", ".join(f"{name} is {dtype}" for name, dtype in floating)
         raise CaptureError(
             problem(
-                f"{operator_name(op.target)} takes operands of one dtype: {said}",
+                f"{operator_name(op.target)} takes operands of one dtype: {dtypes}",
                 op=origin.module,
                 source=origin.source,
-                fix="cast one with .to(other.dtype), not to a dtype by name: a precision may ask for another",
+                fix="cast one with .to(other.dtype) instead of a fixed dtype, which a Precision may change",
             )
         )
 

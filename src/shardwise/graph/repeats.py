@@ -146,7 +146,7 @@ def _groups(module: nn.Module, annotated: Collection[str]) -> list[tuple[_Group,
     names: dict[int, int] = {}
     for _, part in module.named_modules(remove_duplicate=False):
         names[id(part)] = names.get(id(part), 0) + 1
-    alike: dict[object, list[tuple[str, nn.Module, dict[Place, int]]]] = {}
+    modules_by_key: dict[object, list[tuple[str, nn.Module, dict[Place, int]]]] = {}
     for path, part in module.named_modules():
         inside = any(annotated_path == path or annotated_path.startswith(f"{path}.") for annotated_path in annotated)
         if not path or inside or next(part.children(), None) is None:
@@ -157,9 +157,9 @@ def _groups(module: nn.Module, annotated: Collection[str]) -> list[tuple[_Group,
             key, numbers = _structure(part)
         except _UnequalModule:
             continue
-        alike.setdefault(key, []).append((path, part, numbers))
+        modules_by_key.setdefault(key, []).append((path, part, numbers))
     groups = []
-    for members in alike.values():
+    for members in modules_by_key.values():
         if len(members) < LEAST:
             continue
         first = members[0][2]
@@ -371,7 +371,7 @@ def _first(module: nn.Module, group: _Group, repeats: Repeats, call: _RepeatedCa
     with _reads(module, group.numbers[id(module)]) as touched:
         result, spec, leaves, results = _traced(repeats, number, call)
     read = frozenset(touched)
-    known = group.read.get(call.key)
+    first = group.read.get(call.key)
     own_tensors = _own_tensors(module)
     closed = (
         leaves is not None
@@ -379,12 +379,12 @@ def _first(module: nn.Module, group: _Group, repeats: Repeats, call: _RepeatedCa
         and modes == _modes()
         and argument_ids == call.argument_ids()
         and list(map(id, call.operands[len(call.operands) - len(own_tensors) :])) == list(map(id, own_tensors))
-        and (known is None or read <= known)
+        and (first is None or read <= first)
     )
     if not closed or leaves is None:
         group.read[call.key] = None
         return result
-    read = group.read[call.key] = read if known is None else known
+    read = group.read[call.key] = read if first is None else first
     values = group.values(module, read)
     last = [member for member in group.modules if group.values(member, read) == values][-1]
     group.kinds[call.key, values] = _Kind(number, spec, leaves, last)

@@ -130,9 +130,9 @@ def _mark(module: nn.Module, how: How, messages: Messages) -> None:
 def check_how(how: object, where: str, *others: str) -> None:
     """Raise ShardwiseError unless ``how`` is a way to recompute. ``others``: further accepted values."""
     if how not in WAYS:
-        known = (*others, *WAYS)
+        choices = (*others, *WAYS)
         raise ShardwiseError(
-            problem(f"{where}: unknown way to recompute {how!r}", fix=f"one of {', '.join(map(repr, known))}")
+            problem(f"{where}: unknown way to recompute {how!r}", fix=f"one of {', '.join(map(repr, choices))}")
         )
 
 
@@ -164,9 +164,9 @@ def open_segments(module: nn.Module) -> Iterator[None]:
             yield
 
     for path, part in module.named_modules():
-        asked = vars(part).get(_ATTRIBUTE)
-        if asked is not None:
-            part.forward = _inside(part.forward, segment, path, *asked)
+        policy = vars(part).get(_ATTRIBUTE)
+        if policy is not None:
+            part.forward = _inside(part.forward, segment, path, *policy)
     token = _OPENED.set(segment)
     try:
         with _checkpoints_run(checkpointed):
@@ -201,21 +201,21 @@ def announce_selective(segments: Iterable[Segment]) -> None:
     """Warn about checkpoints that choose by themselves what they keep."""
     if any(segment.name == SELECTIVE for segment in segments):
         warnings.warn(
-            "a checkpoint of the model chooses by context_fn what it keeps: under a plan all of it is made again; name "
-            'its parts for something else: sw.recompute(module, "cheap")',
+            "a checkpoint of the model uses context_fn (selective checkpointing): under a plan all of it is "
+            'recomputed; to keep more, mark its modules: sw.recompute(module, "cheap")',
             CaptureWarning,
             stacklevel=3,
         )
 
 
-def announce_kept(segments: Iterable[Segment], operators: Collection[str], again: Collection[str]) -> None:
+def announce_kept(segments: Iterable[Segment], operators: Collection[str], recomputed: Collection[str]) -> None:
     """Warn if a model wants operators of a program recomputed in backward, and its plan recomputes none of them (it may
     be older than the mark)."""
-    asked = {op for s in segments if s.how in ("full", "all") for op in s.operators}.intersection(operators)
-    if asked and asked.isdisjoint(again):
+    marked = {op for s in segments if s.how in ("full", "all") for op in s.operators}.intersection(operators)
+    if marked and marked.isdisjoint(recomputed):
         warnings.warn(
-            f"the model asks to make {len(asked)} operators again in backward (activation checkpointing), and the plan "
-            "keeps them all: numbers are the same, memory is not saved; call sw.plan after the model was told so",
+            f"the model asks to recompute {len(marked)} operators in backward (activation checkpointing), but the "
+            "plan keeps all of them, so no memory is saved; call sw.plan after enabling checkpointing",
             PlanWarning,
             stacklevel=4,
         )

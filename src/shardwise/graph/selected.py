@@ -97,8 +97,8 @@ class Selections(SelectedRows):
     def check_fixed(self, ref: Ref, origin: Op) -> Ref:
         """Return the value. Raises CaptureError for selected rows that the model returns."""
         if ref.name in self.rows:
-            what = "the model returns rows that a mask selects, whose number depends on data"
-            fix = "return all rows and the mask, or what the rows are reduced to"
+            what = "the model returns rows selected by a mask, and their number depends on data"
+            fix = "return all rows and the mask, or a reduction of the rows"
             raise CaptureError(problem(what, op=origin.module, source=origin.source, fix=fix))
         return ref
 
@@ -111,8 +111,8 @@ class Selections(SelectedRows):
         if is_random(op.target) and arguments(op).get("train") is False:
             return (Ref(selected[0]),)
         if is_random(op.target):
-            fix = "draw for all rows, ahead of the mask"
-            raise self._refusal(op, "draws random numbers for rows that a mask selects", fix)
+            fix = "draw for all rows before applying the mask"
+            raise self._refusal(op, "draws random numbers for rows selected by a mask", fix)
         if not selected:
             return self._noted(self.emitter.apply(op), op, val)
         self._check_masks(op, selected)
@@ -452,15 +452,15 @@ class Selections(SelectedRows):
 
     def _unexpanded(self, mask: Ref) -> Ref:
         """Return a mask without trailing dims of size 1 and without those to which they were expanded."""
-        producers = {result: made for made in self.emitter.ops for result in made.results}
-        while (made := producers.get(mask.name)) is not None and made.target in (
+        producers = {result: producer for producer in self.emitter.ops for result in producer.results}
+        while (producer := producers.get(mask.name)) is not None and producer.target in (
             *_EXPANSIONS[:2],
             aten.unsqueeze.default,
         ):
             last = len(self.emitter.value(mask).shape) - 1
-            if made.target is aten.unsqueeze.default and arguments(made)["dim"] % (last + 1) != last:
+            if producer.target is aten.unsqueeze.default and arguments(producer)["dim"] % (last + 1) != last:
                 break
-            mask = Ref(made.operands[0])
+            mask = Ref(producer.operands[0])
         return mask
 
 

@@ -107,7 +107,7 @@ class SelectedRows:
         if name == "ToFloat":
             return emit(aten.to.dtype, self._counted(op, expr.args[0]), torch.float64)
         if (target := _ARITHMETIC.get(name)) is None:
-            raise self._refusal(op, f"takes {expr}, of the number of selected rows")
+            raise self._refusal(op, f"takes {expr}, computed from the number of selected rows")
         numbers = [self._counted(op, arg) for arg in expr.args]
         if name.endswith("TrueDiv"):
             numbers = [emit(aten.to.dtype, number, torch.float64) for number in numbers]
@@ -121,7 +121,7 @@ class SelectedRows:
         symbol = size.node.expr if isinstance(size, torch.SymInt) else size
         is_free = getattr(symbol, "is_Symbol", False)
         if not is_free or self._key(self.counts.setdefault(symbol, flat).name) != self._key(flat.name):
-            raise self._refusal(op, "selects rows whose number is taken to be another's")
+            raise self._refusal(op, "selects rows, and their number is assumed equal to that of other rows")
 
     def _of_shape(self, op: Op, tensor: torch.Tensor) -> Rows:
         """Return the rows of a shape. Raises CaptureError unless they are in one dim, a fixed number for each."""
@@ -160,7 +160,7 @@ class SelectedRows:
         """Raise CaptureError for rows of several masks."""
         if len({self._key(self.rows[name].mask.name) for name in names}) > 1:
             raise self._refusal(
-                op, "takes rows that two masks select", "compute the mask once, and index everything with it"
+                op, "takes rows selected by two masks", "compute the mask once, and index everything with it"
             )
 
     def _key(self, name: str) -> int:
@@ -183,9 +183,9 @@ class SelectedRows:
 
     def _refusal(self, op: Op, what: str = "", fix: str = _FIX) -> CaptureError:
         name = operator_name(op.target)
-        what = what or "needs the rows themselves that a mask selects, whose number depends on data"
+        what = what or "needs the rows selected by a mask as a tensor, and their number depends on data"
         if is_of_package("torch_geometric", op.source):
-            fix = "pass add_self_loops=False to layers of torch_geometric, and add the loops to edge_index outside"
+            fix = "pass add_self_loops=False to torch_geometric layers and add the loops to edge_index before"
         return CaptureError(problem(f"{name} {what}", op=op.module, source=op.source, fix=fix))
 
 

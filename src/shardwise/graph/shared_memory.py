@@ -29,9 +29,9 @@ def check_memory(module: nn.Module) -> None:
             if _have_common_bytes(other, extent):
                 raise CaptureError(
                     problem(
-                        f"{other.name} and {extent.name} lie in the same memory and are two tensors: what is written "
-                        "to one would not be in the other on ranks",
-                        fix="register one tensor under both names (tied weights), or a clone() of its own for each",
+                        f"{other.name} and {extent.name} are two tensors in the same memory: on ranks, writes to "
+                        "one would not reach the other",
+                        fix="register one tensor under both names (tied weights), or a separate clone() for each",
                     )
                 )
         open_extents.append(extent)

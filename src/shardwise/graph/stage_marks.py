@@ -41,7 +41,7 @@ def stage(module: _Module, number: int) -> _Module:
             problem(f"stage takes a module, not {type(module).__name__}", fix="stage(model.layers[8], 1)")
         )
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise ShardwiseError(problem(f"stage {number!r} of a module", fix="a whole number from 0"))
+        raise ShardwiseError(problem(f"stage {number!r} of a module", fix="use an integer from 0"))
     setattr(module, _ATTRIBUTE, number)
     return module
 
@@ -57,7 +57,7 @@ def check_marks(marks: dict[str, int], num_stages: int | None) -> int:
     if not marks:
         raise PlanError(
             problem(
-                'stages="marked", and no module is marked', fix="mark the first layer of every stage: sw.stage(m, 1)"
+                'stages="marked", but no module is marked', fix="mark the first layer of every stage: sw.stage(m, 1)"
             )
         )
     count = num_stages or max(marks.values()) + 1
@@ -74,11 +74,11 @@ def check_marks(marks: dict[str, int], num_stages: int | None) -> int:
         raise PlanError(
             problem(
                 f"no module is marked with stage {listed(list(map(str, missing)))}; there are {have}",
-                fix="number stages one after another",
+                fix="number stages consecutively",
             )
         )
     if count < 2:
-        raise PlanError(problem("all marks are of stage 0: that is no pipeline", fix="mark where stage 1 begins"))
+        raise PlanError(problem("all marks are of stage 0, which makes no pipeline", fix="mark where stage 1 begins"))
     return count
 
 
@@ -99,7 +99,7 @@ def marked_parts(graph: Graph, marks: dict[str, int], num_stages: int) -> list[l
                         f"is in stage {current}",
                         op=op.name,
                         source=op.source,
-                        fix="number stages in the order of execution; what is called several times has one stage",
+                        fix="number stages in execution order; a module called several times belongs to one stage",
                     )
                 )
             if number > current:
@@ -134,16 +134,16 @@ def with_stages(
     """Return the operators of every stage for a graph that may differ from the divided one (another size, evaluation).
     An operator belongs to the first stage that names it; an unnamed one to the stage of the operator before it, or to
     the next that holds what it reads. ``sources``: the names of parameters and buffers that every stage holds."""
-    known: dict[str, int] = {}
+    stage_of: dict[str, int] = {}
     for number, names in enumerate(stages):
         for name in names:
-            known.setdefault(name, number)
+            stage_of.setdefault(name, number)
     parts: list[list[str]] = [[] for _ in stages]
     current = 0
     for op in graph.ops:
         read = [graph.source_of[name].names[0] for name in op.operands if name in graph.source_of]
         holding = [n for n, group in enumerate(sources) if n >= current and all(name in group for name in read)]
-        current = known.get(op.name, holding[0] if read and holding else current)
+        current = stage_of.get(op.name, holding[0] if read and holding else current)
         parts[current].append(op.name)
     return parts
 

@@ -50,19 +50,19 @@ class Precision:
         if wrong:
             text = ", ".join(f"{name}={dtype!r}" for name, dtype in wrong)
             is_dtype = all(isinstance(dtype, torch.dtype) for _, dtype in wrong)
-            what = "no gradient flows through such a dtype" if is_dtype else "not a dtype of torch"
+            what = "such a dtype carries no gradients" if is_dtype else "not a dtype of torch"
             raise ShardwiseError(
                 problem(
                     f"Precision({text}): {what}",
-                    fix=f"one of {', '.join(map(str, FLOATING))}, or None for the model's own",
+                    fix=f"choose one of {', '.join(map(str, FLOATING))}, or None for the model's own",
                 )
             )
-        said = [name for name in DTYPES if getattr(self, name) is not None]
-        if self.autocast is not None and said:
+        fields = [name for name in DTYPES if getattr(self, name) is not None]
+        if self.autocast is not None and fields:
             raise ShardwiseError(
                 problem(
-                    f"{self.autocast} is active beside a Precision of {', '.join(said)}: two rules for the same casts",
-                    fix="leave one of them out",
+                    f"{self.autocast} is active with a Precision of {', '.join(fields)}: both would set the casts",
+                    fix="use only one of them",
                 )
             )
 
@@ -121,7 +121,7 @@ def check_real(module: nn.Module, precision: Precision) -> None:
         raise CaptureError(
             problem(
                 f"the parameter {names[0]}{more} is complex, and a Precision names real dtypes",
-                fix="leave precision= out, or keep the real and the imaginary part as parameters (torch.view_as_real)",
+                fix="omit precision=, or keep the real and the imaginary part as parameters (torch.view_as_real)",
             )
         )
 
@@ -135,8 +135,8 @@ def with_reductions(graph: Graph) -> Graph:
         if not fixed.issuperset(op.operands):
             continue
         fixed.update(op.results)
-        said = {values[name].reduced for name in op.operands if values[name].requires_grad}
-        reduced = said.pop() if len(said) == 1 else None
+        dtypes = {values[name].reduced for name in op.operands if values[name].requires_grad}
+        reduced = dtypes.pop() if len(dtypes) == 1 else None
         for name in op.results if reduced is not None else ():
             if values[name].requires_grad and values[name].dtype != reduced:
                 values[name] = replace(values[name], reduced=reduced)

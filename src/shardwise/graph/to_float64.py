@@ -69,10 +69,10 @@ def _check_bits(op: Op, graph: Graph) -> None:
         shown = " as ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ShardwiseError(
             problem(
-                f"the model reads the bits of {shown}, and a verification computes in float64, whose bits are others",
+                f"the model reads the bits of {shown}, but verification computes in float64, which has other bits",
                 op=op.name,
                 source=op.source,
-                fix="verify the model without this operator; sw.plan and sw.parallelize take it",
+                fix="verify the model without this operator; sw.plan and sw.parallelize support it",
             )
         )
 
@@ -84,8 +84,8 @@ class Dtypes:
     """The original dtypes of tensors that a verification holds in float64, by their memory. ``of_others``: the dtype of
     tensors that are not ``known``; None if a model has several."""
 
-    def __init__(self, known: Iterable[tuple[torch.Tensor, torch.dtype]] = ()) -> None:
-        self._of = {_memory(tensor): dtype for tensor, dtype in known if dtype.is_floating_point}
+    def __init__(self, initial: Iterable[tuple[torch.Tensor, torch.dtype]] = ()) -> None:
+        self._of = {_memory(tensor): dtype for tensor, dtype in initial if dtype.is_floating_point}
         self.of_others = next(iter(self._of.values())) if len(set(self._of.values())) == 1 else None
         self._copies: list[torch.Tensor] = []  # kept alive, so that their memory is not reused
         self._were_read = False  # float64, of a tensor that is widened: what is cast to float64 may be cast to that
@@ -98,12 +98,12 @@ class Dtypes:
 
     def after_cast(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
         """Return the result of a widened call, copied if only the original cast makes a copy."""
-        wanted = self._cast_to(func, args, kwargs)
-        before = None if wanted is None else self.of(args[0])
-        if wanted is None or before in (None, wanted) or _memory(result) != _memory(args[0]):
+        target = self._cast_to(func, args, kwargs)
+        before = None if target is None else self.of(args[0])
+        if target is None or before in (None, target) or _memory(result) != _memory(args[0]):
             return result
         copied = result.clone()
-        self._of[_memory(copied)] = wanted
+        self._of[_memory(copied)] = target
         self._copies.append(copied)
         return copied
 
@@ -119,9 +119,9 @@ class Dtypes:
             return None
         named = [*args[1:], *kwargs.values()]
         likes = (self.of(tensor) for tensor in named if isinstance(tensor, torch.Tensor))
-        wanted = next((dtype for dtype in named if isinstance(dtype, torch.dtype)), next(likes, None))
+        target = next((dtype for dtype in named if isinstance(dtype, torch.dtype)), next(likes, None))
         # If the model reads dtypes (usually ``x.to(y.dtype)``), float64 stands for the model's own dtype.
-        return self.of_others if wanted == torch.float64 and self._were_read else wanted
+        return self.of_others if target == torch.float64 and self._were_read else target
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -176,15 +176,15 @@ def functions_opened() -> Iterator[None]:
     Checkpoints keep what backward needs: backward runs outside, and would recompute something else.
     """
     functions = vars(torch.nn.functional)
-    asked = {name: functions[name] for name in functions if name.startswith("has_torch_function")}
-    functions.update(dict.fromkeys(asked, lambda *operands: False))
+    originals = {name: functions[name] for name in functions if name.startswith("has_torch_function")}
+    functions.update(dict.fromkeys(originals, lambda *operands: False))
     token = _ACTIVE.set(True)
     try:
         with keep_checkpointed_values():
             yield
     finally:
         _ACTIVE.reset(token)
-        functions.update(asked)
+        functions.update(originals)
 
 
 def in_reference_mode() -> bool:

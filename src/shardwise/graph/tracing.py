@@ -190,13 +190,13 @@ class TracedPair(TracedCall):
             if call == 0:
                 num_tensors = len(outputs)
                 results.append(torch.ops.shardwise.mark(torch.zeros(()), BETWEEN_CALLS))
-        first, again = states[0].changed(states[1]), states[1].changed(states[2])
+        first, second = states[0].changed(states[1]), states[1].changed(states[2])
         self._report(
             TwoCalls(
                 num_tensors,
                 trees[0] == trees[1],
                 states[0].described(first, states[1]),
-                states[1].described(states[1].without_tensors(again, states[2]), states[2]),
+                states[1].described(states[1].without_tensors(second, states[2]), states[2]),
             )
         )
         return tuple(results)
@@ -219,13 +219,13 @@ def trace(called: ModuleCall, annotated: dict[str, AnnotatedRegion], *, repeats:
     before = host_random_state()
     export = partial(_export, called, annotated)
 
-    def again(watching: Watching) -> ExportedCall:
+    def retrace(watching: Watching) -> ExportedCall:
         return _export(called.inside(watching), annotated)
 
     try:
         traced = (_with_repeats(export) if repeats else None) or export()
-        reject_host_random(before, again)
-        return replace(traced, reads=reads_of(called.code, again))
+        reject_host_random(before, retrace)
+        return replace(traced, reads=reads_of(called.code, retrace))
     except ShardwiseError:
         raise
     except Exception as error:  # whatever a model or export raises becomes an error with the model's line
@@ -305,12 +305,12 @@ def _export_as(
             except AssertionError as error:  # torch 2.11, of what a transform left behind
                 if not lines.transformed:
                     raise
-                what = f"{TRANSFORMS} in forward can not be captured"
+                what = f"{TRANSFORMS} in forward cannot be captured"
                 raise CaptureError(problem(what, source=lines.transformed, fix=CONSTRUCTS[TRANSFORMS])) from error
     if lines.caught:
         raise lines.caught[0]
-    for asked in lines.asked:
-        what = f"{asked}: a program goes on with the answer of the call that it was captured from"
-        fix = "pass inputs that lie alike in every call, or leave the question out"
-        warnings.warn(f"{what}, however later inputs lie; {fix}", CaptureWarning, stacklevel=4)
+    for question in lines.asked:
+        what = f"{question}: the program uses the answer of the captured call"
+        fix = "pass inputs with the same strides in every call, or remove the check"
+        warnings.warn(f"{what}, whatever the strides of later inputs; {fix}", CaptureWarning, stacklevel=4)
     return program, outcomes[-1], tuple(recorder.regions), lines.transformed

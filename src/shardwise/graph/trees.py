@@ -84,8 +84,8 @@ def constants_of(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[str
 def call_constants(arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[str, ...]:
     """Return what distinguishes calls with the same shapes: constants, and which tensors get a gradient."""
     pairs, _ = flatten_with_path(arguments)
-    wanted = (leaf_name(path) for path, x in pairs if isinstance(x, torch.Tensor) and x.requires_grad)
-    return (*constants_of(arguments), *(f"{name} gets a gradient" for name in wanted))
+    names = (leaf_name(path) for path, x in pairs if isinstance(x, torch.Tensor) and x.requires_grad)
+    return (*constants_of(arguments), *(f"{name} gets a gradient" for name in names))
 
 
 def is_plain_tensor(leaf: Any) -> bool:
@@ -122,8 +122,8 @@ def check_leaves(named: Iterable[tuple[str, Any]]) -> None:
     named = list(named)
     odd = [(name, x) for name, x in named if isinstance(x, torch.Tensor) and not is_plain_input(x)]
     if marked := [f"{name}.{mark}" for name, x in odd for mark in _marks(x) if is_plain_tensor(x)]:
-        what = f"{', '.join(marked[:4])}: what is set on a tensor is not seen by a program"
-        raise CaptureError(problem(what, fix="pass it as an argument of its own"))
+        what = f"{', '.join(marked[:4])}: a program ignores attributes set on a tensor"
+        raise CaptureError(problem(what, fix="pass it as a separate argument"))
     if odd:
         shown = ", ".join(f"{name} is {_odd_tensor(tensor)}" for name, tensor in odd[:4])
         fix = "pass plain tensors: tensor.to_dense(), .dequantize(), .full_tensor(), or padded ones"
@@ -131,7 +131,7 @@ def check_leaves(named: Iterable[tuple[str, Any]]) -> None:
     unknown = [(name, leaf) for name, leaf in named if not isinstance(leaf, torch.Tensor) and not is_constant(leaf)]
     if unknown:
         shown = ", ".join(f"{name} is a {type_name(leaf)}" for name, leaf in unknown[:4])
-        raise CaptureError(problem(f"{shown}: its content can not be seen", fix=_fix(unknown[0][1])))
+        raise CaptureError(problem(f"{shown}: capture cannot look inside it", fix=_fix(unknown[0][1])))
 
 
 def flatten_output(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -153,7 +153,7 @@ def flatten_output(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
             "return its tensors (in a tuple, list, dict or dataclass), or register the class with "
             "torch.utils._pytree.register_pytree_node"
         )
-        raise CaptureError(problem(f"{', '.join(unknown[:4])}: its tensors can not be returned", fix=fix))
+        raise CaptureError(problem(f"{', '.join(unknown[:4])}: its tensors cannot be returned", fix=fix))
     return leaves, spec
 
 
@@ -191,9 +191,7 @@ class NotCarried:
 
     def _refuse(self) -> NoReturn:
         kind, name = self.__dict__["_kind"], self.__dict__["_name"]
-        raise ShardwiseError(
-            problem(f"output{name} is a {kind}, which ranks do not return", fix="use the module on one device for it")
-        )
+        raise ShardwiseError(problem(f"output{name} is a {kind}, which ranks lack", fix="run the module on one device"))
 
 
 def _is_by_product(leaf: Any) -> bool:

@@ -84,7 +84,7 @@ class UserLines(TorchFunctionMode):
         if func is torch.autograd.grad and not (kwargs or {}).get("create_graph"):
             raise CaptureError(
                 problem(
-                    "torch.autograd.grad inside the model gives a result that its own gradient must not pass",
+                    "torch.autograd.grad inside the model without create_graph=True loses gradients",
                     source=line,
                     fix="pass create_graph=True, or take the gradient outside the model",
                 )
@@ -92,7 +92,7 @@ class UserLines(TorchFunctionMode):
         if func is torch.Tensor.backward and line:
             raise CaptureError(
                 problem(
-                    "backward in forward: a plan differentiates the loss once, behind the call",
+                    "backward in forward: a plan differentiates the loss once, after forward",
                     source=line,
                     fix="return the loss (a sum of several), or use torch.autograd.grad(..., create_graph=True)",
                 )
@@ -102,26 +102,25 @@ class UserLines(TorchFunctionMode):
                 problem(
                     f"{func.__name__} in forward: hooks of tensors do not fire under a plan",
                     source=line,
-                    fix="write what it does to the gradient as a torch.autograd.Function; hooks of parameters are "
-                    "registered before sw.parallelize, outside of forward",
+                    fix="write the change of the gradient as a torch.autograd.Function; register hooks of "
+                    "parameters before sw.parallelize, outside of forward",
                 )
             )
         if getattr(func, "__self__", None) is _GRAD_FN and line and _asks_for_nodes(sys._getframe(1)):
             raise CaptureError(
                 problem(
-                    "grad_fn in forward: hooks of the nodes of autograd do not fire under a plan",
+                    "grad_fn in forward: hooks of autograd nodes do not fire under a plan",
                     source=line,
-                    fix="write what they do to the gradient as a torch.autograd.Function; ask for requires_grad, not "
-                    "for grad_fn",
+                    fix="use a torch.autograd.Function to change gradients; check requires_grad, not grad_fn",
                 )
             )
         if func in _ASK_FOR_STRIDES and line and any(args[0] is x for x in _running[-1]):
-            self.asked[f"{line} asks how an input lies in memory ({func.__name__})"] = None
+            self.asked[f"{line} asks for the memory layout of an input ({func.__name__})"] = None
         if getattr(func, "__name__", "") == "_pack_padded_sequence":
             raise CaptureError(
                 problem(
-                    "a packed sequence (pack_padded_sequence, pack_sequence) has sizes that depend on the data of its "
-                    "lengths",
+                    "a packed sequence (pack_padded_sequence, pack_sequence) has sizes that depend on the values of "
+                    "its lengths",
                     source=line,
                     fix="call the layer on the padded batch (pad_sequence), whose outputs up to a length are the same "
                     "in a layer of one direction; mask the rest: out * (torch.arange(out.shape[1]) < "
@@ -135,10 +134,10 @@ class UserLines(TorchFunctionMode):
             if isinstance(arg, torch.Tensor) and arg.requires_grad and not is_fake(arg):
                 raise CaptureError(
                     problem(
-                        f"a tensor {list(arg.shape)} that requires grad is no parameter of the captured module",
+                        f"a tensor {list(arg.shape)} that requires grad is not a parameter of the captured module",
                         source=line,
-                        fix="register it as an nn.Parameter of the module, or compute it in forward; closures and "
-                        "hooks must not hold weights",
+                        fix="register it as an nn.Parameter of the module, or compute it in forward; do not keep "
+                        "weights in closures or hooks",
                     )
                 )
         initial = {INITIAL: True} if getattr(func, "__module__", "") == nn.init.__name__ else {}
@@ -151,7 +150,7 @@ class UserLines(TorchFunctionMode):
         if isinstance(error, CaptureError):
             self.caught.append(error)
         elif line and (name in _READS or type(error).__name__ in DATA_DEPENDENT):
-            what = f"{name.strip('_')} reads the data of a tensor, which is not there while the model is captured"
+            what = f"{name.strip('_')} reads the data of a tensor, which does not exist during capture"
             self.caught.append(CaptureError(problem(what, source=line, fix=READ_A_NUMBER, section="tensor-values")))
 
     def _check_saving(self, line: str) -> None:
@@ -161,7 +160,7 @@ class UserLines(TorchFunctionMode):
             return
         raise CaptureError(
             problem(
-                "torch.autograd.graph.saved_tensors_hooks in forward: under a plan they do not see what backward keeps",
+                "torch.autograd.graph.saved_tensors_hooks in forward: they do not work under a plan",
                 source=line,
                 fix="set them around the call of the parallel module, or write a torch.autograd.Function",
             )
@@ -203,7 +202,7 @@ def user_line(frame: FrameType | None) -> str:
         reentrant |= code is checkpoint
         frame = frame.f_back
     if frame is not None and reentrant:
-        what = "re-entrant activation checkpointing hides its gradients"
+        what = "re-entrant activation checkpointing hides gradients from capture"
         raise CaptureError(problem(what, source=line, fix="checkpoint(..., use_reentrant=False)"))
     return "" if frame is None else line  # outside the model: export itself
 

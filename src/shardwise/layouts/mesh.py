@@ -115,8 +115,8 @@ class Mesh:
             return self._parts[name]
         if name in self.sizes:
             return (name,)
-        known = ", ".join(f"{axis}={size}" for axis, size in self.axes)
-        raise LayoutError(f"unknown mesh axis {shorten_repr(name)}: the mesh is ({known})")
+        axes = ", ".join(f"{axis}={size}" for axis, size in self.axes)
+        raise LayoutError(f"unknown mesh axis {shorten_repr(name)}: the mesh is ({axes})")
 
     def size_of(self, axes: Iterable[str]) -> int:
         """Return the number of devices along the product of sub-axes."""
@@ -185,7 +185,7 @@ class Mesh:
         base = self.coordinates(rank)
         axes = tuple(part for axis in axes for part in self.expand(axis))
         if len(set(axes)) < len(axes):
-            raise LayoutError(f"an axis stands twice in ({', '.join(axes)}): ranks differ along it once")
+            raise LayoutError(f"an axis appears twice in ({', '.join(axes)}): name every axis once")
         ranks: list[int] = []
         for index in range(self.size_of(axes)):
             coordinates = dict(base)

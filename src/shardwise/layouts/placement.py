@@ -27,7 +27,7 @@ class Placement:
                 problem(
                     f"{self.mesh} has {self.mesh.num_devices} devices, the placement names {len(self.ranks)} ranks: "
                     f"{_shown(self.ranks)}",
-                    fix="name one global rank for every device of the mesh, row-major over its axes",
+                    fix="list one global rank for every device of the mesh, in row-major order of its axes",
                 )
             )
         for before, rank in pairwise((-1, *self.ranks)):
@@ -36,10 +36,10 @@ class Placement:
             if rank < 0:
                 what, fix = f"rank {rank} is negative", "ranks are counted from 0"
             elif rank == before:
-                what, fix = f"rank {rank} is named twice", "name every rank once"
+                what, fix = f"rank {rank} is listed twice", "list every rank once"
             else:
-                what = f"rank {rank} stands behind rank {before}"
-                fix = "name ranks in ascending order; to arrange devices otherwise, order the axes of the mesh"
+                what = f"rank {rank} comes after rank {before}"
+                fix = "list ranks in ascending order; reorder the axes of the mesh to rearrange devices"
             raise LayoutError(problem(f"{what} in the placement {_shown(self.ranks)} of {self.mesh}", fix=fix))
 
     def __str__(self) -> str:
@@ -54,7 +54,7 @@ class Placement:
         """Return the position in the mesh of a global rank. Raises LayoutError for a rank that is elsewhere."""
         device = bisect_left(self.ranks, rank)
         if self.ranks[device : device + 1] != (rank,):
-            raise LayoutError(problem(f"rank {rank} has no place in {self}", fix="ask on one of these ranks"))
+            raise LayoutError(problem(f"rank {rank} is not in {self}", fix="call this on one of these ranks"))
         return device
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -70,14 +70,15 @@ def check_placements(placements: Sequence[Placement], num_ranks: int) -> None:
     """Two stages of one plan have the same ranks or none in common, and all stages together have all ranks. Raises
     LayoutError naming stages and ranks."""
     if not placements:
-        raise LayoutError(problem("the plan has no stages", fix="give it one at least, with a placement"))
+        raise LayoutError(problem("the plan has no stages", fix="add at least one stage with a placement"))
     for stage, placement in enumerate(placements):
         absent = [rank for rank in placement.ranks if rank >= num_ranks]
         if absent:
             what = (
-                f"stage {stage} names {len(absent)} of its {len(placement.ranks)} ranks beyond the job's {num_ranks}: "
+                f"stage {stage} names {len(absent)} of its {len(placement.ranks)} ranks beyond the {num_ranks} of "
+                "the job: "
             )
-            fix = f"start {absent[-1] + 1} ranks, or name ranks from 0 to {num_ranks - 1}"
+            fix = f"start {absent[-1] + 1} ranks, or use ranks from 0 to {num_ranks - 1}"
             raise LayoutError(problem(what + _shown(absent), fix=fix))
     stage_of: dict[int, int] = {}  # rank -> the first stage that has it
     for number, second in enumerate(placements):
@@ -88,13 +89,13 @@ def check_placements(placements: Sequence[Placement], num_ranks: int) -> None:
             common = sorted(set(first.ranks) & set(second.ranks))
             what = f"stages {before} and {number} share {_counted(common)}, but not all: stage {before} has "
             what += f"{_shown(first.ranks)}, stage {number} has {_shown(second.ranks)}"
-            raise LayoutError(problem(what, fix="give them the same ranks, or ranks of their own"))
+            raise LayoutError(problem(what, fix="give them the same ranks or separate ranks"))
     missing = sorted(set(range(num_ranks)).difference(stage_of))
     if missing:
         raise LayoutError(
             problem(
                 f"{len(missing)} of {num_ranks} ranks are in no stage: {_shown(missing)}",
-                fix="name them in a stage's placement, or start fewer ranks",
+                fix="add them to the placement of a stage, or start fewer ranks",
             )
         )
 

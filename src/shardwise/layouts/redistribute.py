@@ -208,10 +208,10 @@ class _UnitPrice:
 
     def of(self, primitive: Primitive, units: tuple[int, ...], elements: float) -> Cost:
         key = primitive, units, elements
-        cost = self._known.get(key)
+        cost = self._costs.get(key)
         if cost is None:
             axes = tuple(axis for unit in units for axis in self.units[unit])
-            cost = self._known[key] = self.price(primitive, axes, elements * self.elements)
+            cost = self._costs[key] = self.price(primitive, axes, elements * self.elements)
         return cost
 
     def at_least(self, elements: float) -> Cost:
@@ -220,7 +220,7 @@ class _UnitPrice:
         return (0.0,) * len(self.price("none", (), 0.0))
 
     @cached_property
-    def _known(self) -> dict[tuple[Primitive, tuple[int, ...], float], Cost]:
+    def _costs(self) -> dict[tuple[Primitive, tuple[int, ...], float], Cost]:
         return {}
 
 

@@ -204,12 +204,12 @@ class RedistributionSteps:
         if sent is None:
             sent = None if self.is_even else self._counted(before, after)
             if sent is None:
-                kept = self._kept(before, after)
+                kept = self._num_kept(before, after)
                 sent = self.numel(before) - kept, self.numel(after) - kept
             sent = self._sent[before, after] = sent[0] * self.scale, sent[1] * self.scale
         return sent
 
-    def _kept(self, before: Arrangement, after: Arrangement) -> int:
+    def _num_kept(self, before: Arrangement, after: Arrangement) -> int:
         """Elements that a device has both before and after, on the device where these are fewest. Exact where all
         divides evenly, else a lower bound. An atom whose units differ otherwise than in number leaves some device
         nothing: one that is first along the units before and last along those after."""
@@ -244,14 +244,14 @@ class RedistributionSteps:
         if max(prod(self.atoms[p] for p in old) for old, _ in changed) * self.scale > COUNTED_UP_TO:
             return None
         grid = tuple(enumerate(self.sizes))
-        (held_before, wanted, both), *more = (
+        (rows_old, rows_new, both), *more = (
             _numbers_of_rows(grid, *(tuple((self.atoms[p], side[p]) for p in span) for side, span in sides))
             for sides in (((before, old), (after, new)) for old, new in changed)
         )
         for have, want, common in more:
-            held_before, wanted, both = map(mul, held_before, have), map(mul, wanted, want), map(mul, both, common)
+            rows_old, rows_new, both = map(mul, rows_old, have), map(mul, rows_new, want), map(mul, both, common)
         kept = tuple(both)
-        return max(map(sub, held_before, kept)) * rest, max(map(sub, wanted, kept)) * rest
+        return max(map(sub, rows_old, kept)) * rest, max(map(sub, rows_new, kept)) * rest
 
 
 Sharded = tuple[tuple[int, tuple[int, ...]], ...]  # a dim or a part of it: the size of every atom, and what shards it

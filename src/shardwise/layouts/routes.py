@@ -206,20 +206,20 @@ class Routes:
                 self._prices[target] = self._towards(target)
             return
         for start in range(0, len(targets), COLUMNS):
-            wanted = targets[start : start + COLUMNS]
-            best = np.full((len(self.codes), len(wanted)), np.inf)
-            best[edges.rank[wanted], np.arange(len(wanted))] = 0.0
+            columns = targets[start : start + COLUMNS]
+            best = np.full((len(self.codes), len(columns)), np.inf)
+            best[edges.rank[columns], np.arange(len(columns))] = 0.0
             through = np.empty_like(best)
             while True:
-                known = best.copy()
+                previous = best.copy()
                 for after, price in edges.by_rank:
                     candidates = np.take(best, after, axis=0, out=through[: len(after)], mode="clip")
                     candidates += price[:, None]
                     np.minimum(best[: len(after)], candidates, out=best[: len(after)])
-                if np.array_equal(known, best):
+                if np.array_equal(previous, best):
                     break
             best = best[edges.rank]
-            for i, target in enumerate(wanted):
+            for i, target in enumerate(columns):
                 self._prices[target] = best[:, i]
 
     def _towards(self, target: int) -> Floats:

@@ -116,8 +116,8 @@ class _AStar:
                 if after in done:
                     continue
                 total = tuple(map(add, cost, self._cost(state, step)))
-                known = best.get(after)
-                if known is None or total < known:
+                lowest = best.get(after)
+                if lowest is None or total < lowest:
                     best[after] = total
                     parent[after] = state
                     heapq.heappush(heap, (tuple(map(add, total, self._bound(after))), next(ticket), after))

@@ -115,14 +115,14 @@ def parse_cuts(text: str) -> dict[str, tuple[int, ...]]:
         if inner is None:
             continue
         lengths = [whole_number(length.strip()) for length in inner.split(",")]
-        known = tuple(length for length in lengths if length is not None)
-        if len(known) < len(lengths):
+        explicit = tuple(length for length in lengths if length is not None)
+        if len(explicit) < len(lengths):
             raise NotationError(caret(text, match.start(3), "an uneven split reads v@tp{10,20,30,4}"))
         if not isinstance(parse_choice(name), Split):
-            raise LayoutError(f"{name} is no factor: only a factor can be split unevenly ({shorten_repr(text)})")
+            raise LayoutError(f"{name} is not a factor: only factors can be split unevenly ({shorten_repr(text)})")
         if name in cuts:
             raise LayoutError(f"factor {name} is split unevenly twice in {shorten_repr(text)}")
-        cuts[name] = known
+        cuts[name] = explicit
     return cuts
 
 
@@ -133,13 +133,13 @@ def named_factors(text: str) -> set[str]:
 
 def check_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
     """Raise LayoutError unless the strategy is one of the operator's."""
-    known = {factor.name: factor for factor in rule.factors}
+    factors = {factor.name: factor for factor in rule.factors}
     seen: set[str] = set()
     for name, axes in strategy.factors:
-        if name not in known:
+        if name not in factors:
             raise LayoutError(f"the operator has no factor {shorten_repr(name)}: {rule}")
-        if known[name].kind == "whole":
-            raise LayoutError(f"factor {name} of {rule} can not be split")
+        if factors[name].kind == "whole":
+            raise LayoutError(f"factor {name} of {rule} cannot be split")
         for axis in axes:
             mesh.expand(axis)
             if axis in seen:
@@ -150,14 +150,14 @@ def check_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
         if axis in seen:
             raise LayoutError(f"mesh axis {axis} is used twice")
         if isinstance(choice, PassSum) and choice.group >= len(rule.linear):
-            raise LayoutError(f"a partial sum does not pass through {rule}: not linear ({choice}@{axis})")
-    lowers = any(known[name].kind == "lowered" for name, axes in strategy.factors if axes)
+            raise LayoutError(f"a partial sum cannot pass through {rule}: not linear ({choice}@{axis})")
+    lowers = any(factors[name].kind == "lowered" for name, axes in strategy.factors if axes)
     for name, lengths in strategy.cuts:
-        if name not in known:
+        if name not in factors:
             raise LayoutError(
-                f"the operator has no undivided factor {shorten_repr(name)}, so it can not be split by hand: {rule}"
+                f"the operator has no undivided factor {shorten_repr(name)}, so it cannot be split by hand: {rule}"
             )
-        factor, axes = known[name], strategy.axes_of.get(name, ())
+        factor, axes = factors[name], strategy.axes_of.get(name, ())
         if factor.kind not in ("sum", "parallel") or rule.windows or lowers:
             raise LayoutError(f"factor {name} of {rule} can only be split evenly")
         if len(lengths) != mesh.size_of(axes):

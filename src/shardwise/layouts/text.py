@@ -40,7 +40,7 @@ def parse_dtype(name: str) -> torch.dtype:
     for dtype, dtype_name in DTYPE_NAMES.items():
         if name in (dtype_name, str(dtype).removeprefix("torch.")):
             return dtype
-    raise NotationError(f"{shorten_repr(name)} is no dtype: one of {', '.join(DTYPE_NAMES.values())}")
+    raise NotationError(f"{shorten_repr(name)} is not a dtype: use one of {', '.join(DTYPE_NAMES.values())}")
 
 
 def format_layout(layout: Layout, dtype: torch.dtype | None = None, *, merged: bool = True) -> str:
@@ -200,9 +200,9 @@ def _parse_windows(text: str, column: int, inner: str) -> tuple[Ranges, ...]:
     ranges: list[Ranges] = []
     for part in inner.split("|"):
         bounds = [tuple(map(whole_number, window.split(":"))) for window in part.split("+")] if part else []
-        known = tuple((pair[0], pair[1]) for pair in bounds if len(pair) == 2 and None not in pair)
-        if len(known) < len(bounds):
+        windows = tuple((pair[0], pair[1]) for pair in bounds if len(pair) == 2 and None not in pair)
+        if len(windows) < len(bounds):
             raise NotationError(caret(text, column, "windows read {0:5|3:8}, device by device"))
-        ranges.append(tuple((int(start or 0), int(stop or 0)) for start, stop in known))
+        ranges.append(tuple((int(start or 0), int(stop or 0)) for start, stop in windows))
         column += len(part) + 1
     return tuple(ranges)

@@ -105,10 +105,10 @@ def _check_end(value: Value, layout: Layout, place: Placement) -> None:
     elif layout.states:
         axis, state = layout.states[0]
         word = "replicated" if state == "R" else "partial"
-        what = f"{word} over {axis}; a value crosses a boundary sharded or whole on every axis"
+        what = f"{word} over {axis}; values cross a stage boundary sharded or whole on every axis"
         fix = f"convert it to {boundary_layout(layout)} inside the stage"
     elif not _tiles(layout):
-        what = "windows that overlap, wrap or leave rows out; a value crosses a boundary in parts that tile it"
+        what = "windows that overlap, wrap or leave rows out; values cross a stage boundary in parts that tile them"
         fix = f"convert it to {layout.without_windows} inside the stage"
     if what:
         raise LayoutError(problem(f"{value.name} as {layout}: {what}", fix=fix, facts=[("place", str(place))]))

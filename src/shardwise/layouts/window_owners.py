@@ -39,10 +39,10 @@ def num_halo_rows(source: Layout, windows: Windows) -> tuple[int, int]:
 @lru_cache(maxsize=10_000)
 def _num_halo_rows(size: int, windows: Windows) -> tuple[int, int]:
     count = len(windows.ranges)
-    sent, wanted = [0] * count, [0] * count
+    sent, received = [0] * count, [0] * count
     for device, ranges in enumerate(windows.ranges):
         for owner, start, stop in segments(ranges, size, count):
             if owner != device:
                 sent[owner] += stop - start
-                wanted[device] += stop - start
-    return max(sent), max(wanted)
+                received[device] += stop - start
+    return max(sent), max(received)

@@ -65,7 +65,7 @@ def offloaded_operators(program: RankProgram) -> frozenset[str]:
 
 def _waiting(program: RankProgram) -> tuple[_OffloadedMemory, ...]:
     """Return the memories to offload, in the order in which forward computes them."""
-    forward, wanted = program.forward, program.spmd.lifetimes.offloaded
+    forward, moved = program.forward, program.spmd.lifetimes.offloaded
     maker = {name: i for i, instruction in enumerate(forward) for name in instruction.results}
     root = memories(forward, program.spmd.graph.source_of)
     stay = {*program.spmd.graph.source_of, *program.delivered, *(value for _, value in program.mutations)}
@@ -77,7 +77,7 @@ def _waiting(program: RankProgram) -> tuple[_OffloadedMemory, ...]:
     waiting = []
     for memory, names in read.items():
         producer = forward[maker[memory]]
-        if not isinstance(producer, Compute) or producer.origin.op not in wanted or producer.origin.part != "forward":
+        if not isinstance(producer, Compute) or producer.origin.op not in moved or producer.origin.part != "forward":
             continue
         value = names[0] if len(names) == 1 else memory
         views = _views(forward, maker, names, value)
@@ -184,11 +184,11 @@ def _coming(
             back[order[number].value] = copies[number].result
             for position in order[number].views:
                 view = program.forward[position]
-                again = with_operands(view, lambda name: back.get(name, name))
-                again = with_results(again, [name + BACK for name in view.results])
-                again = replace(again, origin=replace(view.origin, again=True))
-                back.update(zip(view.results, again.results, strict=True))
-                forms.update(zip(again.results, forms_of(again), strict=True))
-                listed.append(again)
+                rebuilt = with_operands(view, lambda name: back.get(name, name))
+                rebuilt = with_results(rebuilt, [name + BACK for name in view.results])
+                rebuilt = replace(rebuilt, origin=replace(view.origin, again=True))
+                back.update(zip(view.results, rebuilt.results, strict=True))
+                forms.update(zip(rebuilt.results, forms_of(rebuilt), strict=True))
+                listed.append(rebuilt)
         listed.append(with_operands(instruction, lambda name: back.get(name, name)))
     return tuple(listed)

@@ -246,7 +246,7 @@ def _with_common(program: RankProgram, labels: Sequence[int], last: int) -> tupl
     for instruction, label in zip(program.forward, labels, strict=True):
         if label == 0 and not _of_parameters(instruction):
             ahead.update(instruction.results)
-    there = set(ahead)
+    available = set(ahead)
     written = {name for instruction in program.forward for name in _writes(instruction)}
     twins_of: dict[object, list[int]] = {}
     same: dict[str, str] = {}
@@ -270,8 +270,8 @@ def _with_common(program: RankProgram, labels: Sequence[int], last: int) -> tupl
     shared = []
     for twins in sorted(twins_of.values()):
         first = program.forward[twins[0]]
-        if len(twins) > 1 and there.issuperset(same.get(name, name) for name in first.operands):
-            there.update(first.results)
+        if len(twins) > 1 and available.issuperset(same.get(name, name) for name in first.operands):
+            available.update(first.results)
             shared.append(twins)
     gone = {i for twins in shared for i in twins[1:]}
     moved = sorted(twins[0] for twins in shared)
@@ -439,8 +439,8 @@ def _regions(
 
 def _check_writes(program: RankProgram, home: dict[str, tuple[int, int]]) -> None:
     """Raise BrokenProgram if a kernel overwrites memory that its own region did not allocate."""
-    known = [*program.taken, *(name for name in program.cotangents if name)]
-    root = memories([*program.forward, *program.backward], known)
+    names = [*program.taken, *(name for name in program.cotangents if name)]
+    root = memories([*program.forward, *program.backward], names)
     for instruction in (*program.forward, *program.backward):
         for name in _writes(instruction):
             maker = home.get(root[name])

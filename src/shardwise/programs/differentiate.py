@@ -150,7 +150,7 @@ class _StepWriter:
 
     def _needed(self, delivered: Iterable[str]) -> list[LocalOp | Conversion | Bucket]:
         """Return the local instructions that the delivered values and the mutations need."""
-        wanted = {*delivered, *(value for _, value in self.spmd.mutations)}
+        needed = {*delivered, *(value for _, value in self.spmd.mutations)}
         kept: list[LocalOp | Conversion | Bucket] = []
         for instruction in reversed(with_biases(self.local)):
             if isinstance(instruction, LocalOp):
@@ -161,8 +161,8 @@ class _StepWriter:
             else:
                 results = [conversion.result for conversion in conversions_of(instruction)]
                 operands = [conversion.value for conversion in conversions_of(instruction)]
-            if wanted.intersection(results):
-                wanted.update(operands)
+            if needed.intersection(results):
+                needed.update(operands)
                 kept.append(instruction)
         return kept[::-1]
 
@@ -237,12 +237,12 @@ class _StepWriter:
         origin = Origin(local.op, local.source, "forward")
         operands = tuple(map(self.resolve, entry.names))
         if entry.backward is not None and entry.backward.opaque:
-            wanted = tuple(self.forms[name].requires_grad for name in entry.names)
+            requires_grad = tuple(self.forms[name].requires_grad for name in entry.names)
             tape = f"{entry.results[0]}.tape"
             self.forms[tape] = Form((), (), torch.uint8, False)
             forms = (*(self.forms[result] for result in entry.results), self.forms[tape])
             places = tuple((i,) for i in range(len(forms)))
-            target, args = Record(entry.call, wanted), tuple(map(Ref, operands))
+            target, args = Record(entry.call, requires_grad), tuple(map(Ref, operands))
             shares = (None,) * len(forms)
             return [Compute(target, args, (), (*entry.results, tape), places, forms, shares, origin)]
         if entry.backward is None or entry.backward.whole:
@@ -384,9 +384,9 @@ class _StepWriter:
         names: dict[str, str],
     ) -> None:
         """Write the backward of a call that only autograd can differentiate."""
-        wanted = [(i, name) for i, name in enumerate(kind.cotangents) if name is not None]
-        results = tuple(f"{entry.results[0]}'{name}" for _, name in wanted)
-        names.update({name: result for (_, name), result in zip(wanted, results, strict=True)})
+        requested = [(i, name) for i, name in enumerate(kind.cotangents) if name is not None]
+        results = tuple(f"{entry.results[0]}'{name}" for _, name in requested)
+        names.update({name: result for (_, name), result in zip(requested, results, strict=True)})
         forms = tuple(form for form in kind.forms if form is not None)
         self.forms.update(zip(results, forms, strict=True))
         args = (Ref(f"{entry.results[0]}.tape"), *(Ref(name) for name in cotangents if name is not None))

@@ -52,9 +52,9 @@ def with_once(spmd: SpmdProgram, *, scattered: bool) -> SpmdProgram:
     return replace(spmd, lifetimes=replace(spmd.lifetimes, once=converted_once(spmd, keeps_size)))
 
 
-def converted_once(spmd: SpmdProgram, wanted: Callable[[str, Conversion | None], bool]) -> frozenset[str]:
+def converted_once(spmd: SpmdProgram, predicate: Callable[[str, Conversion | None], bool]) -> frozenset[str]:
     """Return the parameters that a step may convert once: they are used in one layout only, backward does not gather
-    them again, and no other values share their messages. ``wanted`` selects among them, by value and conversion (None:
+    them again, and no other values share their messages. ``predicate``: selects by value and conversion (None:
     stored in the layout in which they are used)."""
     read = Counter(name for step in spmd.steps if isinstance(step, OpStep) for name in set(step.operands))
     used = Counter(conversion.value for conversion in spmd.conversions)
@@ -65,12 +65,12 @@ def converted_once(spmd: SpmdProgram, wanted: Callable[[str, Conversion | None],
     for source in spmd.graph.sources:
         name, conversion = source.value, into.get(source.value)
         is_parameter = source.kind == "parameter" and name not in written and used[name] <= 1
-        again = conversion is not None and conversion.result in spmd.lifetimes.conversions
-        if is_parameter and not again and wanted(name, conversion):
+        is_recomputed = conversion is not None and conversion.result in spmd.lifetimes.conversions
+        if is_parameter and not is_recomputed and predicate(name, conversion):
             converted.add(name)
     messages = [{c.value for c in conversions_of(step)} for step in spmd.steps if not isinstance(step, OpStep)]
-    while apart := {name for together in messages if not together <= converted for name in together & converted}:
-        converted -= apart
+    while partly := {name for together in messages if not together <= converted for name in together & converted}:
+        converted -= partly
     return frozenset(converted)
 
 
@@ -84,14 +84,14 @@ def repeated(program: RankProgram) -> GradAccumProgram:
     read = {name for instruction in (*rest, *backward.instructions) for name in instruction.operands}
     read |= {*program.delivered, *(value for _, value in program.mutations)}
     ahead_names = tuple(name for name in made_ahead if name in read)
-    there = {*program.spmd.graph.source_of, *ahead_names, *(name for i in rest for name in i.results)}
+    available = {*program.spmd.graph.source_of, *ahead_names, *(name for i in rest for name in i.results)}
     made_late = {name for instruction in backward.instructions for name in instruction.results}
     read_late = dict.fromkeys(name for instruction in backward.instructions for name in instruction.operands)
     each = replace(
         program,
         forward=tuple(rest),
         backward=backward.instructions,
-        saved=tuple(name for name in read_late if name in there and name not in made_late),
+        saved=tuple(name for name in read_late if name in available and name not in made_late),
         gradients=backward.gradients,
         forms=forms,
         given=ahead_names,
@@ -139,7 +139,7 @@ class _Reductions:
     def apart(self) -> tuple[_BackwardHalf, _BackwardHalf, Mapping[str, Form]]:
         """Return the backward of a micro-batch, that after the last one, and the forms of all names."""
         repeated, reductions = self._divided()
-        taken = self._taken(repeated, reductions)  # source -> the cotangent that is reduced
+        taken = self._reduced_cotangents(repeated, reductions)  # source -> the cotangent that is reduced
         final = {source: name for source, name in self.program.gradients.items() if source in taken}
         cotangents = {**self.program.gradients, **taken}
         read = {name for instruction in repeated for name in instruction.operands} | set(cotangents.values())
@@ -164,7 +164,7 @@ class _Reductions:
                 repeated.append(instruction)
         return repeated, reductions
 
-    def _taken(self, repeated: Sequence[Instruction], reductions: Sequence[Instruction]) -> dict[str, str]:
+    def _reduced_cotangents(self, repeated: Sequence[Instruction], reductions: Sequence[Instruction]) -> dict[str, str]:
         """Map parameters to their gradients as the operators compute them, before the cast for the reduction."""
         casts = {name: i.operands[0] for i in repeated if _is_cast(i) for name in i.results}
         landed = {name for instruction in reductions for name in instruction.results}
@@ -202,12 +202,12 @@ class _Reductions:
                 written.append(instruction)
         return written
 
-    def _to_reduce(self, total: str, wanted: Form, reduction: Instruction, written: list[Instruction]) -> str:
+    def _to_reduce(self, total: str, form: Form, reduction: Instruction, written: list[Instruction]) -> str:
         """Return the sum in the dtype of the reduction's operand; append the cast if needed."""
-        if self.forms[total].dtype == wanted.dtype:
+        if self.forms[total].dtype == form.dtype:
             return total
-        result = f"{total}~{format_dtype(wanted.dtype)}"
-        self.forms[result] = Form.contiguous(wanted.shape, wanted.dtype)
+        result = f"{total}~{format_dtype(form.dtype)}"
+        self.forms[result] = Form.contiguous(form.shape, form.dtype)
         written.append(cast(total, result, self.forms[result], reduction.origin))
         return result
 

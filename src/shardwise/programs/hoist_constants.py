@@ -137,13 +137,13 @@ class _Analysis:
     @cached_property
     def same(self) -> Mapping[str, str]:
         """Map each constant to the first one that is computed equally (every layer may make the same mask)."""
-        known: dict[object, tuple[str, ...]] = {}
+        results_of: dict[object, tuple[str, ...]] = {}
         same: dict[str, str] = {name: name for name in self.fixed}
         for step in self._all:
             if self._is_constant(step):
                 results, operands = _results(step), tuple(same[name] for name in _operands(step))
                 key = _made_by(step), operands, tuple(self.spmd.layouts[name] for name in results)
-                firsts = results if self.returned.intersection(results) else known.setdefault(key, results)
+                firsts = results if self.returned.intersection(results) else results_of.setdefault(key, results)
                 same.update(zip(results, firsts, strict=True))
         return same
 
@@ -151,13 +151,13 @@ class _Analysis:
     def kept(self) -> frozenset[str]:
         """Return the constants that the rest of the step reads and that fit into the memory limit."""
         limit = SHARE * (sum(map(self._num_bytes, self.spmd.graph.source_of)) + self._largest())
-        wanted: set[str] = set(self.returned)
+        used: set[str] = set(self.returned)
         kept: set[str] = set()
         roots: set[str] = set(self.fixed)
         for step in reversed(self._all):
             results = _results(step)
             if self._is_constant(step):
-                read = wanted.intersection(results)
+                read = used.intersection(results)
                 if not read:
                     continue
                 more = {self.root[name] for name in read} - roots
@@ -167,8 +167,8 @@ class _Analysis:
                     kept |= read
                     roots |= more
                     continue
-            wanted.update(self.same.get(name, name) for name in _operands(step))
-        casts = {name for name in self.fixed & wanted if self.spmd.graph.by_name[name].stored is not None}
+            used.update(self.same.get(name, name) for name in _operands(step))
+        casts = {name for name in self.fixed & used if self.spmd.graph.by_name[name].stored is not None}
         return frozenset(kept | casts)
 
     def _num_bytes(self, name: str) -> int:
@@ -223,16 +223,16 @@ class _Dividing:
     def divided(self) -> HoistedProgram:
         program = self.program
         analysis = _Analysis(self.spmd)
-        wanted = {computed_name(n) if n in analysis.fixed else program.resolve(n) for n in analysis.kept}
+        used = {computed_name(n) if n in analysis.fixed else program.resolve(n) for n in analysis.kept}
         if self.among is not None:
-            wanted &= set(self.among)
+            used &= set(self.among)
         makers = self._constants(analysis)
         copied = {i.value for i in (*program.forward, *program.backward) if isinstance(i, Copy)}
-        wanted = {name for name in wanted - copied if name in makers}
-        alike = {program.resolve(name): program.resolve(first) for name, first in analysis.same.items()}
-        same = {name: name for name in wanted} | {name: kept for name, kept in alike.items() if kept in wanted}
+        used = {name for name in used - copied if name in makers}
+        duplicates = {program.resolve(name): program.resolve(first) for name, first in analysis.same.items()}
+        same = {name: name for name in used} | {name: kept for name, kept in duplicates.items() if kept in used}
         same |= {name + AGAIN: kept for name, kept in same.items()}
-        forward = [instruction for instruction in program.forward if not wanted.intersection(instruction.results)]
+        forward = [instruction for instruction in program.forward if not used.intersection(instruction.results)]
         forward, backward = (
             [_reading(instruction, same) if same else instruction for instruction in half]
             for half in (forward, program.backward)
@@ -240,15 +240,15 @@ class _Dividing:
         forward, backward = self._without_unread(forward, backward, set(makers))
         read = {name for instruction in (*forward, *backward) for name in instruction.operands} | self._ends
         constants = tuple(
-            name for instruction in program.forward for name in instruction.results if name in wanted and name in read
+            name for instruction in program.forward for name in instruction.results if name in used and name in read
         )
-        there = {*program.taken, *constants, *(name for instruction in forward for name in instruction.results)}
+        available = {*program.taken, *constants, *(name for instruction in forward for name in instruction.results)}
         late = dict.fromkeys(name for instruction in backward for name in instruction.operands)
         step = replace(
             program,
             forward=tuple(forward),
             backward=tuple(backward),
-            saved=tuple(name for name in late if name in there),
+            saved=tuple(name for name in late if name in available),
             aliases={name: same.get(other, other) for name, other in program.aliases.items()} | same,
             given=(*program.given, *constants),
         )
@@ -268,8 +268,8 @@ class _Dividing:
         makers: dict[str, Instruction] = {}
         for instruction in self.program.forward:
             steady = isinstance(instruction, Convert) or (isinstance(instruction, Compute) and _is_steady(instruction))
-            known = all(name in makers or name in analysis.fixed for name in instruction.operands)
-            if steady and known and values.issuperset(instruction.results) and not sent_by(instruction):
+            is_constant = all(name in makers or name in analysis.fixed for name in instruction.operands)
+            if steady and is_constant and values.issuperset(instruction.results) and not sent_by(instruction):
                 makers.update(dict.fromkeys(instruction.results, instruction))
         return makers
 

@@ -20,8 +20,8 @@ def check_program(program: RankProgram) -> None:
     an exchange used its memory. No memory is written while a message is sent from it. Every gradient has memory that
     backward allocated for it alone."""
     ends = [*program.delivered, *(value for _, value in program.mutations), *program.saved]
-    there = set(program.taken)
-    _check(program.forward, there, ends, there, "forward")
+    available = set(program.taken)
+    _check(program.forward, available, ends, available, "forward")
     start_names = {*program.saved, *(name for name in program.cotangents if name is not None)}
     _check(program.backward, start_names, program.gradients.values(), start_names, "backward")
     root = memories(program.backward, start_names)
@@ -33,18 +33,18 @@ def check_program(program: RankProgram) -> None:
 
 
 def _check(
-    instructions: Sequence[Instruction], there: set[str], ends: Iterable[str], fixed: set[str], part: str
+    instructions: Sequence[Instruction], available: set[str], ends: Iterable[str], fixed: set[str], part: str
 ) -> None:
-    known = set(there)
+    defined = set(available)
     in_flight: dict[str, set[str]] = {}  # message in flight -> the memories from which it is sent
-    root = memories(instructions, there)
+    root = memories(instructions, available)
     overwritten: dict[str, str] = {}  # memory -> the exchange that used it
     maker: dict[str, str] = {}  # memory -> the operator that made it
     copying: set[str] = set()  # asynchronous copies
     for position, instruction in enumerate(instructions):
         where = f"{part} {position} ({instruction.origin.op or type(instruction).__name__})"
         for name in instruction.operands:
-            if name not in known:
+            if name not in defined:
                 raise BrokenProgram(f"{where} uses {name!r} before it is made")
             if root[name] in overwritten:
                 raise BrokenProgram(f"{where} reads {name!r}, whose memory {overwritten[root[name]]} has used")
@@ -73,16 +73,16 @@ def _check(
                 raise BrokenProgram(f"{where} waits for {instruction.copy!r}, which nothing copies")
             copying.remove(instruction.copy)
         for name in instruction.results:
-            if name in known:
+            if name in defined:
                 raise BrokenProgram(f"{where} makes {name!r} a second time")
-            known.add(name)
+            defined.add(name)
             maker.setdefault(root[name], instruction.origin.op)
     if in_flight:
         raise BrokenProgram(f"{part}: nothing waits for {', '.join(sorted(in_flight))}")
     if copying:
         raise BrokenProgram(f"{part}: nothing waits for the copies {', '.join(sorted(copying))}")
     for name in ends:
-        if name not in known:
+        if name not in defined:
             raise BrokenProgram(f"{part}: {name!r} is never made")
         if root[name] in overwritten:
             raise BrokenProgram(f"{part}: the memory of {name!r} was used by {overwritten[root[name]]}")

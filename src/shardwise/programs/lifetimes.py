@@ -39,12 +39,12 @@ AGAIN = "^"  # name suffix of recomputed values
 
 def with_lifetimes(program: RankProgram) -> RankProgram:
     """Return the program with the lifetimes of its ``spmd`` applied."""
-    wanted = program.spmd.lifetimes
-    if not wanted or not program.backward:
+    lifetimes = program.spmd.lifetimes
+    if not lifetimes or not program.backward:
         return program
-    if wanted.operators or wanted.conversions:
-        program = _made_again(program)
-    return offloaded(program) if wanted.offloaded else program
+    if lifetimes.operators or lifetimes.conversions:
+        program = _recompute(program)
+    return offloaded(program) if lifetimes.offloaded else program
 
 
 def repeated(program: RankProgram) -> tuple[frozenset[str], frozenset[str]]:
@@ -64,12 +64,12 @@ def repeated(program: RankProgram) -> tuple[frozenset[str], frozenset[str]]:
 def backward_collectives(program: RankProgram, *, in_passes: bool = False) -> tuple[Collective, ...]:
     """Return every collective of one backward pass, in order. ``in_passes``: of one micro-batch of several, followed by
     those that run once after the last."""
-    wanted = program.spmd.lifetimes
-    if not wanted:
+    lifetimes = program.spmd.lifetimes
+    if not lifetimes:
         return program.spmd.backward_collectives(in_passes=in_passes)
     backward = list(program.backward)
     if in_passes:
-        backward.sort(key=lambda instruction: converts_only(instruction, wanted.once))
+        backward.sort(key=lambda instruction: converts_only(instruction, lifetimes.once))
     return tuple(collective for instruction in backward for collective in sent_by(instruction))
 
 
@@ -85,12 +85,12 @@ def is_repeatable(instruction: Compute, changed: Iterable[str] = ()) -> bool:
 # -- recomputation -----------------------------------------------------------------------------------------------------
 
 
-def _made_again(program: RankProgram) -> RankProgram:
+def _recompute(program: RankProgram) -> RankProgram:
     forward, dropped = program.forward, dropped_values(program)
     maker = {name: i for i, instruction in enumerate(forward) for name in instruction.results}
     departure = {instruction.flight: i for i, instruction in enumerate(forward) if isinstance(instruction, Depart)}
     together = _written_together(forward)
-    again: dict[str, str] = {}
+    recomputed: dict[str, str] = {}
     backward: list[Instruction] = []
     begins: dict[str, int] = {}  # operator -> where its backward begins
     forms = dict(program.forms)
@@ -98,7 +98,7 @@ def _made_again(program: RankProgram) -> RankProgram:
     def needed(names: Iterable[str]) -> list[int]:
         """Return the positions in forward of the instructions that recompute some names, in order."""
         positions: set[int] = set()
-        waiting = [name for name in names if name in dropped and name not in again]
+        waiting = [name for name in names if name in dropped and name not in recomputed]
         while waiting:
             position = maker[waiting.pop()]
             if position in positions:
@@ -110,24 +110,24 @@ def _made_again(program: RankProgram) -> RankProgram:
                 if isinstance(instruction, Arrive):
                     positions.add(departure[instruction.flight])
                     operands = forward[departure[instruction.flight]].operands
-                waiting += [name for name in operands if name in dropped and name not in again]
+                waiting += [name for name in operands if name in dropped and name not in recomputed]
         return sorted(positions)
 
     for instruction in program.backward:
         begin = begins.setdefault(instruction.origin.op, len(backward))
         repeated: list[Instruction] = []
         for position in needed(instruction.operands):
-            duplicate = _again(forward[position], again)
-            again.update(zip(forward[position].results, duplicate.results, strict=True))
+            duplicate = _duplicate(forward[position], recomputed)
+            recomputed.update(zip(forward[position].results, duplicate.results, strict=True))
             forms.update(zip(duplicate.results, forms_of(duplicate), strict=True))
             repeated.append(duplicate)
-        early, late = _sent_ahead(repeated, {again.get(name, name) for name in instruction.operands})
+        early, late = _sent_ahead(repeated, {recomputed.get(name, name) for name in instruction.operands})
         if early:
             leaves = _behind(backward, begin, early)
             backward[leaves:leaves] = early
             begins = {op: at + len(early) if at >= leaves else at for op, at in begins.items()}
         backward += late
-        backward.append(with_operands(instruction, lambda name: again.get(name, name)))
+        backward.append(with_operands(instruction, lambda name: recomputed.get(name, name)))
     backward = _leaving_early(backward, program.spmd)
     return replace(program, backward=tuple(backward), saved=_saved(program, backward), forms=forms)
 
@@ -135,7 +135,7 @@ def _made_again(program: RankProgram) -> RankProgram:
 def dropped_values(program: RankProgram) -> frozenset[str]:
     """Return the names that forward makes and does not keep for backward: results of the operators and conversions to
     repeat, unless they are views of other memory."""
-    wanted, forward = program.spmd.lifetimes, program.forward
+    lifetimes, forward = program.spmd.lifetimes, program.forward
     changed = {buffer for buffer, _ in program.mutations}
     steady = {
         instruction.origin.op
@@ -146,9 +146,9 @@ def dropped_values(program: RankProgram) -> frozenset[str]:
     for instruction in forward:
         if isinstance(instruction, Compute):
             op, part = instruction.origin.op, instruction.origin.part
-            drops = op in wanted.operators and op not in steady and part != "cast"  # sources are cast once
+            drops = op in lifetimes.operators and op not in steady and part != "cast"  # sources are cast once
         elif isinstance(instruction, (Convert, Arrive)):
-            drops = all(conversion.result in wanted.conversions for conversion in instruction.conversions)
+            drops = all(conversion.result in lifetimes.conversions for conversion in instruction.conversions)
         else:
             drops = False
         if drops:
@@ -171,10 +171,10 @@ def _written_together(forward: Sequence[Instruction]) -> dict[int, tuple[int, ..
     return {i: tuple(of_op[op]) for op in writing for i in of_op[op]}
 
 
-def _again(instruction: Instruction, again: Mapping[str, str]) -> Instruction:
+def _duplicate(instruction: Instruction, recomputed: Mapping[str, str]) -> Instruction:
     """Return a copy of the instruction for backward, on recomputed operands."""
     duplicate = with_results(instruction, [name + AGAIN for name in instruction.results])
-    renamed = {**again, **dict(zip(instruction.results, duplicate.results, strict=True))}
+    renamed = {**recomputed, **dict(zip(instruction.results, duplicate.results, strict=True))}
     duplicate = with_operands(duplicate, lambda name: renamed.get(name, name))
     if isinstance(duplicate, (Depart, Arrive)):
         duplicate = replace(duplicate, flight=duplicate.flight + AGAIN)
@@ -190,7 +190,7 @@ def _sent_ahead(repeated: Sequence[Instruction], read: Set[str]) -> tuple[list[I
         if isinstance(duplicate, Convert) and _travels_alone(duplicate) and read >= set(duplicate.results):
             needs = _ancestors(duplicate, late)
             if not any(isinstance(need, (Depart, Arrive)) or sent_by(need) for need in needs):
-                departure, arrival = _apart(duplicate)
+                departure, arrival = _split(duplicate)
                 early += [*needs, departure]
                 late = [*(instruction for instruction in late if instruction not in needs), arrival]
                 continue
@@ -205,19 +205,19 @@ def _travels_alone(convert: Convert) -> bool:
 def _ancestors(instruction: Instruction, instructions: Sequence[Instruction]) -> list[Instruction]:
     """Return the earlier instructions that an instruction depends on, with all kernels of an operator that writes."""
     writing = {earlier.origin.op for earlier in instructions if isinstance(earlier, Compute) and earlier.writes}
-    wanted, ops, ancestors, grows = set(instruction.operands), set[str](), set[int](), True
+    needed, ops, ancestors, grows = set(instruction.operands), set[str](), set[int](), True
     while grows:
         grows = False
         for i, earlier in enumerate(instructions):
-            if i not in ancestors and (wanted.intersection(earlier.results) or earlier.origin.op in ops):
+            if i not in ancestors and (needed.intersection(earlier.results) or earlier.origin.op in ops):
                 ancestors.add(i)
-                wanted.update(earlier.operands)
+                needed.update(earlier.operands)
                 ops.update(writing.intersection((earlier.origin.op,)))
                 grows = True
     return [earlier for i, earlier in enumerate(instructions) if i in ancestors]
 
 
-def _apart(convert: Convert) -> tuple[Depart, Arrive]:
+def _split(convert: Convert) -> tuple[Depart, Arrive]:
     """Return the departure and the arrival of a conversion's message."""
     conversions, results, flight = convert.conversions, convert.results, f"flight of {convert.results[0]}"
     return (
@@ -293,5 +293,5 @@ def _made_between(backward: Sequence[Instruction], begin: int, departure: int) -
 
 
 def _saved(program: RankProgram, backward: Sequence[Instruction]) -> tuple[str, ...]:
-    there = {name for instruction in program.forward for name in instruction.results} | {*program.spmd.graph.source_of}
-    return tuple(name for name in dict.fromkeys(n for i in backward for n in i.operands) if name in there)
+    available = {name for step in program.forward for name in step.results} | {*program.spmd.graph.source_of}
+    return tuple(name for name in dict.fromkeys(n for i in backward for n in i.operands) if name in available)

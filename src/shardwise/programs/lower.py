@@ -79,8 +79,8 @@ def lower(placed: PlacedOp, graph: Graph, mesh: Mesh) -> tuple[list[PlacedOp], t
         value = graph.by_name[name]
         return TensorArgument(order.index(name), value.shape, value.dtype, value.requires_grad)
 
-    args = _told(map_refs(op.args, slot))
-    kwargs = tuple((key, _told(map_refs(arg, slot))) for key, arg in op.kwargs)
+    args = _immutable(map_refs(op.args, slot))
+    kwargs = tuple((key, _immutable(map_refs(arg, slot))) for key, arg in op.kwargs)
     if takes_runs(rule.lowering):
         kwargs += (("runs", _runs(layouts[op.operands[0]])),)
     lowered = _lowered(rule.lowering, args, kwargs, tuple(layouts.values()), mesh, CUSTOM.version)
@@ -105,10 +105,10 @@ def lower(placed: PlacedOp, graph: Graph, mesh: Mesh) -> tuple[list[PlacedOp], t
     return list(map(renamed, lowered.items)), tuple(replace(value, name=named(value.name)) for value in lowered.values)
 
 
-def _told(arg: Any) -> Any:
+def _immutable(arg: Any) -> Any:
     """Return the argument with every number wrapped in a ``NumberArgument``."""
     if isinstance(arg, tuple):
-        return tuple(map(_told, arg))
+        return tuple(map(_immutable, arg))
     return NumberArgument(repr(arg), arg) if isinstance(arg, (int, float, complex)) else arg
 
 

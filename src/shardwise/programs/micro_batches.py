@@ -25,7 +25,7 @@ from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_refs
 from shardwise.graph.operators import STREAMS
 from shardwise.graph.schema import arguments
 from shardwise.layouts.choice import ShardPosition, ShardPositions, Split
-from shardwise.programs.time_axis import MEND, TimeSplit, buffer_names, split_in_time
+from shardwise.programs.time_axis import FIX, TimeSplit, buffer_names, split_in_time
 from shardwise.rules.arguments import replace_arguments
 from shardwise.rules.rule import LocalContext, LocalOpCall, Piece, base_name
 
@@ -115,8 +115,8 @@ class Passes:
         if rest := batch % micro_batch:
             raise PlanError(
                 problem(
-                    f"passes over {micro_batch} of {batch} samples, each with a loss of its own, leave {rest}",
-                    fix="a micro_batch that divides the batch",
+                    f"micro-batches of {micro_batch} of {batch} samples, each with a separate loss, leave {rest}",
+                    fix="choose a micro_batch that divides the batch",
                 )
             )
         alone = _numbered_alone(captured(micro_batch), graph, batch)
@@ -212,8 +212,8 @@ class _MicroBatchWriter:
             group = self.split.batch // atom
             raise PlanError(
                 problem(
-                    f"the model takes samples in groups of {group} ({self.split.batch} = {atom} x {group}), and a pass "
-                    f"over {self.size} of them cuts a group",
+                    f"the model takes samples in groups of {group} ({self.split.batch} = {atom} x {group}), and a "
+                    f"micro-batch of {self.size} cuts a group",
                     fix=f"choose a micro_batch that {group} divides",
                 )
             )
@@ -240,9 +240,9 @@ class _MicroBatchWriter:
             local = self._localized(op, self.split.splits.get(op.name))
         except _MovesWithSamples:
             why = (
-                f"the step is no sum over micro-batches: what {op.name} does depends on where in the batch a sample is"
+                f"the step is not a sum over micro-batches: {op.name} depends on the position of a sample in the batch"
             )
-            raise PlanError(problem(why, op=op.name, source=op.source, fix=MEND)) from None
+            raise PlanError(problem(why, op=op.name, source=op.source, fix=FIX)) from None
         self._append(local, op, operands)
 
     def _as_alone(self, op: Op) -> Op:
@@ -252,11 +252,11 @@ class _MicroBatchWriter:
         if twin is None or twin.target != op.target or twin.results != op.results or twin.operands != op.operands:
             raise PlanError(
                 problem(
-                    f"{op.name} sees a pass as if it were the batch, and for {self.size} samples the model computes "
-                    f"something else there than for {self.split.batch}",
+                    f"{op.name} depends on the batch size: the model computes something else for {self.size} "
+                    f"samples than for {self.split.batch}",
                     op=op.name,
                     source=op.source,
-                    fix=MEND,
+                    fix=FIX,
                 )
             )
         return twin
@@ -305,7 +305,7 @@ class _MicroBatchWriter:
         """Return a random operator whose elements keep their indices in the whole batch."""
         place = ShardPositions.of(self.split.factored.rules[op.name]).result(0, split)
         whole = self.graph.by_name[op.results[0]].shape
-        assert isinstance(place, ShardPosition), f"{op.name} is split, its result is not"
+        assert isinstance(place, ShardPosition), f"{op.name} is split, but its result is not"
         stride = self._rows(place, whole, op) * prod(whole[place.dim + 1 :])
         shape, zeros = self._shape(whole, place), (0,) * len(whole)
         changes: dict[str, Any] = {"sizes": whole, "offsets": zeros, "lengths": shape}
@@ -317,8 +317,8 @@ class _MicroBatchWriter:
         """Return how many rows of the split dim belong to one sample."""
         rows, rest = divmod(place.stride * place.size, self.split.batch)
         if rest or place.stride * place.size != shape[place.dim]:
-            what = f"the samples of a pass are no rows of dim {place.dim} of {list(shape)}"
-            raise PlanError(problem(what, op=op.name, source=op.source, fix=MEND))
+            what = f"the samples of a micro-batch are not rows of dim {place.dim} of {list(shape)}"
+            raise PlanError(problem(what, op=op.name, source=op.source, fix=FIX))
         return rows
 
     # -- values that are the same in every micro-batch -----------------------------------------------------------------

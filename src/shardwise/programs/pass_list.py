@@ -9,9 +9,9 @@ from shardwise.programs.instructions import Arrive, Convert, Depart, Instruction
 from shardwise.programs.rank_program import RankProgram
 
 
-def memories(instructions: Iterable[Instruction], known: Iterable[str] = ()) -> dict[str, str]:
-    """Map each name to the name that first had its memory. ``known``: names that exist before the instructions."""
-    root = {name: name for name in known}
+def memories(instructions: Iterable[Instruction], names: Iterable[str] = ()) -> dict[str, str]:
+    """Map each name to the name that first had its memory. ``names``: names that exist before the instructions."""
+    root = {name: name for name in names}
     for instruction in instructions:
         for name, shared in zip(instruction.results, shares_of(instruction), strict=True):
             root[name] = name if shared is None else root.get(shared, shared)

@@ -79,7 +79,7 @@ class Propagation:
         """Decide all open choices and return a strategy per operator."""
         self._places = {op.name: ShardPositions.of(self.rules[op.name]) for op in self.graph.ops}
         self._parts: dict[tuple[str, Split], int] = {}  # (op, split) -> number of parts so far
-        self._asked: dict[tuple[str, str], Split] = {}  # (op, axis) -> the split that a consumer prefers
+        self._hints: dict[tuple[str, str], Split] = {}  # (op, axis) -> the split that a consumer prefers
         self._fixed = {name: tuple(choices.items()) for name, choices in self.choices.items()}
         for op in self.graph.ops:
             for axis, choice in self.choices.setdefault(op.name, {}).items():
@@ -107,13 +107,13 @@ class Propagation:
                 written = [a for a, c in self._fixed.get(op.name, ()) if c == choice]
                 operands = zip(op.operands, (places.operand(i, choice) for i in range(len(op.operands))), strict=True)
                 at = [(value, where) for value, where in operands if isinstance(where, ShardPosition)]
-                known = next((order[key] for key in at if sorted(order.get(key, ())) == sorted(axes)), None)
+                same_axes = next((order[key] for key in at if sorted(order.get(key, ())) == sorted(axes)), None)
                 if written:
                     slots = [i for i, axis in enumerate(axes) if axis in written]
                     for slot, axis in zip(slots, written, strict=True):
                         axes[slot] = axis
-                elif known is not None:
-                    axes = list(known)
+                elif same_axes is not None:
+                    axes = list(same_axes)
                 ordered |= dict.fromkeys(axes, choice)
                 results = zip(op.results, (places.result(i, choice) for i in range(len(op.results))), strict=True)
                 for key in (*at, *((value, where) for value, where in results if isinstance(where, ShardPosition))):
@@ -166,7 +166,7 @@ class Propagation:
                 if axis in self.choices[producer.name] or split is None:
                     continue
                 if self._contracts(producer) and self._meets_other(producer, split, axis):
-                    self._asked.setdefault((producer.name, axis), split)
+                    self._hints.setdefault((producer.name, axis), split)
                 else:
                     self._decide(producer, axis, split)
                     pending.append(producer)
@@ -199,13 +199,13 @@ class Propagation:
         """Return whether the split meets an operator that is decided otherwise before the next contraction."""
         pending, seen = [(op, split)], {op.name}
         while pending:
-            for producer, wanted in self._makers(*pending.pop(), axis):
+            for producer, choice in self._makers(*pending.pop(), axis):
                 decided = axis in self.choices[producer.name]
-                if decided and wanted is None:
+                if decided and choice is None:
                     return True
-                if not decided and wanted is not None and producer.name not in seen and not self._contracts(producer):
+                if not decided and choice is not None and producer.name not in seen and not self._contracts(producer):
                     seen.add(producer.name)
-                    pending.append((producer, wanted))
+                    pending.append((producer, choice))
         return False
 
     def _down(self, axis: str) -> None:
@@ -213,7 +213,7 @@ class Propagation:
         for op in self.graph.ops:
             if axis not in self.choices[op.name]:
                 choice = self._best(op, axis)
-                self._decide(op, axis, self._asked.get((op.name, axis), INVARIANT) if choice == INVARIANT else choice)
+                self._decide(op, axis, self._hints.get((op.name, axis), INVARIANT) if choice == INVARIANT else choice)
             for position, value in enumerate(op.operands):
                 need = self._places[op.name].operand(position, self.choices[op.name][axis])
                 self._converted.add((value, axis, need))
@@ -222,31 +222,31 @@ class Propagation:
         rule = self.rules[op.name]
         if (op.name, axis) in self.closed:
             return INVARIANT
-        known = [self._value_where(value, axis) for value in op.operands]
+        operands = [self._value_where(value, axis) for value in op.operands]
         places = self._places[op.name].operands
         candidates: list[AxisChoice] = []
         for factor in rule.factors:
-            asked = any(where is not None and where == places[i].get(factor.name) for i, where in enumerate(known))
-            if asked and self._fits(op, Split(factor.name), axis):
+            fits = any(where is not None and where == places[i].get(factor.name) for i, where in enumerate(operands))
+            if fits and self._fits(op, Split(factor.name), axis):
                 candidates.append(Split(factor.name))
-        scattered = self._scattered(op, axis, known)
+        scattered = self._scattered(op, axis, operands)
         if scattered is not None and scattered not in candidates:
             candidates.append(scattered)
         if candidates and len(op.operands) > 1 and any(f.kind in ("sum", "lowered") for f in rule.factors):
-            return min(candidates, key=lambda choice: self._cost(op, axis, choice, known))
-        if "R" in known:  # inside a lowering: stay replicated, else a split consumer would pay a conversion
+            return min(candidates, key=lambda choice: self._cost(op, axis, choice, operands))
+        if "R" in operands:  # inside a lowering: stay replicated, else a split consumer would pay a conversion
             candidates.append(REPLICATED)
         candidates.append(INVARIANT)
         for group, members in enumerate(rule.linear):
-            if any(known[i] == "P" for i in members) and self._passes_on(op):
+            if any(operands[i] == "P" for i in members) and self._passes_on(op):
                 candidates.append(PassSum(group))
-        return min(candidates, key=lambda choice: self._cost(op, axis, choice, known))
+        return min(candidates, key=lambda choice: self._cost(op, axis, choice, operands))
 
-    def _scattered(self, op: Op, axis: str, known: list[Where | None]) -> Split | None:
+    def _scattered(self, op: Op, axis: str, operands: list[Where | None]) -> Split | None:
         """Return the factor over which to scatter a partial sum among the operands, or None: the factor that other axes
         of that sum are scattered over, else the first unsplit one. It must be divisible."""
         rule = self.rules[op.name]
-        position = next((i for i, where in enumerate(known) if where == "P"), None)
+        position = next((i for i, where in enumerate(operands) if where == "P"), None)
         if position is None or not self.scatter:
             return None
         value, choices = op.operands[position], self.choices[op.name]
@@ -267,13 +267,13 @@ class Propagation:
         would reduce it."""
         return len(op.results) == 1 and len(self.graph.consumers[op.results[0]]) == 1
 
-    def _cost(self, op: Op, axis: str, choice: AxisChoice, known: list[Where | None]) -> float:
+    def _cost(self, op: Op, axis: str, choice: AxisChoice, operands: list[Where | None]) -> float:
         """Return the bytes that operands move for a choice. Halo rows (windows) count as zero: they are fewer than any
         other conversion of their operand moves. If they counted, replicating the work on an operand that another
         consumer has gathered would win."""
         total = 0.0
         for position, value in enumerate(op.operands):
-            where = known[position]
+            where = operands[position]
             if where is None or (value in self.movable and where == "I"):
                 continue
             need = self._places[op.name].operand(position, choice)

@@ -56,20 +56,20 @@ def _needed_by_cotangents(program: RankProgram) -> list[bool]:
     """Return per instruction of backward whether a cotangent of a received value needs its results or its writes into
     memory that is read later."""
     sources = program.spmd.graph.source_of
-    wanted = {name for source, name in program.gradients.items() if sources[source].kind == "activation"}
+    needed = {name for source, name in program.gradients.items() if sources[source].kind == "activation"}
     start_names = {*program.saved, *(name for name in program.cotangents if name)}
     root = memories(program.backward, start_names)
     chosen = [False] * len(program.backward)
     while True:
-        flights, read = set[str](), {root.get(name, name) for name in wanted}  # memory that is read later
+        flights, read = set[str](), {root.get(name, name) for name in needed}  # memory that is read later
         for index in reversed(range(len(program.backward))):
             instruction = program.backward[index]
             is_flight = isinstance(instruction, Depart) and instruction.flight in flights
             fills = isinstance(instruction, Compute) and any(root.get(x, x) in read for x in instruction.writes)
-            lands = isinstance(instruction, Land) and instruction.copy in wanted
-            if chosen[index] or is_flight or fills or lands or wanted.intersection(instruction.results):
+            lands = isinstance(instruction, Land) and instruction.copy in needed
+            if chosen[index] or is_flight or fills or lands or needed.intersection(instruction.results):
                 chosen[index] = True
-                wanted.update(instruction.operands)
+                needed.update(instruction.operands)
                 read.update(root.get(name, name) for name in instruction.operands)
                 if isinstance(instruction, Arrive):
                     flights.add(instruction.flight)

@@ -200,12 +200,12 @@ def place_ops(
 
 def insert_conversions(placed: Sequence[PlacedOp], graph: Graph, choice: Choice, mesh: Mesh) -> SpmdProgram:
     """Return the program without buckets: the operators of a lowered graph, and every conversion by itself."""
-    sources, wanted = choice.sources, choice.delivered
+    sources, delivered = choice.sources, choice.delivered
     builder = Builder(graph, mesh, {name: sources[name] for name in graph.source_of}, choice.route, choice.shared)
     for item in placed:
         builder.add(item)
     delivered_as = {
-        name: builder.convert(name, wanted[name], "") if name in wanted else builder.whole(name)
+        name: builder.convert(name, delivered[name], "") if name in delivered else builder.whole(name)
         for name in refs(graph.outputs)
     }
     outputs = tuple(Ref(delivered_as[out.name]) if isinstance(out, Ref) else out for out in graph.outputs)
@@ -273,14 +273,14 @@ def _check_bucket(bucket: Bucket, first: Conversion, available: set[str], parame
     if bucket.conversions[0] is not first:
         why = f"{first.origin} is needed before {bucket.conversions[0].origin}"
     elif late:
-        why = f"{late[0]} is not there yet"
+        why = f"{late[0]} is not computed yet"
     elif computed:
-        why = f"{computed[0]} is no parameter, and can not leave early"
+        why = f"{computed[0]} is not a parameter, so its collective cannot start early"
     elif len(kinds) > 1:
-        why = "they make different moves"
+        why = "they have different moves"
     if why:
         members = f"{bucket.conversions[0].origin} and {len(bucket.conversions) - 1} more"
-        raise LayoutError(f"{members} can not share messages: {why}")
+        raise LayoutError(f"{members} cannot share messages: {why}")
 
 
 def backward_order(steps: Sequence[OpStep | Conversion | Bucket]) -> list[OpStep | Conversion | Bucket]:

@@ -38,7 +38,7 @@ from shardwise.rules.rule import Lowering, OpRule
 from shardwise.rules.tables import rule_of, whole_rule
 
 AXIS = Mesh(micro=2)  # the length is arbitrary: operators do the same for every length
-MEND = "plan with micro_batch equal to global_batch (one pass), or write the loss as a sum over samples"
+FIX = "plan with micro_batch equal to global_batch, or write the loss as a sum over samples"
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ def split_in_time(graph: Graph) -> TimeSplit:
     if graph.loss is None:
         raise PlanError(
             problem(
-                "micro-batches need a loss, which the module does not return",
-                fix="return the loss first, or give loss= to plan and parallelize",
+                "micro-batches need a loss, but the module returns none",
+                fix="return the loss first, or pass loss= to plan and parallelize",
             )
         )
     batch = batch_size(graph)
     if batch is None or batch < 2:
         have = "no input has dims" if batch is None else f"the inputs have {batch} sample"
-        raise PlanError(problem(f"there is no batch to split into micro-batches: {have}", fix="pass a whole batch"))
+        raise PlanError(problem(f"no batch to split into micro-batches: {have}", fix="pass a whole batch"))
     graph = eliminate_dead_code(replace(graph, outputs=(Ref(graph.loss),)))
     used: dict[str, Lowering] = {}  # operator of a lowering -> that lowering, so that it is not lowered again
     while True:
@@ -163,18 +163,18 @@ class _Axis:
     def _follow(self, op: Op) -> None:
         """Decide an operator: it is split if an operand has samples, else the same in every micro-batch."""
         places = self.places[op.name]
-        wanted: dict[Split | None, str] = {}
+        consumer_of: dict[Split | None, str] = {}
         for position, name in enumerate(op.operands):
             where = self.where[name]
             if isinstance(where, ShardPosition):
                 choice = places.choice_of_operand(position, where)
-                wanted.setdefault(choice if isinstance(choice, Split) else None, name)
-        if not wanted:
+                consumer_of.setdefault(choice if isinstance(choice, Split) else None, name)
+        if not consumer_of:
             self.where.update(dict.fromkeys(op.results, "I"))
             return
-        split = next(iter(wanted))
-        if len(wanted) > 1 or split is None or places.kinds[split.factor] == "whole":
-            name = wanted.get(None, next(reversed(wanted.values())))
+        split = next(iter(consumer_of))
+        if len(consumer_of) > 1 or split is None or places.kinds[split.factor] == "whole":
+            name = consumer_of.get(None, next(reversed(consumer_of.values())))
             raise _refusal(op, f"needs {_named(name, self.graph)} of all samples at once")
         self.splits[op.name] = split
         for i, result in enumerate(op.results):
@@ -191,7 +191,7 @@ class _Axis:
         for op in self.graph.ops:
             self._sum(op, local, statistics)
         if isinstance(self.where[loss], ShardPosition) or (_is_partial(self.where[loss]) and self.where[loss] != "P"):
-            raise _refusal(self.graph.producer[loss], "makes a loss that is no sum over samples")
+            raise _refusal(self.graph.producer[loss], "computes a loss that is not a sum over samples")
         for buffer, value in self.graph.mutations:
             if self.where[value] != "I" and value not in statistics:
                 name = self.graph.source_of[buffer].names[0]
@@ -222,13 +222,13 @@ class _Axis:
         local = {op.name for op in self.graph.ops if any(components.get(name) in statistics for name in op.results)}
         return local - self.splits.keys(), {name for name in entering if components[name] in statistics}
 
-    def _components(self, apart: frozenset[str]) -> dict[str, str]:
+    def _components(self, separate: frozenset[str]) -> dict[str, str]:
         """Map each computed value without samples to a representative of its component, connected by operators without
-        samples. ``apart``: values that connect nothing."""
+        samples. ``separate``: values that connect nothing."""
         connected: DisjointSets[str] = DisjointSets()
 
         def is_inside(name: str) -> bool:
-            computed = name in self.graph.producer and name not in apart
+            computed = name in self.graph.producer and name not in separate
             return computed and not isinstance(self.where[name], ShardPosition)
 
         for op in self.graph.ops:
@@ -292,11 +292,11 @@ def _of_inputs(graph: Graph, without: Collection[str] = ()) -> frozenset[str]:
     """Return the values that depend only on inputs and on sources that do not change during a step, excluding results
     of the operators ``without``."""
     changed = {buffer for buffer, _ in graph.mutations}
-    known = {s.value for s in graph.sources if s.kind in ("input", "buffer", "constant") and s.value not in changed}
+    fixed = {s.value for s in graph.sources if s.kind in ("input", "buffer", "constant") and s.value not in changed}
     for op in graph.ops:
-        if known.issuperset(op.operands) and op.name not in without and not is_random(op.target):
-            known.update(op.results)
-    return frozenset(known)
+        if fixed.issuperset(op.operands) and op.name not in without and not is_random(op.target):
+            fixed.update(op.results)
+    return frozenset(fixed)
 
 
 def _named(name: str, graph: Graph) -> str:
@@ -315,7 +315,7 @@ def _refusal(op: Op, why: str) -> PlanError:
     """Return the error for a model that cannot be divided into micro-batches."""
     name = _of_user(op)
     return PlanError(
-        problem(f"the step is no sum over micro-batches: {name} {why}", op=name, source=op.source, fix=MEND)
+        problem(f"the step is not a sum over micro-batches: {name} {why}", op=name, source=op.source, fix=FIX)
     )
 
 

@@ -110,8 +110,8 @@ class BackwardTrace:
         one of them overwrites memory."""
         if any(kernel.writes for kernel in self.kernels):
             return self.kernels
-        wanted = {name for i, name in enumerate(self.cotangents) if name is not None and i not in weights}
-        return tuple(needed_kernels(self.kernels, wanted))
+        cotangents = {name for i, name in enumerate(self.cotangents) if name is not None and i not in weights}
+        return tuple(needed_kernels(self.kernels, cotangents))
 
 
 class Untraceable(Exception):
@@ -310,15 +310,15 @@ class _TracedKernels:
                     cotangent = form.with_gradient(False).empty(self.device)
                     recorder.know(cotangent, f"c{i}")
                     of_results.append((tensor, cotangent))
-            wanted = [tensor for tensor in self.inputs if tensor.requires_grad]
+            differentiable = [tensor for tensor in self.inputs if tensor.requires_grad]
             none = (None,) * len(self.inputs)
-            if not of_results or not wanted:
+            if not of_results or not differentiable:
                 return BackwardTrace((), none, none, (), True)
             with recorder:
                 derivatives = iter(
                     torch.autograd.grad(
                         [tensor for tensor, _ in of_results],
-                        wanted,
+                        differentiable,
                         [cotangent for _, cotangent in of_results],
                         allow_unused=True,
                     )
@@ -347,7 +347,7 @@ def _backward_kind(
     cotangents, forms = gradients
     kernels = needed_kernels(backward, {name for name in cotangents if name is not None})
     by_result = {name: kernel for kernel in forward for name in kernel.results}
-    made_again = _made_again(forward, numbers)
+    made_again = _recomputable(forward, numbers)
     replayed: dict[str, Kernel] = {}
     whole = True
 
@@ -379,13 +379,13 @@ def _backward_kind(
     return BackwardTrace(every[0], every[1], forms, tuple(needs), whole)
 
 
-def _made_again(kernels: Sequence[Kernel], numbers: Mapping[str, int]) -> frozenset[str]:
+def _recomputable(kernels: Sequence[Kernel], numbers: Mapping[str, int]) -> frozenset[str]:
     """Return the names to recompute: results of deterministic kernels that depend on no operand of the call, or only on
     integers and booleans that are smaller than the result. ``numbers``: these operands, with their bytes."""
     root = _memories(kernels)
     overwritten = {root.get(name, name) for kernel in kernels for name in kernel.writes}
     origins: dict[str, frozenset[str]] = {name: frozenset((name,)) for name in numbers}
-    again: set[str] = set()
+    recomputed: set[str] = set()
     for kernel in kernels:
         written = any(root[name] in overwritten for name in kernel.results)
         drawn = isinstance(kernel.target, OpOverload) and is_random(kernel.target)
@@ -393,21 +393,21 @@ def _made_again(kernels: Sequence[Kernel], numbers: Mapping[str, int]) -> frozen
             read = frozenset[str]().union(*(origins[name] for name in kernel.operands))
             origins.update(dict.fromkeys(kernel.results, read))
             size = sum(numbers[name] for name in read)
-            made = zip(kernel.results, kernel.forms, strict=True)
-            again.update(name for name, form in made if not read or form.num_bytes > size)
-    return frozenset(again)
+            results = zip(kernel.results, kernel.forms, strict=True)
+            recomputed.update(name for name, form in results if not read or form.num_bytes > size)
+    return frozenset(recomputed)
 
 
-def needed_kernels(kernels: Sequence[Kernel], wanted: set[str]) -> list[Kernel]:
-    """Return the kernels that compute ``wanted`` or write to its memory. ``wanted`` is extended by their operands."""
+def needed_kernels(kernels: Sequence[Kernel], needed: set[str]) -> list[Kernel]:
+    """Return the kernels that compute ``needed`` or write to its memory. ``needed`` is extended by their operands."""
     root = _memories(kernels)
-    memory = {root.get(name, name) for name in wanted}
+    memory = {root.get(name, name) for name in needed}
     kept = []
     for kernel in reversed(kernels):
         touched = {root.get(name, name) for name in (*kernel.results, *kernel.writes)}
-        views_only = kernel.is_view and not wanted.intersection(kernel.results)
+        views_only = kernel.is_view and not needed.intersection(kernel.results)
         if memory.intersection(touched) and not views_only:
-            wanted.update(kernel.operands)
+            needed.update(kernel.operands)
             memory.update(root.get(name, name) for name in kernel.operands)
             kept.append(kernel)
     return kept[::-1]
@@ -482,11 +482,11 @@ def _opaque_backward(
     flows = any(
         cotangent is not None and form.requires_grad for cotangent, form in zip(cotangents, forward.forms, strict=True)
     )
-    wanted = [flows and form.requires_grad for form in operands]
-    names = tuple(f"b{i}" if needed else None for i, needed in enumerate(wanted))
+    needs_grad = [flows and form.requires_grad for form in operands]
+    names = tuple(f"b{i}" if needed else None for i, needed in enumerate(needs_grad))
     forms = tuple(
         Form.contiguous(form.shape, form.dtype) if needed else None
-        for form, needed in zip(operands, wanted, strict=True)
+        for form, needed in zip(operands, needs_grad, strict=True)
     )
     return BackwardTrace((), names, forms, (), False, opaque=True)
 

@@ -51,17 +51,17 @@ class DtypeReport:
     def lines(self) -> list[str]:
         """Return the lines of the report."""
         if self.not_run:
-            return [f"in the plan's precision: not compared, one device can not run the model in it ({self.not_run})"]
-        said = [f"in the plan's precision: {len(self.judged)} tensors"]
+            return [f"in the plan's precision: not compared, one device cannot run it ({self.not_run})"]
+        lines = [f"in the plan's precision: {len(self.judged)} tensors"]
         if self.judged:
             worst, bound = self.judged[0]
-            said[0] += f", nearest to its bound {worst.kind} {worst.name}: {worst.error:.2g} of {bound:.2g}"
-        said += [
+            lines[0] += f", nearest to its bound {worst.kind} {worst.name}: {worst.error:.2g} of {bound:.2g}"
+        lines += [
             f"  NOT EQUAL: {d.kind} {d.name} differs by {d.error:.2g} on rank {d.rank}" for d, _ in self.beyond[:3]
         ]
-        said += [f"  nothing is proven: {self.not_finite} is not finite on one device"] if self.not_finite else []
-        said += [f"  wrong dtype: {text}" for text in self.wrong_dtypes[:3]]
-        return said + ([f"  wrong messages: {self.wrong_messages}"] if self.wrong_messages else [])
+        lines += [f"  nothing is proven: {self.not_finite} is not finite on one device"] if self.not_finite else []
+        lines += [f"  wrong dtype: {text}" for text in self.wrong_dtypes[:3]]
+        return lines + ([f"  wrong messages: {self.wrong_messages}"] if self.wrong_messages else [])
 
 
 class PlanRanks(Protocol):

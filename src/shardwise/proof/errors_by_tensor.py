@@ -68,6 +68,6 @@ def relative_difference(want: torch.Tensor, have: torch.Tensor, scale: float) ->
     inexact = want.is_floating_point() or want.is_complex()
     same = (want == have) | (torch.isnan(want) & torch.isnan(have)) if inexact else want == have
     wide = torch.complex128 if want.is_complex() or have.is_complex() else torch.float64
-    apart = torch.where(same, torch.zeros((), dtype=torch.float64), (want.to(wide) - have.to(wide)).abs())
-    worst = float(apart.nan_to_num(nan=torch.inf).max())  # nan does not compare
+    difference = torch.where(same, torch.zeros((), dtype=torch.float64), (want.to(wide) - have.to(wide)).abs())
+    worst = float(difference.nan_to_num(nan=torch.inf).max())  # nan does not compare
     return worst / scale if scale else (0.0 if worst == 0 else float("inf"))

@@ -54,7 +54,7 @@ def wrong_result(
             )
             original = producers.get(name, op)
             if not relative_difference(of_model.get(name, expected[name]), expected[name], largest) <= tolerance:
-                return f"the result of {original.name} ({original.source}): as it is lowered it differs, on every rank"
+                return f"the result of {original.name} ({original.source}): its lowering differs, on every rank"
             layout = spmd.layouts[name]
             whole = _summed(layout, [tensor for tensor in results if tensor is not None])
             for rank, tensor in enumerate(whole):
@@ -67,11 +67,11 @@ def wrong_result(
 def wrong_gradient(graph: Graph, wrong: Mapping[str, int]) -> str:
     """Describe the wrong gradient (of parameter -> rank) that backward computes first, or return ""."""
     reads = {operand: position for position, op in enumerate(graph.ops) for operand in op.operands}
-    known = {s.names[0]: reads[s.value] for s in graph.sources if s.names[0] in wrong and s.value in reads}
-    if not known:
+    values = {s.names[0]: reads[s.value] for s in graph.sources if s.names[0] in wrong and s.value in reads}
+    if not values:
         return ""
-    name = max(known, key=known.__getitem__)
-    op = graph.ops[known[name]]
+    name = max(values, key=values.__getitem__)
+    op = graph.ops[values[name]]
     return f"the gradient of {name}, which {op.name} reads ({op.source}), on rank {wrong[name]}"
 
 

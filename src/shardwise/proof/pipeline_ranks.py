@@ -229,13 +229,13 @@ class PipelineRanks:
         have: Values,
         worst: dict[Key, TensorError],
     ) -> None:
-        wanted = {key: x for key, x in expected.items() if key in have or (key[0] == "gradient" and key[1] in shards)}
+        compared = {key: x for key, x in expected.items() if key in have or (key[0] == "gradient" and key[1] in shards)}
 
         def local(key: Key, whole: Tensor, _: int) -> Tensor:
             return whole if key[0] == "loss" else self._local(ranks, key[1], whole, device)
 
         differences: dict[Key, TensorError] = {}
-        compare(wanted, [have], local, differences)
+        compare(compared, [have], local, differences)
         for key, difference in differences.items():
             if key not in worst or not difference.error <= worst[key].error:
                 worst[key] = replace(difference, rank=rank)
@@ -283,7 +283,7 @@ class _PipelineStep:
                 while actions and self._is_ready(actions[0]):
                     self._act(actions.pop(0))
             if sum(map(len, left)) == before:
-                raise ShardwiseError("the stages of the schedule wait for each other")
+                raise ShardwiseError("the stages of the schedule deadlock")
 
     def _is_ready(self, action: Action) -> bool:
         stage, micro_batch = action.stage, action.micro_batch
@@ -448,8 +448,8 @@ class _PipelineStep:
         """Return the received values whose cotangents the previous stage waits for."""
         if not stage:
             return ()
-        asked = set(bound.cut.parts[stage - 1].cotangents or ())
-        return tuple(s.value for s in bound.cut.parts[stage].sources if s.kind == "activation" and s.value in asked)
+        sent = set(bound.cut.parts[stage - 1].cotangents or ())
+        return tuple(s.value for s in bound.cut.parts[stage].sources if s.kind == "activation" and s.value in sent)
 
 
 __all__ = ["PipelineRanks"]

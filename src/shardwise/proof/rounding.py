@@ -62,13 +62,13 @@ class Rounding:
             worst, moved = self.unexplained[0]
             line = f"not rounding: {worst.kind} {worst.name} differs by {worst.error:.2g} on rank {worst.rank}"
             if moved is not None:
-                why = "too far to tell: verify at other values" if MARGIN * moved > USELESS else "not so far"
-                line += f"; last bits move one device's by {moved:.2g}, {why}"
+                why = "too much to decide: verify with other values" if MARGIN * moved > USELESS else "not as much"
+                line += f"; a change of last bits moves it by {moved:.2g}, {why}"
             return [line]
         worst, moved = self.explained[0]
         lines = [
-            f"rounding: {len(self.explained)} tensors differ no further than one device does from itself when the last "
-            f"bits of what it starts from are changed ({worst.kind} {worst.name}: {moved:.2g}); so does each step alone"
+            f"rounding: {len(self.explained)} tensors differ no more than one device when the last bits of its "
+            f"initial values change ({worst.kind} {worst.name}: {moved:.2g}), also step by step"
         ]
         if self.by_gradient:
             lines.append(f"compared by their gradients, before the optimizer: {', '.join(self.by_gradient)}")

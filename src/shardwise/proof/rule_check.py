@@ -112,7 +112,7 @@ class RuleReport:
     def __str__(self) -> str:
         verdict = f"{len(self.wrong)} wrong, {len(self.missing)} missing"
         lines = [
-            f"{self.operator}: {self.num_splits} splits, {verdict}, worst error of the others {self.max_error:.2g}"
+            f"{self.operator}: {self.num_splits} splits, {verdict}, worst error of the right ones {self.max_error:.2g}"
         ]
         lines += [f"  sample {i}  {'no rule' if rule is None else rule}" for i, rule in enumerate(self.rules)]
         return "\n".join([*lines, *(f"  {fault}" for fault in (*self.wrong, *self.missing))])
@@ -211,7 +211,7 @@ class _SampleCall:
             results = tuple(tensor_results(_call(op, tensors)))
         except Exception as error:  # operators may raise anything
             text = f"{target} fails on the sample {[list(t.shape) for t in tensors]}: {type(error).__name__}: {error}"
-            raise ShardwiseError(problem(text, fix="give arguments in the order of its schema")) from error
+            raise ShardwiseError(problem(text, fix="pass arguments in the order of its schema")) from error
         op = Op(op.name, target, own_args, own_kwargs, tuple(f"y{i}" for i in range(len(results))))
         values = [Value(f"x{i}", tuple(t.shape), t.dtype, t.requires_grad) for i, t in enumerate(tensors)]
         sources = tuple(Source(value.name, "input", (value.name,)) for value in values)
@@ -222,7 +222,7 @@ class _SampleCall:
         try:
             gradients = _gradients(results, seeds, tensors)
         except RuntimeError as error:  # also NotImplementedError
-            fix = "give it a derivative (torch.library.register_autograd), or pass samples that require no gradient"
+            fix = "register one (torch.library.register_autograd), or pass samples that require no gradient"
             raise ShardwiseError(problem(f"{target} has no derivative for the sample: {error}", fix=fix)) from error
         graph = Graph(tuple(values), sources, (op,), outputs)
         return _SampleCall(op, graph, tuple(tensors), results, seeds, gradients, tuple(labels))
@@ -252,11 +252,11 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of the operands that require one (zeros if none flows)."""
     flowing = [(result, seed) for result, seed in zip(results, seeds, strict=True) if result.requires_grad]
-    wanted = [t for t in operands if t.requires_grad]
-    if not flowing or not wanted:
+    differentiable = [t for t in operands if t.requires_grad]
+    if not flowing or not differentiable:
         return tuple(torch.zeros_like(t) if t.requires_grad else None for t in operands)
     ends, starts = zip(*flowing, strict=True)
-    gradients = iter(torch.autograd.grad(ends, wanted, starts, allow_unused=True, materialize_grads=True))
+    gradients = iter(torch.autograd.grad(ends, differentiable, starts, allow_unused=True, materialize_grads=True))
     return tuple(next(gradients) if t.requires_grad else None for t in operands)
 
 

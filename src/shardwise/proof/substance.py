@@ -49,18 +49,18 @@ class Substance:
     def not_proven(self) -> str:
         """Return why a comparison of these values proves nothing, or nothing about backward; else an empty text."""
         if self.fault:
-            return f"nothing is proven by these inputs: {self.fault}"
+            return f"these inputs prove nothing: {self.fault}"
         graph, parameters = self.start.captured.graph, self.start.module.parameters()
         if graph.loss is None or self.has_nonzero_gradient or not any(p.requires_grad for p in parameters):
             return ""
         why = "every gradient is zero" if self.has_gradient else "the loss depends on no parameter"
-        return f"backward is not proven by these inputs: {why}"
+        return f"these inputs do not prove backward: {why}"
 
     def notes(self, wrong: Sequence[Key]) -> list[str]:
         """Return notes that count the elements which are not finite on both sides. ``wrong``: tensors that differ."""
         notes = []
-        said = ("infinite on both sides, equal in place and sign", "nan on both sides, in the same places")
-        for position, text in enumerate(said):
+        texts = ("infinite on both sides, with equal signs", "nan on both sides, in the same places")
+        for position, text in enumerate(texts):
             counts = {key: both[position] for key, both in self.not_finite.items() if both[position]}
             counts = {key: count for key, count in counts.items() if key not in wrong and not self.fault}
             if counts:
@@ -117,8 +117,8 @@ def _first_of_backward(graph: Graph, values: Mapping[str, Tensor]) -> str:
     if graph.loss is None or not values[graph.loss].requires_grad:
         return ""
     names = [name for name, value in values.items() if value.requires_grad and value.is_floating_point()]
-    found = torch.autograd.grad(values[graph.loss], [values[name] for name in names], allow_unused=True)
-    cotangents = {name: cotangent for name, cotangent in zip(names, found, strict=True) if cotangent is not None}
+    gradients = torch.autograd.grad(values[graph.loss], [values[name] for name in names], allow_unused=True)
+    cotangents = {name: cotangent for name, cotangent in zip(names, gradients, strict=True) if cotangent is not None}
     bad = {name for name, cotangent in cotangents.items() if not is_finite(cotangent)}
     for op in reversed(graph.ops):
         if bad.intersection(op.operands) and not bad.intersection(op.results):

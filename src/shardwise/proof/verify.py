@@ -164,16 +164,16 @@ def verify(
     plan = plan_of(plan)
     if not isinstance(plan, Plan):
         raise ShardwiseError(
-            problem(f"the plan is of type {type(plan).__name__}", fix="what sw.plan returns, or sw.Plan.load(path)")
+            problem(f"the plan is of type {type(plan).__name__}", fix="pass the result of sw.plan or sw.Plan.load")
         )
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ShardwiseError(problem(f"steps is {steps!r}: nothing would be compared", fix="a whole number from 1"))
+        raise ShardwiseError(problem(f"steps is {steps!r}: nothing would be compared", fix="use an integer from 1"))
     if not (is_number(tolerance) and tolerance >= 0):
-        raise ShardwiseError(problem(f"tolerance is {tolerance!r}", fix="the largest relative error allowed, from 0"))
+        raise ShardwiseError(problem(f"tolerance is {tolerance!r}", fix="use a relative error of 0 or more"))
     if isinstance(seed, bool) or not isinstance(seed, int | None):
-        raise ShardwiseError(problem(f"seed is {seed!r}", fix="a whole number; leave it out for that of torch"))
+        raise ShardwiseError(problem(f"seed is {seed!r}", fix="use an integer; omit it for the seed of torch"))
     if steps > MOST_STEPS:
-        raise ShardwiseError(problem(f"steps is {steps}", fix=f"a whole number up to {MOST_STEPS:,}"))
+        raise ShardwiseError(problem(f"steps is {steps}", fix=f"use an integer up to {MOST_STEPS:,}"))
     args, named = call_arguments(example_inputs, kwargs)
     need_values((args, named))
     # Another autocast than planned would go unnoticed: in float64 its casts are no-ops.

@@ -108,11 +108,11 @@ class VirtualCluster:
 
     def local_moves(self, move: Move, backward: bool) -> list[LocalMove]:
         """Return every rank's part of one direction of a move."""
-        known = self._local_moves.get((move, backward))
-        if known is None:
-            known = [local_move(move, coordinates, backward=backward) for coordinates in self.coordinates]
-            self._local_moves[move, backward] = known
-        return known
+        moves = self._local_moves.get((move, backward))
+        if moves is None:
+            moves = [local_move(move, coordinates, backward=backward) for coordinates in self.coordinates]
+            self._local_moves[move, backward] = moves
+        return moves
 
     def convert(self, tensors: Sequence[Tensor], moves: Sequence[Move]) -> list[Tensor]:
         """Convert every rank's tensor through the moves, differentiably."""
@@ -211,8 +211,8 @@ def _check_same(at: Sequence[Convert | Depart | None]) -> None:
         other = next(rank for rank, text in enumerate(described) if text != described[0])
         raise ShardwiseError(
             problem(
-                f"ranks come to different exchanges: rank 0 to {described[0]}, rank {other} to {described[other]}",
-                fix="the programs of the ranks differ in more than sizes: this is a fault of shardwise, please report",
+                f"ranks reach different exchanges: rank 0 {described[0]}, rank {other} {described[other]}",
+                fix="the programs of the ranks differ in more than sizes: this is a bug of shardwise, please report it",
             )
         )
 
@@ -235,7 +235,7 @@ def num_bytes(part: LocalMove, packed: Sequence[Tensor]) -> int:
 def exchange_all(mesh: Mesh, parts: Sequence[LocalMove], packed: Sequence[list[Tensor]]) -> list[list[Tensor]]:
     """Return what every rank receives. All ranks take part in the same collective over the same axes."""
     kinds = {(part.kind, part.axes, part.reduction) for part in parts}
-    assert len(kinds) == 1, f"ranks ask for different collectives: {sorted(map(str, kinds))}"
+    assert len(kinds) == 1, f"ranks call different collectives: {sorted(map(str, kinds))}"
     answers: list[list[Tensor]] = []
     for rank, part in enumerate(parts):
         group = sorted(mesh.group(part.axes, rank))

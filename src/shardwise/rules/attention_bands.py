@@ -96,13 +96,13 @@ def _band(mask: str, ops: tuple[Op, ...], values: tuple[Value, ...]) -> Band:
     return _within(mask, graph, evaluate_known_values(graph, {mask}, {}))
 
 
-def _within(name: str, graph: Graph, known: Mapping[str, Abstract]) -> Band:
-    value, op = known.get(name), graph.producer.get(name)
+def _within(name: str, graph: Graph, known_values: Mapping[str, Abstract]) -> Band:
+    value, op = known_values.get(name), graph.producer.get(name)
     if isinstance(value, IntervalSelect) and (value.query, value.key) == (-2, -1) and value.on.dtype == torch.bool:
         visible = value.seen if value.on.item() else value.seen.complement()
         return EVERYTHING if visible is None else _band_of(visible)
     if value is None and op is not None and op.target in _AND and graph.by_name[name].dtype == torch.bool:
-        bands = [_within(arg.name, graph, known) for arg in op.args if isinstance(arg, Ref)]
+        bands = [_within(arg.name, graph, known_values) for arg in op.args if isinstance(arg, Ref)]
         return bands[0].within(bands[-1])
     return EVERYTHING
 

@@ -74,10 +74,10 @@ def _run(
         with kernels:
             results = [r for r in FUNCTION(inputs, function, text, lowest) if r.requires_grad]
         cotangents = [torch.empty_like(result) for result in results]
-        wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        if results and wanted:
+        differentiable = [tensor for tensor in inputs if tensor.requires_grad]
+        if results and differentiable:
             with kernels:
-                torch.autograd.grad(results, wanted, cotangents, allow_unused=True)
+                torch.autograd.grad(results, differentiable, cotangents, allow_unused=True)
 
 
 class _FunctionKernels(DispatchMode):

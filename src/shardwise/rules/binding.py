@@ -50,9 +50,9 @@ def rule(
     kinds.update(dict.fromkeys(lowered, "lowered"))
     kinds.update(dict.fromkeys(whole, "whole"))
     pattern = parse_rule(text)
-    known = {name for dims in pattern.operands + pattern.results for dim in dims for name in dim}
-    if not known >= kinds.keys():
-        raise NotationError(f"{text!r} has no factor {', '.join(sorted(kinds.keys() - known))}")
+    names = {name for dims in pattern.operands + pattern.results for dim in dims for name in dim}
+    if not names >= kinds.keys():
+        raise NotationError(f"{text!r} has no factor {', '.join(sorted(kinds.keys() - names))}")
     return RuleTemplate(pattern, kinds, linear, localize, lowering)
 
 
@@ -121,7 +121,7 @@ def build(
     """
     operands, results = tuple(operands), tuple(results)
     tensors = list(zip((*op.operands, *op.results), (*operands, *results), strict=True))
-    known = _solve(op, graph, tensors, dict(sizes or {}))
+    factor_sizes = _solve(op, graph, tensors, dict(sizes or {}))
     booleans = any(graph.by_name[name].dtype == torch.bool for name in op.results)
 
     def kind(name: str) -> FactorKind:
@@ -129,7 +129,7 @@ def build(
         return "whole" if factor_kind == "sum" and booleans else factor_kind
 
     factors = tuple(
-        Factor(name, known[name], kind(name))
+        Factor(name, factor_sizes[name], kind(name))
         for name in dict.fromkeys(name for _, dims in tensors for dim in dims for name in dim)
     )
     for factor in factors:
@@ -145,15 +145,15 @@ def build(
 def kind_fault(name: str, kind: FactorKind, in_results: Sequence[bool], lowering: Lowering | None) -> str:
     """Return what contradicts the kind of a factor, or "". ``in_results``: per result, whether it has the factor."""
     if kind == "parallel" and not all(in_results):
-        return f'{name} is parallel but not in all results: is it reduction={{"{name}": "sum"}}, lowered or whole?'
+        return f'{name} is parallel but not in all results: declare reduction={{"{name}": "sum"}}, lowered or whole'
     if kind in ("sum", "max", "min", "any") and any(in_results):
         return f"{name} is reduced ({kind}) but in a result"
     if kind == "lowered" and lowering is None:
-        return f"{name} is lowered, and there is no lowering"
+        return f"{name} is lowered, but there is no lowering"
     return ""
 
 
-def _solve(op: Op, graph: Graph, tensors: Sequence[tuple[str, Dims]], known: dict[str, int]) -> dict[str, int]:
+def _solve(op: Op, graph: Graph, tensors: Sequence[tuple[str, Dims]], factor_sizes: dict[str, int]) -> dict[str, int]:
     dims_left: list[tuple[str, int, tuple[str, ...], int]] = []
     for name, dims in tensors:
         shape = graph.by_name[name].shape
@@ -165,23 +165,23 @@ def _solve(op: Op, graph: Graph, tensors: Sequence[tuple[str, Dims]], known: dic
     while dims_left:
         later = []
         for name, i, dim, size in dims_left:
-            unknown = [factor for factor in dim if factor not in known]
+            unknown = [factor for factor in dim if factor not in factor_sizes]
             if len(unknown) > 1:
                 later.append((name, i, dim, size))
                 continue
-            rest = prod(known[factor] for factor in dim if factor in known)
+            rest = prod(factor_sizes[factor] for factor in dim if factor in factor_sizes)
             fits = (rest > 0 and size % rest == 0) if unknown else rest == size
             if not fits:
-                sizes = " ".join(f"{factor}={known[factor]}" for factor in dim if factor in known)
+                sizes = " ".join(f"{factor}={factor_sizes[factor]}" for factor in dim if factor in factor_sizes)
                 what = f"dim {i} has size {size}, the rule needs {sizes or '1'}"
                 raise LayoutError(_misfit(op, name, graph.by_name[name].shape, shapes[name], what))
             if unknown:
-                known[unknown[0]] = size // rest
+                factor_sizes[unknown[0]] = size // rest
         assert len(later) < len(dims_left), (
             f"{op.target}: sizes of {[dim for _, _, dim, _ in later]} are not determined"
         )
         dims_left = later
-    return known
+    return factor_sizes
 
 
 def _misfit(op: Op, name: str, shape: Sequence[int], dims: Dims, what: str) -> str:

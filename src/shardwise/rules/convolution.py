@@ -45,8 +45,8 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
     group: tuple[str, ...] = ("g",) if groups > 1 else ()
     batch: Dims = (("n",),) if batched else ()
     kernel, y = (single(spatial(letter, count)) for letter in "ky")
-    apart = () if transposed else _disjoint(op, graph, count)
-    x: Dims = tuple(_windows(i, weight_shape[i + 2]) if i in apart else (f"x{i}",) for i in range(count))
+    disjoint = () if transposed else _disjoint(op, graph, count)
+    x: Dims = tuple(_windows(i, weight_shape[i + 2]) if i in disjoint else (f"x{i}",) for i in range(count))
     channels_in, channels_out = (*group, "ci"), (*group, "co")
     weight: Dims = (channels_in, ("co",), *kernel) if transposed else (channels_out, ("ci",), *kernel)
     bias = "bias" in operand_positions(op)
@@ -54,7 +54,7 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
     kinds: dict[str, FactorKind] = dict.fromkeys(spatial("k", count), "whole")
     kinds["ci"] = "lowered" if bias else "sum"
     maps = _maps(op, graph, count)
-    sliding = {i: sliding_map for i, sliding_map in enumerate(maps) if i not in apart}
+    sliding = {i: sliding_map for i, sliding_map in enumerate(maps) if i not in disjoint}
     windows = {
         f"x{i}": Window(f"y{i}", sliding_map.transposed if transposed else sliding_map.ranges)
         for i, sliding_map in sliding.items()

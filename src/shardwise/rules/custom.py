@@ -81,14 +81,14 @@ def rule(
     """
     target = overload_of(operator)
     if target in RULES or target in CUSTOM.rules:
-        whose = "of shardwise's own" if target in RULES else "by sw.rule"
-        fix = "remove() the first" if target in CUSTOM.rules else "a strategy or a custom operator of your own"
-        raise ShardwiseError(problem(f"{target} has a rule {whose} already", fix=fix))
+        whose = "of shardwise" if target in RULES else "by sw.rule"
+        fix = "call remove() on it first" if target in CUSTOM.rules else "use a strategy, or a custom operator"
+        raise ShardwiseError(problem(f"{target} already has a rule {whose}", fix=fix))
     written = written_arguments(target)
     if written:
         raise LayoutError(
             problem(
-                f"{target} writes to {', '.join(written)}: a graph is without mutation",
+                f"{target} writes to {', '.join(written)}: graphs have no mutation",
                 fix="register an operator that returns its result instead (mutates_args=())",
             )
         )
@@ -111,7 +111,9 @@ def rule(
         raise NotationError(problem(f"the rule of {target} is {how!r}", fix='a text such as "m k, k n -> m n"'))
     elif reduction or lowered or whole or linear or localize or lowering:
         raise ShardwiseError(
-            problem(f"the rule of {target} is a function and has keywords too", fix="pass them to build() in it")
+            problem(
+                f"the rule of {target} is a function, with keywords", fix="pass keywords to build() in the function"
+            )
         )
     else:
         entry = how
@@ -127,7 +129,7 @@ def overload_of(operator: Any) -> OpOverload:
         packet = getattr(getattr(torch.ops, namespace), name, None) if separator else None
         if packet is None:
             raise ShardwiseError(
-                problem(f"there is no operator {operator!r}", fix='its name is "namespace::name"; import its library')
+                problem(f"there is no operator {operator!r}", fix='use "namespace::name" and import its library')
             )
         operator = getattr(packet, overload, None) if overload else packet
     operator = getattr(operator, "_opoverload", operator)  # what torch.library.custom_op returns
@@ -135,7 +137,7 @@ def overload_of(operator: Any) -> OpOverload:
         names = operator.overloads()
         if len(names) > 1:
             listed = ", ".join(f"{operator}.{name}" for name in names)
-            raise ShardwiseError(problem(f"{operator} has {len(names)} overloads", fix=f"name one: {listed}"))
+            raise ShardwiseError(problem(f"{operator} has {len(names)} overloads", fix=f"choose one: {listed}"))
         operator = getattr(operator, names[0])
     if not isinstance(operator, OpOverload):
         fix = "register it: torch.library.custom_op (a Triton kernel or an autograd.Function goes inside)"
@@ -162,6 +164,6 @@ def _check(target: OpOverload, text: str, template: RuleTemplate) -> None:
         faults += [fault for fault in (kind_fault(name, kind, has_factor, template.lowering),) if fault]
     outside = [group for group in template.linear for i in group if not 0 <= i < len(pattern.operands)]
     if outside:
-        faults.append(f"linear names operands {outside}, there are {len(pattern.operands)}")
+        faults.append(f"linear names operands {outside}, but there are {len(pattern.operands)}")
     if faults:
-        raise LayoutError(problem(f"the rule {text!r} of {target} can not be: {'; '.join(faults)}"))
+        raise LayoutError(problem(f"the rule {text!r} of {target} is invalid: {'; '.join(faults)}"))

@@ -59,7 +59,7 @@ def parse_rule(text: str) -> Pattern:
     for side in results:
         _reject_repetition(text, side)
     if not results:
-        raise NotationError(caret(text, len(text), "a rule has at least one result (a scalar is written ())"))
+        raise NotationError(caret(text, len(text), "a rule needs at least one result (a scalar is written ())"))
     return Pattern(operands, results)
 
 

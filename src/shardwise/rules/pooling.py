@@ -108,10 +108,10 @@ def _pooling(count: int) -> RuleFunction:
             if averages:
                 options = (args["ceil_mode"], args["count_include_pad"], args.get("divisor_override"))
                 return LocalOpCall(AVG_POOL_WINDOW, (x, kernel, stride, padding, *options, fronts, lengths))
-            known = (x, kernel, stride, padding, dilation, args["ceil_mode"], fronts, lengths)
+            kernel_args = (x, kernel, stride, padding, dilation, args["ceil_mode"], fronts, lengths)
             if len(op.results) == 1:
-                return LocalOpCall(MAX_POOL_VALUES_WINDOW, known)
-            return LocalOpCall(MAX_POOL_WINDOW, (*known, _starts(context, rows), sizes))
+                return LocalOpCall(MAX_POOL_VALUES_WINDOW, kernel_args)
+            return LocalOpCall(MAX_POOL_WINDOW, (*kernel_args, _starts(context, rows), sizes))
 
         return _over_maps(op, graph, count, rows, localize, linear=averages)
 
@@ -146,11 +146,11 @@ def _adaptive(count: int) -> RuleFunction:
             output = tuple(part_of(context, f"y{i}")[1] for i in range(count))
             begins = tuple(begin - starts[i] for i, ranges in enumerate(bins_here) for begin, _ in ranges)
             ends = tuple(end - starts[i] for i, ranges in enumerate(bins_here) for _, end in ranges)
-            known = (Ref(op.operands[0]), output, begins, ends, tuple(map(len, bins_here)))
+            kernel_args = (Ref(op.operands[0]), output, begins, ends, tuple(map(len, bins_here)))
             return (
-                LocalOpCall(ADAPTIVE_AVG_WINDOW, known)
+                LocalOpCall(ADAPTIVE_AVG_WINDOW, kernel_args)
                 if averages
-                else LocalOpCall(ADAPTIVE_MAX_WINDOW, (*known, starts, sizes))
+                else LocalOpCall(ADAPTIVE_MAX_WINDOW, (*kernel_args, starts, sizes))
             )
 
         single_bins = [f"x{i}" for i in range(count) if after[i] == 1]

@@ -40,7 +40,7 @@ def join(tables: Iterable[RuleTable]) -> RuleTable:
     joined: dict[OpOverload, RuleTemplate | RuleFunction] = {}
     for table in tables:
         twice = sorted(str(target) for target in joined.keys() & table.keys())
-        assert not twice, f"rules given twice: {', '.join(twice)}"
+        assert not twice, f"operators with two rules: {', '.join(twice)}"
         joined.update(table)
     return joined
 

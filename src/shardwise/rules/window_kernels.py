@@ -103,7 +103,7 @@ def _conv_transpose_window(
     return y if batched else y.squeeze(0)
 
 
-def _kept(y: Tensor, fronts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+def _valid_part(y: Tensor, fronts: Sequence[int], lengths: Sequence[int]) -> Tensor:
     """Keep the given number of rows of the last dims, from ``fronts`` on."""
     for i, (front, length) in enumerate(zip(fronts, lengths, strict=True)):
         y = y.narrow(y.dim() - len(fronts) + i, front, length)
@@ -125,8 +125,8 @@ def _max_pool_window(
     """Values, and positions in the whole map, whose sizes are ``sizes`` and of which x begins at ``starts``."""
     pool = (F.max_pool1d_with_indices, F.max_pool2d_with_indices, F.max_pool3d_with_indices)[len(kernel) - 1]
     values, indices = pool(x, list(kernel), list(stride), list(padding), list(dilation), ceil_mode)
-    indices = _global_positions(_kept(indices, fronts, lengths), x.shape[-len(kernel) :], starts, sizes)
-    return _kept(values, fronts, lengths), indices
+    indices = _global_positions(_valid_part(indices, fronts, lengths), x.shape[-len(kernel) :], starts, sizes)
+    return _valid_part(values, fronts, lengths), indices
 
 
 def _max_pool_values_window(
@@ -140,7 +140,7 @@ def _max_pool_values_window(
     lengths: Sequence[int],
 ) -> Tensor:
     pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[len(kernel) - 1]
-    return _kept(pool(x, list(kernel), list(stride), list(padding), list(dilation), ceil_mode), fronts, lengths)
+    return _valid_part(pool(x, list(kernel), list(stride), list(padding), list(dilation), ceil_mode), fronts, lengths)
 
 
 def _global_positions(index: Tensor, local: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -168,7 +168,7 @@ def _avg_pool_window(
         y = F.avg_pool1d(x, *settings)
     else:
         y = (F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d)(x, *settings, divisor)
-    return _kept(y, fronts, lengths)
+    return _valid_part(y, fronts, lengths)
 
 
 ADAPTIVE_AVG_POOLS: tuple[Any, ...] = (F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, F.adaptive_avg_pool3d)

@@ -111,10 +111,10 @@ def meet_rank_zero(what: str) -> None:
         if failure is not None or monotonic() - since > patience:
             raise LaunchError(
                 problem(
-                    f"rank {dist.get_rank()} waits for rank 0 and {what}; nothing was heard of it for "
+                    f"rank {dist.get_rank()} waits for rank 0 and {what}; rank 0 sent nothing for "
                     f"{monotonic() - since:.0f} s",
-                    fix="see what rank 0 did instead (shardwise run prints where), or allow more time in "
-                    "init_ranks; sw.plan may take any time, other work before parallelize may not",
+                    fix="check what rank 0 did instead (shardwise run prints where), or raise the timeout of "
+                    "init_ranks; only sw.plan is exempt from it",
                     facts=[] if failure is None else [("error", str(failure).split("\n", 1)[0])],
                 )
             ) from failure
@@ -130,7 +130,7 @@ def meet_to_read(ranks: Communicator, call: int, number: int, what: str) -> None
         raise ShardwiseError(
             problem(
                 f"ranks read different outputs: rank {ranks.rank} reads {what}, of call {call}",
-                fix="read outputs on every rank, in the same order, or give sw.parallelize outputs='whole'",
+                fix="read outputs on every rank, in the same order, or pass outputs='whole' to sw.parallelize",
             )
         )
 
@@ -156,8 +156,8 @@ def _not_sent(error: Exception) -> ShardwiseError:
     """Return the error for an object whose class other processes cannot import by name."""
     return ShardwiseError(
         problem(
-            f"rank 0 can not send the other ranks what it captured: {error}",
-            fix="define the classes of what the model takes and returns at the top of a module, not in a function",
+            f"rank 0 cannot send the captured program to the other ranks: {error}",
+            fix="define the classes of the model's inputs and outputs at module level, not in a function",
         )
     )
 

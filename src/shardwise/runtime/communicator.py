@@ -23,7 +23,7 @@ from shardwise.layouts.conversions import Collective
 from shardwise.layouts.placement import Placement
 from shardwise.programs.moves import LocalMove
 from shardwise.runtime.collective_tracker import trail
-from shardwise.runtime.failure_store import hands
+from shardwise.runtime.failure_store import failure_store
 from shardwise.runtime.faults import (
     BlockedRank,
     Purpose,
@@ -53,7 +53,7 @@ class InFlight:
     def wait(self) -> None:
         """Wait until it is done; with gloo, or until a failing rank is known."""
         if self.is_gloos:
-            hands.wait(self.work)
+            failure_store.wait(self.work)
         else:
             self.work.wait()
         if self.rows is not None:
@@ -174,12 +174,12 @@ class Communicator:
         """Restore the state. Raises LaunchError if the file is another rank's, or of a job of another size."""
         stored = f"rank {state['rank']} of {state.pop('size')}"
         self.__dict__.update(state)
-        here = f"rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "no rank of a job"
+        here = f"rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "no rank"
         if here != stored:
             raise LaunchError(
                 problem(
-                    f"a parallel module that was stored on {stored} is loaded on {here}: it has one rank's part",
-                    fix="load on every rank the file that it stored; sw.save_checkpoint writes what any ranks can read",
+                    f"a parallel module that was stored on {stored} is loaded on {here}: it has one rank's shards",
+                    fix="load the file of the same rank; any rank can read checkpoints of sw.save_checkpoint",
                 )
             )
 
@@ -189,10 +189,10 @@ class Communicator:
 
         Their collectives get the time-out of the default group (torch gives new groups half an hour).
         """
-        wanted = {tuple(sorted(set(axes), key=self.mesh.order.__getitem__)) for axes in axis_sets}
+        groups = {tuple(sorted(set(axes), key=self.mesh.order.__getitem__)) for axes in axis_sets}
         if not self._has_all_ranks:
-            wanted.add(self.mesh.sub_axes)  # of those in the placement
-        for axes in sorted(wanted):
+            groups.add(self.mesh.sub_axes)  # of those in the placement
+        for axes in sorted(groups):
             if frozenset(axes) in self._groups:
                 continue
             if self.mesh.size_of(axes) == self.mesh.num_devices and self.backend is None and self._has_all_ranks:

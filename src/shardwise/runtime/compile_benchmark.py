@@ -164,8 +164,8 @@ class CompileTrial:
         self._failed = True
         warnings.warn(
             f"the step of {self.trials.name} runs eager on rank {self.ranks.rank}, since it does not compile: "
-            f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}; compile=True shows all of it, "
-            "compile=False asks for no compiling",
+            f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}; compile=True shows the whole "
+            "error, compile=False disables compilation",
             stacklevel=2,
         )
 
@@ -181,8 +181,8 @@ class CompileTrial:
 
     def _recall(self) -> None:
         """Take the choice that the first rank has on disk, if any."""
-        known = self.trials.disk.read(self._key()) if self._is_first else None
-        eager, compiled = self._of_all(known or Times(math.nan, math.nan))[0].tolist()
+        recorded = self.trials.disk.read(self._key()) if self._is_first else None
+        eager, compiled = self._of_all(recorded or Times(math.nan, math.nan))[0].tolist()
         if not math.isnan(eager):
             self._choose(Times(eager, compiled), f"as measured before ({self.trials.disk.folder})")
 
@@ -200,7 +200,7 @@ class CompileTrial:
             self._choose(Times(eager, compiled), how)
         elif len(self._turns) == MOST_ROUNDS * len(ROUND):
             self.choice, self._turns = False, []
-            self._say(f"runs eager: of {MOST_STEPS} steps too few ran backward to compare it with a compiled one")
+            self._say(f"runs eager: too few of {MOST_STEPS} steps ran backward to compare it with a compiled one")
 
     def _choose(self, times: Times, how: str) -> None:
         self.choice = self.trials.latest = times.compiled < (1 - MARGIN) * times.eager

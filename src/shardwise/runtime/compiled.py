@@ -70,7 +70,7 @@ class CompiledKernels(Boxed):
 def _same_order(tensor: Tensor, stride: tuple[int, ...]) -> bool:
     """Return whether strides differ only in dimensions of size 1, or the tensor is empty."""
     return 0 in tensor.shape or all(
-        size == 1 or step == wanted for size, step, wanted in zip(tensor.shape, tensor.stride(), stride, strict=True)
+        size == 1 or step == other for size, step, other in zip(tensor.shape, tensor.stride(), stride, strict=True)
     )
 
 
@@ -112,8 +112,8 @@ def with_every_cotangent(program: RankProgram, present: Sequence[bool], reached:
     that get gradients from these; the others get none."""
     zeros: list[Instruction] = []
     cotangents = list(program.cotangents)
-    for i, (name, there) in enumerate(zip(program.cotangents, present, strict=True)):
-        if name is not None and not there:
+    for i, (name, is_present) in enumerate(zip(program.cotangents, present, strict=True)):
+        if name is not None and not is_present:
             form = program.forms[name]
             kwargs = (("dtype", form.dtype), ("device", None))
             origin = Origin("", "", "input")
@@ -392,22 +392,22 @@ def _storage(tensor: Tensor) -> int:
 def _places(graph: fx.Graph, half: str, num_sections: int, first_read: Mapping[str, int]) -> dict[fx.Node, int]:
     """Assign a section to every node: its instruction's, or a later one that its operands need. A value recomputed in
     backward goes where it is first read."""
-    there: dict[fx.Node, int] = {}  # the section in which it is available
+    first: dict[fx.Node, int] = {}  # the section in which it is available
     waits: set[fx.Node] = set()  # nodes that need a value computed in this half
     place: dict[fx.Node, int] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
-            there[node] = first_read.get(node.name, 0) if half == "forward" or node.name.startswith("tangents") else 0
+            first[node] = first_read.get(node.name, 0) if half == "forward" or node.name.startswith("tangents") else 0
             if half == "forward" or node.name.startswith("tangents"):
                 waits.add(node)
         elif node.op == "get_attr":  # every section gets a copy
-            there[node] = 0
+            first[node] = 0
         elif node.op == "call_function":
             section = _section_of(node, half)
-            there[node] = max([section or 0, *(there[operand] for operand in node.all_input_nodes)])
+            first[node] = max([section or 0, *(first[operand] for operand in node.all_input_nodes)])
             if section is not None or waits.intersection(node.all_input_nodes):
                 waits.add(node)
-            place[node] = there[node]
+            place[node] = first[node]
     for node in reversed(graph.nodes):
         if node in place and node not in waits:
             place[node] = min((place[user] for user in node.users if user in place), default=num_sections - 1)

@@ -81,14 +81,14 @@ def place_on_cpu(program: LocalProgram, names: frozenset[str]) -> CpuPlacement:
                 name_of[conversion.result] = name_of[conversion.value]
         if isinstance(instruction, LocalOp):
             _check(instruction, name_of)
-        instructions.extend(_apart(instruction, values) if isinstance(instruction, Bucket) else [instruction])
+        instructions.extend(_split_bucket(instruction, values) if isinstance(instruction, Bucket) else [instruction])
     returned = [spmd.loss, *refs(spmd.outputs), *(value for _, value in spmd.mutations)]
     for value in returned:
         if value in values:
             raise ShardwiseError(
                 problem(
-                    f"{name_of[value]} is kept on the host, and the module returns it",
-                    fix="return what was looked up, or leave it out of host=",
+                    f"{name_of[value]} is kept on the host, but the module returns it",
+                    fix="return the looked-up rows, or remove it from host=",
                 )
             )
     return CpuPlacement(replace(program, instructions=tuple(instructions)), frozenset(values))
@@ -145,7 +145,7 @@ class _CpuAssignment:
         here = instruction.origin.op in self.lookups
         forms = dict(zip(instruction.results, instruction.forms, strict=True))
         moved = {
-            name: self._there(name, instruction) for name in instruction.operands if (name in self.on_host) != here
+            name: self._copied(name, instruction) for name in instruction.operands if (name in self.on_host) != here
         }
         if moved:
             args = tuple(map_refs(arg, lambda name: Ref(moved.get(name, name))) for arg in instruction.args)
@@ -168,7 +168,7 @@ class _CpuAssignment:
         self.placed.append(replace(instruction, results=tuple(names.values())))
         self.placed += [Copy(names[name], name, "device", forms[name], instruction.origin) for name in back]
 
-    def _there(self, name: str, instruction: Compute) -> str:
+    def _copied(self, name: str, instruction: Compute) -> str:
         """Return the name of a value's copy on the other side, adding the copy if needed."""
         if name not in self.copies:
             to_host = name not in self.on_host
@@ -181,7 +181,7 @@ class _CpuAssignment:
         return self.copies[name]
 
 
-def _apart(bucket: Bucket, values: set[str]) -> Iterator[Bucket]:
+def _split_bucket(bucket: Bucket, values: set[str]) -> Iterator[Bucket]:
     for on_host in (True, False):
         conversions = tuple(c for c in bucket.conversions if (c.value in values) == on_host)
         if conversions:
@@ -194,11 +194,11 @@ def _check(local: LocalOp, name_of: dict[str, str]) -> None:
     if read and (local.call.target not in LOOKUPS or names[:1] != read):
         raise ShardwiseError(
             problem(
-                f"{name_of[read[0]]} is kept on the host, and {local.call.target} computes with it on the device",
+                f"{name_of[read[0]]} is kept on the host, but {local.call.target} computes with it on the device",
                 op=local.op,
                 source=local.source,
-                fix="only lookups (embedding, embedding_bag, index_select) read a table on the host: leave it out of "
-                "host=, or untie it",
+                fix="only lookups (embedding, embedding_bag, index_select) can read a table on the host: remove it "
+                "from host=, or untie it",
             )
         )
 

@@ -71,15 +71,15 @@ def _update(
     one after another."""
     _show(optimizer, args, kwargs)  # the last step may have failed after this hook
     lists = [group["params"] for group in optimizer.param_groups]
-    wanted = with_states_on_host()
-    if wanted.isdisjoint(id(parameter) for parameters in lists for parameter in parameters):
+    offloaded = with_states_on_host()
+    if offloaded.isdisjoint(id(parameter) for parameters in lists for parameter in parameters):
         return None
     _check(optimizer)
     args, kwargs = _evaluated(args, kwargs)
     parameters = [(i, p) for i, group_parameters in enumerate(lists) for p in group_parameters]
     groups = state_groups([(numbered, numbered[1].nbytes) for numbered in parameters])
     step = bare_step(type(optimizer))
-    hosts = _CpuStates(optimizer, wanted)
+    hosts = _CpuStates(optimizer, offloaded)
     try:
         hosts.bring(p for _, p in groups[0])
         for number, group in enumerate(groups):
@@ -117,21 +117,19 @@ def _check(optimizer: Optimizer) -> None:
     """Raise ShardwiseError where an update cannot be done group by group."""
     kind, what = type(optimizer), ""
     if torch.compiler.is_compiling():
-        what = "torch.compile is around a step whose states come from the host and go there"
+        what = "torch.compile wraps a step whose optimizer states are copied from and to the host"
         raise ShardwiseError(problem(what, fix=f"compile the module alone, or {_ON_DEVICE}"))
     if not known_elementwise(kind):
-        what = (
-            f"nothing says that {kind.__qualname__} counts its steps by parameter, so that it may update a part of them"
-        )
+        what = f"{kind.__qualname__} is not known to count its steps per parameter, which updates by group need"
     elif any(group.get("differentiable") for group in optimizer.param_groups):
-        what = "an update that is differentiable keeps its states on the device"
+        what = "a differentiable update needs its states on the device"
     elif optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
-        what = f"hooks of this {kind.__qualname__} would see an update that is done group by group"
+        what = f"hooks of this {kind.__qualname__} would see a partial update, since groups are updated one by one"
     if what:
         raise ShardwiseError(
             problem(
-                f"{what}, and the plan keeps its states on the host",
-                fix=f"use one of torch's element-wise optimizers without hooks of its own, or {_ON_DEVICE}",
+                f"{what}, but the plan keeps its states on the host",
+                fix=f"use one of torch's element-wise optimizers without hooks, or {_ON_DEVICE}",
             )
         )
 
@@ -149,8 +147,8 @@ def _evaluated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any
 class _CpuStates:
     """The states of one optimizer during an update. ``wanted``: ids of the parameters whose states are on the host."""
 
-    def __init__(self, optimizer: Optimizer, wanted: frozenset[int]) -> None:
-        self.optimizer, self.wanted = optimizer, wanted
+    def __init__(self, optimizer: Optimizer, offloaded: frozenset[int]) -> None:
+        self.optimizer, self.wanted = optimizer, offloaded
         self.home: dict[tuple[int, str], Tensor] = {}  # the host tensor of each state on the device
         self.coming: list[CopyInFlight] = []
         self.going: list[CopyInFlight] = []

@@ -36,9 +36,9 @@ class FailureStore:
 
     def __init__(self) -> None:
         self.call = 0
-        self._asked = 0  # the latest call that this rank asked the others to agree on
-        self._known = 0  # number of published statuses at the last read
-        self._hands: list[tuple[int, RankStatus]] = []  # (rank, its latest status), possibly of a later call
+        self._asked_call = 0  # the latest call that this rank asked the others to agree on
+        self._num_read = 0  # number of published statuses at the last read
+        self._statuses: list[tuple[int, RankStatus]] = []  # (rank, its latest status), possibly of a later call
 
     def begin(self) -> None:
         """Count a new call."""
@@ -46,7 +46,7 @@ class FailureStore:
 
     def ask(self, text: str) -> None:
         """Ask all ranks to agree on the current call; the caller then waits for them."""
-        self._asked = self.call
+        self._asked_call = self.call
         self._raise(RankStatus(self.call, "asks", text))
 
     def leave(self, error: BaseException) -> None:
@@ -74,12 +74,12 @@ class FailureStore:
             if (error := self.explained()) is not None:
                 raise error
 
-    def _raise(self, hand: RankStatus) -> None:
+    def _raise(self, status: RankStatus) -> None:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         with suppress(RuntimeError):  # torch's DistError: the store's rank is gone, and will be named
             store = dist.distributed_c10d._get_default_store()
-            store.set(_key(dist.get_rank()), json.dumps(asdict(hand)))
+            store.set(_key(dist.get_rank()), json.dumps(asdict(status)))
             store.add(_RAISED, 1)
 
     def explained(self) -> ShardwiseError | None:
@@ -87,22 +87,22 @@ class FailureStore:
         with suppress(RuntimeError):  # as above
             store = dist.distributed_c10d._get_default_store()
             raised = store.add(_RAISED, 0)
-            if raised != self._known:
+            if raised != self._num_read:
                 others = (rank for rank in range(dist.get_world_size()) if rank != dist.get_rank())
-                known = (rank for rank in others if store.check([_key(rank)]))
-                self._hands = [(rank, RankStatus(**json.loads(store.get(_key(rank))))) for rank in known]
-                self._known = raised
-        for rank, hand in self._hands:
-            if hand.call == self.call and hand.kind == "left":
+                published = (rank for rank in others if store.check([_key(rank)]))
+                self._statuses = [(rank, RankStatus(**json.loads(store.get(_key(rank))))) for rank in published]
+                self._num_read = raised
+        for rank, status in self._statuses:
+            if status.call == self.call and status.kind == "left":
                 fix = f"see the error of rank {rank}; it does not take part in this call"
-                return CollectiveError(problem(f"rank {rank} has left this call: {hand.text}", fix=fix), [rank])
-        for rank, hand in self._hands:
-            if hand.call == self.call != self._asked and hand.kind == "asks":
+                return CollectiveError(problem(f"rank {rank} has left this call: {status.text}", fix=fix), [rank])
+        for rank, status in self._statuses:
+            if status.call == self.call != self._asked_call and status.kind == "asks":
                 return ShardwiseError(
                     problem(
-                        f"ranks make different calls: rank {rank} makes another one than rank {dist.get_rank()}, which "
-                        f"goes on as in its last call: {hand.text}",
-                        fix="call train(), eval(), step() and predict() alike on every rank, with the same arguments",
+                        f"ranks make different calls: rank {rank} changed its call, but rank {dist.get_rank()} "
+                        f"repeats its last one: {status.text}",
+                        fix="make equal train(), eval(), step() and predict() calls on all ranks",
                     )
                 )
         return None
@@ -113,6 +113,6 @@ def _key(rank: int) -> str:
 
 
 # Not a cache: a process is one rank.
-hands = FailureStore()
+failure_store = FailureStore()
 
-__all__ = ["FailureStore", "RankStatus", "hands"]
+__all__ = ["FailureStore", "RankStatus", "failure_store"]

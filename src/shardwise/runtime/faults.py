@@ -141,13 +141,13 @@ def exchange_failed(
     missing, known_of_others = _who_is_missing(waiting, rank)
     who, fix = (
         "",
-        "call the module equally often on every rank, with the same inputs and settings; else see the network",
+        "call the module equally often on all ranks, with the same inputs and settings; or check the network",
     )
     if missing:
         names = _name(missing)
-        who, fix = f"; {names} did not arrive", f"see the first error of {names}, or what ended it"
+        who, fix = f"; {names} did not arrive", f"read the first error of {names}, or find what ended it"
         if late:
-            fix = f"see what {names} did instead (shardwise run prints where), or allow more time in init_ranks"
+            fix = f"check what {names} did instead (shardwise run prints where), or raise the timeout of init_ranks"
     details = [*facts, *(("ranks", fact) for fact in known_of_others)]
     if recorded := last_message():
         details.append(("recorded", f"{recorded} (torch's flight recorder, rank {rank})"))
@@ -160,26 +160,26 @@ def _who_is_missing(here_waits: BlockedRank, rank: int) -> tuple[list[int], list
     """Return the ranks that wait in no collective though others wait for them, and facts about the others as text."""
     others = [member for member in here_waits.members if member != rank]
     try:
-        known = _ask(here_waits, rank)
+        waiting = _ask(here_waits, rank)
     except Exception as error:  # the store's own rank may be gone
         return [], [
-            f"rank {rank} waits here for {_name(others)}; the store cannot be asked ({error})".split("\n", 1)[0]
+            f"rank {rank} waits here for {_name(others)}; the store cannot be reached ({error})".split("\n", 1)[0]
         ]
     missing: set[int] = set()
     elsewhere: dict[int, BlockedRank] = {}
-    asked, waited_for = {rank}, others
+    visited, waited_for = {rank}, others
     while waited_for:
         member = waited_for.pop()
-        if member in asked:
+        if member in visited:
             continue
-        asked.add(member)
-        if member not in known:
+        visited.add(member)
+        if member not in waiting:
             missing.add(member)
             continue
-        if (known[member].what, known[member].collective) != (here_waits.what, here_waits.collective):
-            elsewhere[member] = known[member]
-        waited_for += known[member].members
-    here = sorted(asked - missing - elsewhere.keys())
+        if (waiting[member].what, waiting[member].collective) != (here_waits.what, here_waits.collective):
+            elsewhere[member] = waiting[member]
+        waited_for += waiting[member].members
+    here = sorted(visited - missing - elsewhere.keys())
     facts = [f"{_name(here)} wait{'s' * (len(here) == 1)} here"]
     if not missing and not elsewhere:
         facts = ["all of them arrived"]
@@ -197,14 +197,14 @@ def _ask(waiting: BlockedRank, rank: int) -> dict[int, BlockedRank]:
     store.set_timeout(timedelta(seconds=_OTHERS_SECONDS))
     try:
         store.set(_key(rank), json.dumps(asdict(waiting)))
-        known = {rank: waiting}
+        waiting_ranks = {rank: waiting}
         until = time.monotonic() + _OTHERS_SECONDS
         while True:
-            silent = {member for waiting in known.values() for member in waiting.members} - known.keys()
+            silent = {member for waiting in waiting_ranks.values() for member in waiting.members} - waiting_ranks.keys()
             answers = {member: answer for member in silent if (answer := _answer(store, member)) is not None}
-            known |= answers
+            waiting_ranks |= answers
             if not silent or (not answers and time.monotonic() > until):
-                return known
+                return waiting_ranks
             if not answers:
                 time.sleep(_POLL_SECONDS)
     finally:
@@ -254,18 +254,18 @@ def conversion_failed(error: Exception, purpose: Purpose) -> OutOfDeviceMemoryEr
     )
     whole = prod(largest.target.shape) * itemsize
     name, line = purpose.operator(largest)
-    what = f"no memory on rank {purpose.ranks.rank} to convert {purpose.named(largest)} to the layout that is needed"
+    what = f"out of memory on rank {purpose.ranks.rank}, converting {purpose.named(largest)} to another layout"
     details = [
         ("value", purpose.describe(largest)),
         (
             "bytes",
             f"{format_bytes(after)} here afterwards, {format_bytes(before)} before; the whole tensor has "
-            f"{format_bytes(whole)}; a buffer of up to {format_bytes(max(before, after))} more on the way",
+            f"{format_bytes(whole)}; plus a buffer of up to {format_bytes(max(before, after))}",
         ),
         ("error", str(error).split("\n", 1)[0]),
     ]
     fix = (
-        "keep it split there (strategies= of sw.plan, sw.shard or sw.constrain), or use a smaller batch or more devices"
+        "keep it sharded there (strategies= of sw.plan, sw.shard, sw.constrain), or use a smaller batch or more devices"
     )
     return OutOfDeviceMemoryError(problem(what, op=name, source=line, fix=fix, facts=details))
 
@@ -279,7 +279,7 @@ def refuse_create_graph() -> None:
     if torch.is_grad_enabled():
         raise ShardwiseError(
             problem(
-                "gradients of gradients do not pass the collectives of a plan",
+                "gradients of gradients cannot flow through the collectives of a plan",
                 fix="call backward or torch.autograd.grad without create_graph=True",
             )
         )

@@ -75,7 +75,7 @@ class GradAccumState:
             cotangents = [cotangent_of(value, scale) for name, value in named if name is not None]
             if not cotangents:
                 raise ShardwiseError(
-                    problem("the loss depends on no parameter that requires a gradient", fix="thaw a parameter")
+                    problem("the loss depends on no parameter that requires a gradient", fix="unfreeze a parameter")
                 )
             self.add(self.backward(kept, cotangents), tensors)
         return delivered, written

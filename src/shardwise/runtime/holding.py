@@ -43,8 +43,8 @@ def install_shards(
     parts = initial.parts
     taken = [name for name in (*module._parameters, *module._buffers) if name in dir(root)]
     if taken:
-        what = f"the module has {listed(taken)} among its own parameters and buffers, names that parallel modules have"
-        raise PlanError(problem(f"{what} themselves", fix="give them other names"))
+        what = f"parameters or buffers of the module are called {listed(taken)}, which parallel modules use"
+        raise PlanError(problem(f"{what} themselves", fix="rename them"))
     stand_ins = _stand_ins(root, module)
     shards: dict[int, torch.Tensor] = {}  # by the id of the original: tied tensors stay tied
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -79,11 +79,11 @@ def _announce_plain(module: torch.nn.Module) -> None:
     named = dict(module.named_parameters())
     classes = [f"{name} ({type(p).__name__})" for name, p in named.items() if type(p) is not torch.nn.Parameter]
     if classes:
-        what = f"a rank's shards are plain parameters, which isinstance no longer tells apart: {listed(classes)}"
-        warnings.warn(f"{what}; mark them by an attribute (p.no_decay = True), which shards have too", PlanWarning, 7)
+        what = f"shards are plain parameters, so isinstance no longer finds the classes {listed(classes)}"
+        warnings.warn(f"{what}; mark parameters by an attribute (p.no_decay = True), which shards keep", PlanWarning, 7)
     tensors = [f"{n}.{key}" for n, p in named.items() for key, x in vars(p).items() if isinstance(x, torch.Tensor)]
     if tensors:
-        warnings.warn(f"tensors that are attributes of parameters are not split: {listed(tensors)}", PlanWarning, 7)
+        warnings.warn(f"tensors set as attributes of parameters are not sharded: {listed(tensors)}", PlanWarning, 7)
 
 
 def _announce_twins(parameters: Mapping[str, tuple[torch.nn.Parameter, Layout]]) -> None:
@@ -103,9 +103,9 @@ def _announce_twins(parameters: Mapping[str, tuple[torch.nn.Parameter, Layout]])
         if parameters[other][1].canonical() != layout.canonical()
     ]
     if pairs:
-        what = f"of a frozen part and a trained one of the same names ranks hold other elements: {listed(pairs)}"
-        mend = 'where one is a moving average of the other, split them alike: sw.plan(..., layouts={"name": "[...]"})'
-        warnings.warn(f"{what}; {mend}", PlanWarning, 7)
+        what = f"ranks hold different elements of frozen and trained parameters with the same names: {listed(pairs)}"
+        fix = 'if one is a moving average of the other, shard both equally: sw.plan(..., layouts={"name": "[...]"})'
+        warnings.warn(f"{what}; {fix}", PlanWarning, 7)
 
 
 def _without_each_part(name: str) -> list[tuple[int, tuple[str, ...]]]:
@@ -125,8 +125,8 @@ def _stand_ins(root: torch.nn.Module, module: torch.nn.Module) -> list[tuple[Sha
             continue
         if parent is root and name in dir(root):
             if any(True for _ in (*original.parameters(), *original.buffers())):
-                what = f"the module has a submodule {name}, a name that parallel modules have themselves"
-                raise PlanError(problem(what, fix="give it another name"))
+                what = f"the module has a submodule {name}, a name that parallel modules use"
+                raise PlanError(problem(what, fix="rename it"))
             continue  # it has no tensors
         if id(original) not in of:
             of[id(original)] = stand_in = Shards()
@@ -139,8 +139,8 @@ def _check_module(module: torch.nn.Module, plan: Plan) -> None:
     """Raise PlanError listing the parameters that differ from the plan's."""
     have = dict(module.named_parameters())
     want = {entry.name: entry for entry in plan.parameters}
-    faults = [f"{name} is in the plan and not in the module" for name in sorted(want.keys() - have.keys())]
-    faults += [f"{name} is in the module and not in the plan" for name in sorted(have.keys() - want.keys())]
+    faults = [f"{name} is in the plan but not in the module" for name in sorted(want.keys() - have.keys())]
+    faults += [f"{name} is in the module but not in the plan" for name in sorted(have.keys() - want.keys())]
     for name in sorted(have.keys() & want.keys()):
         present = f"{format_dtype(plan.precision.stored(have[name].dtype))}{list(have[name].shape)}"
         planned = f"{want[name].dtype}{list(want[name].shape)}"

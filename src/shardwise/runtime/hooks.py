@@ -27,9 +27,8 @@ def foreign_wrapper_error(wrapper: str) -> ShardwiseError:
     """Return the error for another tool's parallel wrapper around a parallel module."""
     return ShardwiseError(
         problem(
-            f"{wrapper} around a parallel module would send and add up shards as if they were whole tensors",
-            fix='the plan does it: mode="data_parallel", or a mesh with an axis for it; gradients are complete when '
-            "backward returns",
+            f"{wrapper} around a parallel module would reduce shards as if they were whole tensors",
+            fix='plan with mode="data_parallel" or a mesh with a data axis; backward returns reduced gradients',
         )
     )
 
@@ -46,10 +45,9 @@ class ShardedModule(nn.Module):
         if name in self._attributes and not self._holds(name):
             raise ShardwiseError(
                 problem(
-                    f"{name} is an attribute of the {self._kind} that was split: programs have been captured with it, "
-                    "and ranks would go on with that",
-                    fix="pass as an input what changes between steps, or keep it in a buffer and write to that (fill_, "
-                    "copy_); change the model itself before sw.plan and sw.parallelize",
+                    f"{name} is an attribute of the {self._kind} that was parallelized; programs keep its old value",
+                    fix="pass values that change between steps as inputs, or write them to a buffer (fill_, copy_); "
+                    "change the model before sw.plan and sw.parallelize",
                 )
             )
         if isinstance(value, nn.Module):  # torch calls register_parameter for parameters, but no hook for modules
@@ -79,8 +77,8 @@ class ShardedModule(nn.Module):
         """Warn about a tensor or module added after construction, which no program uses."""
         if vars(self).get("_kind") and not self._holds(name):
             warnings.warn(
-                f"{name} was added to what stands for a {self._kind}: no program has it, so that it is never called "
-                "and gets no gradient; change the model before sw.plan and sw.parallelize",
+                f"{name} was added to the stand-in of a {self._kind}: it is never called and gets no gradient; "
+                "change the model before sw.plan and sw.parallelize",
                 PlanWarning,
                 stacklevel=4,
             )
@@ -118,15 +116,15 @@ class Shards(_ClassProxy, ShardedModule):
         """Set the mode. Raises ShardwiseError if a submodule of the model overrides ``train``."""
         for part in self.modules():
             if isinstance(part, ShardedModule) and part._trains_itself:
-                what = f"{part._kind} has a train() of its own, which what stands for it does not run"
-                raise ShardwiseError(problem(what, fix="call train() or eval() of the parallel module itself"))
+                what = f"{part._kind} overrides train(), which its stand-in does not run"
+                raise ShardwiseError(problem(what, fix="call train() or eval() of the parallel module"))
         return super().train(mode)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ShardwiseError(
             problem(
-                "a submodule of a parallel module only holds shards: it is not called, and its hooks would not fire",
-                fix="call the parallel module itself; register hooks on the model before sw.plan and sw.parallelize",
+                "a submodule of a parallel module only holds shards: it cannot be called, and its hooks would not fire",
+                fix="call the parallel module; register hooks on the model before sw.plan and sw.parallelize",
             )
         )
 
@@ -147,10 +145,10 @@ def announce_hooks(module: nn.Module) -> None:
     for kinds, what in (
         (
             _FORWARD,
-            "forward hooks of {} never fire on ranks: they ran when the model was captured, and what they compute with "
-            "tensors is a part of the program; nothing else of them is",
+            "forward hooks of {} never fire on ranks: they ran during capture, and only their tensor computations "
+            "are part of the program",
         ),
-        (_BACKWARD, "backward hooks of {} never fire under a plan, and what they do to gradients is not done"),
+        (_BACKWARD, "backward hooks of {} never fire under a plan: their changes of gradients are lost"),
     ):
         names = [
             path or type(owner).__name__

@@ -90,6 +90,6 @@ def host_memory(tensor: Tensor) -> Tensor:
     try:
         return torch.empty_like(tensor, device=HOST, pin_memory=True)
     except RuntimeError as error:
-        what = f"the host gives no pinned memory for {tensor.nbytes:,} bytes: {error}"
+        what = f"cannot allocate {tensor.nbytes:,} bytes of pinned memory: {error}"
         fix = 'raise the limit of locked memory (ulimit -l), or plan with offload="none"'
         raise ShardwiseError(problem(what, fix=fix)) from error

@@ -57,11 +57,11 @@ def with_outputs_split(
     for output, memory in zip(spmd.outputs, memories, strict=True):
         if isinstance(output, Ref) and memory is not None and memory.name in spmd.graph.source_of:
             fixed.add(output.name)
-    wanted = set(refs(spmd.outputs)) - fixed
+    splittable = set(refs(spmd.outputs)) - fixed
     gatherings = {
         conversion.result: conversion
         for conversion in spmd.conversions
-        if conversion.result in wanted
+        if conversion.result in splittable
         and conversion.target.shape
         and prod(conversion.target.shape) * conversion.itemsize >= least_bytes
         and conversion.collectives()
@@ -186,8 +186,8 @@ class LazyTensor(Tensor):
         if torch.Tag.inplace_view in func.tags:
             raise ShardwiseError(
                 problem(
-                    f"{func} would change the shape of an output that is brought together when it is read",
-                    fix="write the operator without the underscore, or give parallelize outputs='whole'",
+                    f"{func} would change the shape of an output that is not gathered yet",
+                    fix="write the operator without the underscore, or pass outputs='whole' to parallelize",
                 )
             )
         wrapper_of: dict[int, LazyTensor] = {}

@@ -44,9 +44,9 @@ def check_memory(plan: Plan, rooms: Mapping[int, tuple[int, int]]) -> None:
     taken, free, total = (format_quantity(x, "B") for x in (plan.predicted.memory_bytes, room, whole))
     raise OutOfDeviceMemoryError(
         problem(
-            f"a step of the plan takes {taken} of a device, and rank {rank} can get {free} of the {total} of its GPU",
+            f"a step of the plan needs {taken} per device, but rank {rank} has {free} free of the {total} of its GPU",
             facts=[("peak", plan.predicted.peak_at)] if plan.predicted.peak_at else (),
-            fix="end what else uses this GPU (nvidia-smi), plan with memory_bytes= of what is free or for more devices",
+            fix="end other processes on this GPU (nvidia-smi), plan with less memory_bytes= or more devices",
         )
     )
 

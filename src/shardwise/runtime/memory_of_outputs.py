@@ -27,16 +27,16 @@ def separate_memory(
     ``memories``: one entry per output; ``sources``: value -> the tensor that this rank holds.
     """
     owner = {_storage(tensor): name for name, tensor in sources.items() if tensor.numel()}
-    apart = []
+    separated = []
     for output, memory in zip(outputs, memories, strict=True):
         if memory is None or not isinstance(output, Tensor) or not output.numel():
-            apart.append(output)
+            separated.append(output)
             continue
         if owner.setdefault(_storage(output), memory.name) != memory.name:
             output = output.clone()
             owner[_storage(output)] = memory.name
-        apart.append(output)
-    return apart
+        separated.append(output)
+    return separated
 
 
 def write_buffers(buffers: Sequence[Tensor], values: Sequence[Tensor]) -> None:
@@ -80,8 +80,8 @@ def announce_copies(spmd: SpmdProgram, memories: Iterable[OutputMemory | None]) 
     if written:
         names = ", ".join(sorted(spmd.graph.source_of[name].names[0] for name in written))
         warnings.warn(
-            f"an output is the buffer {names} itself on one device, and follows what later calls write to it; this "
-            "plan splits the buffer, and the output is a copy as of its call",
+            f"on one device an output is the buffer {names} itself, so later calls change it; this plan shards the "
+            "buffer, so the output is a copy made at its call",
             CaptureWarning,
             stacklevel=6,
         )

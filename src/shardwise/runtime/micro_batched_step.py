@@ -51,7 +51,7 @@ class MicroBatchedStep:
         """Run forward and backward of all micro-batches, add to ``.grad`` and return the loss of the whole batch.
         ``check``: compares what the ranks compute; ``scale``: factor on the loss for backward."""
         if not torch.is_grad_enabled():
-            what = "par.step computes gradients, and they are disabled here"
+            what = "par.step computes gradients, but they are disabled here"
             raise ShardwiseError(problem(what, fix="call par.step outside torch.no_grad() and torch.inference_mode()"))
         whole = self._whole(parts, seed)
         gradients: dict[int, tuple[Tensor, Tensor]] = {}  # by the identity of the parameter
@@ -67,10 +67,10 @@ class MicroBatchedStep:
                 observed = None if check is None else check.observed(compiled.in_passes.emitted, ())
                 delivered, written = running.run(tensors, scale, observed)
                 loss, _ = compiled.results(delivered)
-                assert loss is not None, "a step in passes has a loss"
+                assert loss is not None, "a step in micro-batches has a loss"
                 self._write(compiled, tensors, written, is_last=start + size == sum(self.passes.sizes))
                 total = loss if total is None else total + loss
-            assert running is not None, "there is a pass of every size"
+            assert running is not None, "there is a micro-batch of every size"
             _add_up(compiled, running.end(), gradients)
         if check is not None:
             check.watch(compiled.spmd, tensors)
@@ -133,8 +133,8 @@ def samples_of(plan: Plan, rows: Mapping[str, tuple[int, ...]]) -> int:
         listed = ", ".join(f"{name} {count}" for name, count in counts.items()) or "there is none"
         raise ShardwiseError(
             problem(
-                f"par.step takes a whole batch, and its inputs have different numbers of samples: {listed}",
-                fix="pass as many rows of every input that has samples in the plan",
+                f"par.step takes a whole batch, but its inputs have different numbers of samples: {listed}",
+                fix="pass the same number of rows of every input that has samples in the plan",
             )
         )
     return next(iter(counts.values()))

@@ -52,9 +52,9 @@ class OriginalModuleMonitor:
         if changed:
             self._next = 0
             warnings.warn(
-                f"the module that was split was changed afterwards: {listed(changed)}. Ranks hold copies of what it "
-                "was, and go on with them: load values into the parallel module, and change the model before sw.plan "
-                "and sw.parallelize",
+                f"the original module was changed after sw.parallelize: {listed(changed)}. Ranks hold copies, so "
+                "this has no effect: load values into the parallel module, and change the model before sw.plan and "
+                "sw.parallelize",
                 PlanWarning,
                 stacklevel=6,
             )
@@ -125,9 +125,9 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     if names:
         raise ShardwiseError(
             problem(
-                f"{type(optimizer).__name__} holds {listed(names)} of the module that was split, and no gradients: "
+                f"{type(optimizer).__name__} holds {listed(names)} of the original module, which get no gradients: "
                 "those are on this rank's shards",
-                fix="make the optimizer after sw.parallelize, of par.parameters()",
+                fix="create the optimizer after sw.parallelize, from par.parameters()",
                 section="original-parameters",
             )
         )

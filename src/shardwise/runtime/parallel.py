@@ -169,7 +169,7 @@ class Parallel(ParallelModule):
             raise ShardwiseError(
                 problem(
                     "the module returns no loss to differentiate",
-                    fix="return the loss first, or give loss= to plan and parallelize",
+                    fix="return the loss first, or pass loss= to plan and parallelize",
                 )
             )
         return loss
@@ -202,7 +202,7 @@ class Parallel(ParallelModule):
             self.zero_grad()
             self.step(*args, **kwargs)
 
-        def taken() -> CallableStep | GradAccumStep:
+        def latest_call() -> CallableStep | GradAccumStep:
             assert self._latest is not None, "a step has run"
             return self._latest.runs
 
@@ -210,7 +210,7 @@ class Parallel(ParallelModule):
         state = [*self.parameters(), *self.buffers()]
         try:
             with self._unchanged():
-                return profile_step(step, taken, self.plan, state, self.device, steps)
+                return profile_step(step, latest_call, self.plan, state, self.device, steps)
         finally:
             self._replicas = replicas
 
@@ -282,8 +282,8 @@ class Parallel(ParallelModule):
         """Warn once that a call for the user's own backward is one pass over all samples."""
         if not self._has_said_whole and self._ranks.rank == 0:
             warnings.warn(
-                f"the plan is for passes over {self.plan.micro_batch} samples, which par.step makes; this call, for a "
-                "backward of your own, is one pass over all of its samples and keeps what their backward needs",
+                f"the plan has micro-batches of {self.plan.micro_batch} samples, which only par.step uses; this "
+                "call computes all of its samples at once and keeps the activations of all",
                 PlanWarning,
                 stacklevel=5,
             )
@@ -337,7 +337,7 @@ class Parallel(ParallelModule):
         if (
             self._parts is not None
             and batch is not None
-            and not self._parts.divides(batch, step.passes, lambda whole: self._wanted(step, whole), split)
+            and not self._parts.divides(batch, step.passes, lambda whole: self._input_layouts(step, whole), split)
         ):
             named_inputs = {name: self._parts.whole(name, x, batch) for name, x in named_inputs.items()}
             batch = None
@@ -352,7 +352,7 @@ class Parallel(ParallelModule):
         return step.run(parts, self._seed_of_call(draws=step.draws), self.device, check, scale)
 
     @staticmethod
-    def _wanted(step: MicroBatchedStep, batch: Batch) -> list[Wanted]:
+    def _input_layouts(step: MicroBatchedStep, batch: Batch) -> list[Wanted]:
         """Return the layouts and sample ranges in which the programs of a step take its inputs."""
         spans = [(step.programs[n], a, a + n) for a, n in zip(step.passes.starts, step.passes.sizes, strict=True)]
         spans += [] if step.prelude is None else [(step.prelude, 0, sum(step.passes.sizes))]
@@ -431,7 +431,7 @@ class Parallel(ParallelModule):
     def latest(self) -> Executable:
         """Return the program of the last call. Raises ShardwiseError before the first call."""
         if self._latest is None:
-            raise ShardwiseError("no program yet: it is made for the first inputs")
+            raise ShardwiseError("no program yet: the first call compiles it")
         return self._latest
 
     def output_layout(self, index: int) -> Layout:
@@ -444,7 +444,7 @@ class Parallel(ParallelModule):
     def program(self) -> torch.fx.GraphModule:
         """Return the FX graph module compiled last, for reading. Raises ShardwiseError before the first call."""
         if not self.compiled:
-            raise ShardwiseError("no program yet: it is made for the first inputs")
+            raise ShardwiseError("no program yet: the first call compiles it")
         return self.compiled[-1].program
 
 

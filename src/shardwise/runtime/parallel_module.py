@@ -47,7 +47,7 @@ class ParallelModule(ShardedModule):
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> Self:
         """Apply ``fn`` as ``nn.Module.apply`` does, with a warning: it sees stand-ins of the model's submodules."""
         warnings.warn(
-            "apply meets stand-ins of the model's submodules, which hold this rank's shards: change the model before "
+            "apply visits stand-ins of the model's submodules, which hold this rank's shards: change the model before "
             "sw.parallelize",
             PlanWarning,
             stacklevel=2,

@@ -100,7 +100,7 @@ def parallelize(
     plan = plan_of(plan)
     if not isinstance(plan, Plan | str | Path | None):
         raise ShardwiseError(
-            problem(f"the plan is of type {type(plan).__name__}", fix="what sw.plan returns, or sw.Plan.load(path)")
+            problem(f"the plan is of type {type(plan).__name__}", fix="pass the result of sw.plan or sw.Plan.load")
         )
     if not dist.is_initialized():
         raise LaunchError(
@@ -114,14 +114,14 @@ def parallelize(
             f'inputs is "global" (the whole batch on every rank) or "local" (its part), not {inputs!r}'
         )
     if compile not in (None, True, False, "auto"):
-        raise ShardwiseError(f'compile is True, False or "auto" (what is faster, measured), not {compile!r}')
+        raise ShardwiseError(f'compile is True, False or "auto" (the faster one, measured), not {compile!r}')
     if randomness not in ("same_as_one_device", "per_shard"):
         raise ShardwiseError(f'randomness is "same_as_one_device" or "per_shard", not {randomness!r}')
     if isinstance(seed, bool) or not isinstance(seed, int | None):
         raise ShardwiseError(f"seed is a whole number, not {seed!r}")
     if outputs not in (None, "when read", "whole"):
         raise ShardwiseError(
-            f'outputs is "when read" (brought together then, by every rank) or "whole" (at the call), not {outputs!r}'
+            f'outputs is "when read" (gathered then, by every rank) or "whole" (at the call), not {outputs!r}'
         )
     check_kinds(module)
     agreed = agree_on_plan(plan)
@@ -165,7 +165,7 @@ def _check_ranks(plan: Plan, size: int) -> None:
             problem(
                 f"the plan puts the devices of {plan.mesh} on ranks {format_ranks(ranks)}; a plan of one stage runs "
                 "on all ranks in their order",
-                fix=f'write "ranks": "0-{size - 1}" in the file, and name the mesh axes in the order that is meant',
+                fix=f'write "ranks": "0-{size - 1}" in the file, and name the mesh axes in the intended order',
             )
         )
 
@@ -184,8 +184,8 @@ def _check_pipeline(plan: Plan, size: int, compile: Compile | None) -> None:
         whole = listed([name for name, schedule in SCHEDULES.items() if not schedule.splits_backward])
         raise PlanError(
             problem(
-                f"{plan.schedule} works on cotangents and on weights apart, and compiled kernels do both at once",
-                fix=f"plan with a schedule that does not ({whole}), or leave compile=True out",
+                f"{plan.schedule} splits input and weight gradients, but compiled kernels compute both at once",
+                fix=f"plan with another schedule ({whole}), or omit compile=True",
             )
         )
 

@@ -237,7 +237,7 @@ class Pipeline(ParallelModule):
         if self.training and torch.is_grad_enabled():
             raise ShardwiseError(
                 problem(
-                    "under a plan of stages a call is forward only, and this one would be differentiated",
+                    "under a plan of stages a call is forward only, but this one needs gradients",
                     fix="train with loss = par.step(*batch); evaluate under torch.no_grad(), or after par.eval()",
                 )
             )
@@ -270,7 +270,7 @@ class Pipeline(ParallelModule):
             self.zero_grad()
             self.step(*args, **kwargs)
 
-        def taken() -> StageCall:
+        def latest_call() -> StageCall:
             assert self._latest is not None, "a step has run"
             return self._latest
 
@@ -278,7 +278,7 @@ class Pipeline(ParallelModule):
         ranks = {number: self._ranks[number] for number in self._stages}
         try:
             with self._unchanged():
-                return profile_pipeline(step, taken, self.plan, ranks, self.device, steps)
+                return profile_pipeline(step, latest_call, self.plan, ranks, self.device, steps)
         finally:
             self._replicas = replicas
 
@@ -302,7 +302,7 @@ class Pipeline(ParallelModule):
         key, call, batch = self._call(flat, spec, loss_only=False, predicts=predicts)
         if key not in self._ready:
             captured = self._calls.captured(call)
-            self._ready[key] = self._made(captured, Passes.single(captured.graph), call)
+            self._ready[key] = self._build_call(captured, Passes.single(captured.graph), call)
         ready = self._ready[key]
         self._run(ready, _named(args, kwargs), batch, keeps=False)
         outputs = gather_stage_outputs(ready, self.plan, self._ranks, self._faults, self.device)
@@ -360,7 +360,7 @@ class Pipeline(ParallelModule):
                 passes = Passes.over(self._calls.model, graph, micro_batch, alone)
                 if dist.get_rank() == 0:
                     announce_statistics(sorted(passes.statistics))
-            self._ready[key] = self._made(captured, passes, call)
+            self._ready[key] = self._build_call(captured, passes, call)
         ready = self._latest = self._ready[key]
         return ready, batch
 
@@ -370,7 +370,7 @@ class Pipeline(ParallelModule):
             return None
         return samples_of(self.plan, {name: tuple(x.shape) for name, x in named.items()})
 
-    def _made(self, captured: Capture, passes: Passes, call: CallSpec) -> StageCall:
+    def _build_call(self, captured: Capture, passes: Passes, call: CallSpec) -> StageCall:
         """Build the programs of this rank's stages on a schedule; all ranks create the process groups of all stages."""
         # The plan names the operators of a micro-batch; other steps and calls with outputs have different ones.
         is_planned = call.loss_only and (self.plan.micro_batches == 1 or len(passes.sizes) > 1)
@@ -456,8 +456,8 @@ class Pipeline(ParallelModule):
         """Return the values of the prelude, which depends on the inputs of all micro-batches; every rank that needs
         them computes them. Parts of a ``batch`` are gathered for it."""
         prelude = None if ready.passes.prelude is None else only_read(ready.passes.prelude)
-        wanted = any(whole_sources(program.part) for worker in ready.workers for program in worker.programs.values())
-        if prelude is None or not wanted:
+        is_needed = any(whole_sources(program.part) for worker in ready.workers for program in worker.programs.values())
+        if prelude is None or not is_needed:
             return {}
         state = self._state.tensors
         values: dict[str, Tensor] = {}

@@ -67,8 +67,8 @@ class PipelineProfile:
         waits, foreseen = self.bubbles
         lines = [
             f"{self.title}: {seconds}, predicted {expected}, without the optimizer",
-            f"places wait in {waits:.1%} of it, predicted {foreseen:.1%}; {self.order_bubble:.1%} are of the order, if "
-            "stages take what they took and messages nothing",
+            f"pipeline ranks idle {waits:.1%} of it, predicted {foreseen:.1%}; the schedule alone causes "
+            f"{self.order_bubble:.1%} (measured stage times, free messages)",
             f"{'':9} {'forward':>10} {'predicted':>10} {'backward':>10} {'predicted':>10}  of a micro-batch",
         ]
         for number, (measured, predicted) in enumerate(zip(self.measured, self.predicted, strict=True)):
@@ -82,7 +82,7 @@ class PipelineProfile:
         for number, profile in sorted(self.stages.items()):
             lines += [
                 "",
-                f"stage {number} by itself, a micro-batch",
+                f"stage {number} by itself, one micro-batch",
                 *(f"  {line}" for line in str(profile).split("\n")),
             ]
         return "\n".join(lines)

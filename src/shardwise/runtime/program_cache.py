@@ -42,7 +42,7 @@ from shardwise.runtime.compile_benchmark import CompileBenchmark, CompiledVarian
 from shardwise.runtime.compiled import compiled_program, with_every_cotangent
 from shardwise.runtime.cpu_embedding import place_on_cpu, with_copies
 from shardwise.runtime.emit import Emitted, emit
-from shardwise.runtime.failure_store import hands
+from shardwise.runtime.failure_store import failure_store
 from shardwise.runtime.grad_accum import GradAccumStep
 from shardwise.runtime.hoisted_constants import Constants
 from shardwise.runtime.lazy_gather import LEAST_BYTES, with_outputs_split
@@ -67,14 +67,14 @@ def in_plan_precision(method: Callable[_P, _R]) -> Callable[_P, _R]:
     @wraps(method)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         module: Any = args[0]
-        hands.begin()
+        failure_store.begin()
         try:
             check_ambient(module.plan.precision.autocast, "around a call of a parallel module")
             with no_autocast():
                 return method(*args, **kwargs)
         except BaseException as error:
             module._failed = True
-            hands.leave(error)
+            failure_store.leave(error)
             raise
 
     return called
@@ -413,14 +413,14 @@ class ProgramCache:
 
     def _announce_kept(self, program: LocalProgram) -> None:
         """Warn once, on rank 0, about operators that draw numbers and are kept though the plan recomputes them."""
-        again = program.spmd.lifetimes.operators
-        drawing = [op for op in program.instructions if isinstance(op, LocalOp) and op.op in again]
+        recomputed = program.spmd.lifetimes.operators
+        drawing = [op for op in program.instructions if isinstance(op, LocalOp) and op.op in recomputed]
         kept = {op.op for op in drawing if op.call.target in STREAMS.values()} - self._announced
         self._announced.update(kept)
         if kept and self.ranks.rank == 0:
             warnings.warn(
-                f'with randomness="per_shard" the results of {listed(sorted(kept))} are kept for backward, though the '
-                "plan makes them again: a generator would draw other numbers",
+                f'with randomness="per_shard" the results of {listed(sorted(kept))} are kept for backward, although '
+                "the plan recomputes them: a generator would draw other numbers",
                 PlanWarning,
                 stacklevel=2,
             )
@@ -430,10 +430,10 @@ class ProgramCache:
         new = {name: why for name, why in untraceable.items() if name not in self._announced}
         self._announced.update(new)
         if new and self.ranks.rank == 0:
-            said = "; ".join(f"{name} ({why})" for name, why in new.items())
+            reasons = "; ".join(f"{name} ({why})" for name, why in new.items())
             warnings.warn(
-                f"the backward of these operators cannot be traced and stays with autograd, which keeps what it wants "
-                f"and computes all gradients at once: {said}",
+                "the backward of these operators cannot be traced; autograd runs it, saves its own tensors and "
+                f"computes all gradients at once: {reasons}",
                 stacklevel=2,
             )
 
@@ -466,13 +466,13 @@ def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
 
 def refuse_input_gradients(named: Mapping[str, torch.Tensor], where: str, instead: str) -> None:
     """Raise ShardwiseError for inputs that require a gradient, which ``where`` does not compute."""
-    wanted = [name for name, tensor in named.items() if tensor.requires_grad]
-    if wanted:
+    names = [name for name, tensor in named.items() if tensor.requires_grad]
+    if names:
         raise ShardwiseError(
             problem(
-                f"{listed(wanted)} requires a gradient, which no step brings {where}",
-                fix=f"{instead}, and differentiate what par(*batch) returns; or make what computes the input a part of "
-                "the module that is split",
+                f"{listed(names)} requires a gradient, which no step computes {where}",
+                fix=f"{instead} and differentiate the result of par(*batch), or move the computation of the input "
+                "into the module",
             )
         )
 
@@ -483,10 +483,10 @@ def check_frozen(compiled: Executable) -> None:
     if thawed:
         raise ShardwiseError(
             problem(
-                f"{listed(thawed)} was frozen when the module was split and requires a gradient now, which no "
-                "collective would reduce",
-                fix="plan and split the model with requires_grad_(True): then parameters may be frozen and thawed at "
-                "any time. To go on from here: sw.save_checkpoint, then sw.plan, sw.parallelize and sw.load_checkpoint",
+                f"{listed(thawed)} was frozen at sw.parallelize and requires a gradient now, which no collective "
+                "would reduce",
+                fix="plan and parallelize with requires_grad_(True), then freeze and unfreeze at any time. To "
+                "continue from here: sw.save_checkpoint, then sw.plan, sw.parallelize and sw.load_checkpoint",
             )
         )
 

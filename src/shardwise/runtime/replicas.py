@@ -47,16 +47,16 @@ _FIXES: dict[Kind, str] = {
     "batch": 'pass the same whole batch on every rank (the same order of samples), or only its part: inputs="local"',
     "input": "ranks along an axis that does not split the batch must get the same samples: choose them by the "
     "coordinates on the other axes",
-    "parameter": "change parameters on all ranks alike; an optimizer must do the same on each (no random numbers of "
-    "its own, the same learning rate); load the same checkpoint on all",
-    "buffer": "change buffers on all ranks alike, and load the same checkpoint on all",
+    "parameter": "make the same changes of parameters on all ranks: the same optimizer and learning rate, no random "
+    "numbers in it; load the same checkpoint on all",
+    "buffer": "make the same changes of buffers on all ranks, and load the same checkpoint on all",
     "constant": "build the module from the same values on every rank",
-    "activation": "the part that sends it must send equal bits to all: see the network and the devices of these ranks",
-    "seed": "give parallelize the same seed= on every rank",
-    "operator": "those of its operands that have copies were equal: a kernel that is not deterministic "
+    "activation": "the stage that sends it must send equal bits to all: check the network and the devices of the ranks",
+    "seed": "pass the same seed= to parallelize on every rank",
+    "operator": "its replicated operands were equal: look for a nondeterministic kernel "
     "(torch.use_deterministic_algorithms(True) finds it), different software or hardware, or a faulty device",
-    "conversion": "a collective gave its ranks different bits: see the network and the devices of these ranks",
-    "gradient": "the values of the forward pass were equal: a backward kernel that is not deterministic "
+    "conversion": "a collective returned different bits to its ranks: check the network and the devices of these ranks",
+    "gradient": "the forward values were equal: look for a nondeterministic backward kernel "
     "(torch.use_deterministic_algorithms(True) finds it), a change of gradients on some ranks, or a faulty device",
 }
 
@@ -315,14 +315,14 @@ def _has_copies(layout: Layout) -> bool:
 
 def _leaders(layouts: Iterable[Layout | None], mesh: Mesh) -> Tensor:
     """Return, per rank and layout, the lowest rank that holds the same part of a tensor; rank 0 without a layout."""
-    known: dict[tuple[str, ...], list[int]] = {}
+    leaders: dict[tuple[str, ...], list[int]] = {}
     columns: list[list[int]] = []
     for layout in layouts:
         copied = mesh.sub_axes if layout is None else tuple(a for a, state in layout.state_of.items() if state in "IR")
-        if copied not in known:
+        if copied not in leaders:
             same = dict.fromkeys(copied, 0)
-            known[copied] = [mesh.rank_of({**mesh.coordinates(rank), **same}) for rank in range(mesh.num_devices)]
-        columns.append(known[copied])
+            leaders[copied] = [mesh.rank_of({**mesh.coordinates(rank), **same}) for rank in range(mesh.num_devices)]
+        columns.append(leaders[copied])
     return torch.tensor(columns, dtype=torch.int64).view(len(columns), mesh.num_devices).t()
 
 
@@ -362,6 +362,6 @@ def checked_interval(check_replicas: int | None) -> int:
     """Return the setting as a number, 0 for never. Raises ShardwiseError for an invalid value."""
     every = 0 if check_replicas is None else check_replicas
     if not isinstance(every, int) or isinstance(every, bool) or every < 0:
-        what = f"check_replicas is the number of training calls from check to check, not {check_replicas!r}"
-        raise ShardwiseError(problem(what, fix="give a whole number; 0 or None for no checks"))
+        what = f"check_replicas is the number of training calls between checks, not {check_replicas!r}"
+        raise ShardwiseError(problem(what, fix="pass an integer; 0 or None for no checks"))
     return every

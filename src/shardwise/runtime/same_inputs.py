@@ -25,8 +25,8 @@ from shardwise.runtime.host_copies import CopyInFlight, host_memory, start_copy
 from shardwise.runtime.replicas import fingerprint_on
 
 SAME_INPUTS_FIX = (
-    "give every rank the same samples (no DistributedSampler, and the same seed; sw.DataLoader does), or "
-    'each its part of the batch: sw.parallelize(..., inputs="local")'
+    "pass the same samples on every rank (no DistributedSampler, the same seed; sw.DataLoader does this), or "
+    'one part of the batch on each: sw.parallelize(..., inputs="local")'
 )
 _NUM_NAMED = 8  # ranks that a message lists
 
@@ -94,10 +94,10 @@ class SameInputs:
             if len(ranks_of) > 1:
                 first, *others = (_named(ranks) for ranks in ranks_of.values())
                 what = (
-                    f"in call {passed.call} {first} passed another {name} than {' and '.join(others)}; each passes "
-                    "the whole batch, and that call trained on a mixture of them"
+                    f"in call {passed.call} {first} passed another {name} than {' and '.join(others)}; every rank "
+                    "must pass the whole batch, so that call trained on a mixture"
                 )
-                fix = f"{SAME_INPUTS_FIX}; go on from before that call"
+                fix = f"{SAME_INPUTS_FIX}; resume from before that call"
                 raise ShardwiseError(problem(what, fix=fix, section="different-calls"))
 
 

@@ -35,7 +35,7 @@ class PipelineRankGroups:
         """Raise LaunchError: process groups cannot be pickled."""
         raise LaunchError(
             problem(
-                "a parallel module of stages is not stored whole: its stages exchange over process groups of this job",
+                "a parallel module of stages cannot be pickled: its stages use process groups of this job",
                 fix="store par.state_dict(), or sw.save_checkpoint(...), which any ranks can read",
             )
         )

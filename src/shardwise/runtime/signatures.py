@@ -40,7 +40,7 @@ from shardwise.plans.plan import Plan
 from shardwise.programs.micro_batches import Passes, numbers_samples
 from shardwise.runtime.agree import gather_objects, wire_device
 from shardwise.runtime.communicator import Communicator, GatheredRows
-from shardwise.runtime.failure_store import hands
+from shardwise.runtime.failure_store import failure_store
 from shardwise.runtime.lazy_gather import LazyTensor, plain_tensor
 from shardwise.runtime.local_shards import shard
 from shardwise.runtime.replicas import fingerprint_on
@@ -116,7 +116,7 @@ def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devic
     raise ShardwiseError(
         problem(
             f"{listed(empty)} {'is' if len(empty) == 1 else 'are'} on meta, without data",
-            fix="pass tensors with data, on any device: they come to that of the module",
+            fix="pass tensors with data, on any device: they are moved to that of the module",
         )
     )
 
@@ -161,16 +161,14 @@ def check_equal(
 ) -> None:
     """Raise ShardwiseError on all ranks if their calls, their ``tensors``, or the flags of a tensor that they share
     differ. ``holds``: returns whether a rank has a tensor."""
-    hands.ask(str(signature))
+    failure_store.ask(str(signature))
     what = f"a call unlike the last of this rank ({signature})"
     everywhere = gather_objects((signature, _prints(signature, tensors, wire_device(device))), ranks, device, what)
     _check_same([signature for signature, _ in everywhere], holds, with_shapes=True)
     for name, first in everywhere[0][1].items():
         other = next((rank for rank, (_, prints) in enumerate(everywhere) if prints[name] != first), None)
         if other is not None:
-            what = (
-                f"ranks 0 and {other} pass different {name}, {signature.described(name)}; each passes the whole batch"
-            )
+            what = f"ranks 0 and {other} pass different {name} instead of the whole batch, {signature.described(name)}"
             raise ShardwiseError(problem(what, fix=SAME_INPUTS_FIX, section="different-calls"))
 
 
@@ -183,13 +181,13 @@ def _prints(signature: Signature, tensors: Sequence[torch.Tensor], device: torch
 def _check_same(everywhere: Sequence[Signature], holds: Holds, *, with_shapes: bool) -> None:
     first = everywhere[0]
     for what, name in dict.fromkeys(case for other in everywhere for case in other.circumstances):
-        so = {rank: (what, name) in other.circumstances for rank, other in enumerate(everywhere) if holds(rank, name)}
-        if len(set(so.values())) > 1:
-            yes, no = (next(rank for rank in so if so[rank] == answer) for answer in (True, False))
+        has = {rank: (what, name) in other.circumstances for rank, other in enumerate(everywhere) if holds(rank, name)}
+        if len(set(has.values())) > 1:
+            yes, no = (next(rank for rank in has if has[rank] == answer) for answer in (True, False))
             raise ShardwiseError(
                 problem(
-                    f"ranks make different calls: rank {yes} has {what} {name}, and rank {no} has not",
-                    fix="freeze and replace tensors alike on every rank that holds them",
+                    f"ranks make different calls: rank {yes} has {what} {name}, but rank {no} has not",
+                    fix="freeze and replace the same tensors on every rank that holds them",
                 )
             )
     for rank, other in enumerate(everywhere):
@@ -197,7 +195,7 @@ def _check_same(everywhere: Sequence[Signature], holds: Holds, *, with_shapes: b
             raise ShardwiseError(
                 problem(
                     f"ranks make different calls: rank 0 in {first.mode}, rank {rank} in {other.mode}",
-                    fix="call train(), eval(), step() and predict() alike on every rank, with gradients on or off",
+                    fix="make the same train(), eval(), step() and predict() calls and set one grad mode on all ranks",
                     section="different-calls",
                 )
             )
@@ -207,7 +205,7 @@ def _check_same(everywhere: Sequence[Signature], holds: Holds, *, with_shapes: b
             shapes = [s.shapes.get(name, ()) for s in (first, other)]
             if key == other_leaf and (shapes[0] == shapes[1] or (not with_shapes and len(shapes[0]) == len(shapes[1]))):
                 continue
-            fix = 'pass the same arguments on every rank, or each its part of the batch: inputs="local"'
+            fix = 'pass the same arguments on every rank, or one part of the batch on each: inputs="local"'
             what = f"{name} is {first.described(name)} on rank 0 and {other.described(name)} on rank {rank}"
             what = f"ranks make different calls: {what}"
             raise ShardwiseError(problem(what, fix=fix, section="different-calls"))
@@ -260,8 +258,8 @@ class LocalInputs:
             shown = ", ".join(f"{name} {layout}" for name, layout in list(self.layouts.items())[:4])
             raise ShardwiseError(
                 problem(
-                    f'inputs="local", and the plan splits no input: {shown}; every rank would train on its own data as '
-                    "if it were the whole batch",
+                    f'inputs="local", but the plan splits no input: {shown}; every rank would take its own data for '
+                    "the whole batch",
                     fix='pass the whole batch on every rank (inputs="global"), or plan with a split batch: '
                     'sw.plan(..., layouts={"x": "[8@dp, ...]"}) or mode="data_parallel"',
                 )
@@ -288,8 +286,8 @@ class LocalInputs:
             self.numbers.create_groups([self.numbers.mesh.sub_axes])  # once, and again after unpickling
             digest = torch.tensor([signature.digest])
             flight = self.numbers.start_gather(digest, "the sizes of the ranks' inputs")
-            taken, again = self._latest.get(signature.digest, ((), False))
-            if again:
+            taken, is_checked = self._latest.get(signature.digest, ((), False))
+            if is_checked:
                 self.everyone.before_next = lambda: self._check(flight, taken)
                 return self._batches[taken]
             self._read(flight)
@@ -316,13 +314,12 @@ class LocalInputs:
         parts = [shapes[name] for shapes in batch.parts]
         case = (name, layout, *parts)
         if case not in self._is_own:
-            wanted = [layout.local_shape(layout.mesh.coordinates(device)) for device in range(len(parts))]
-            self._is_own[case] = wanted == parts and self._is_passed(name, layout, batch)
+            planned = [layout.local_shape(layout.mesh.coordinates(device)) for device in range(len(parts))]
+            self._is_own[case] = planned == parts and self._is_passed(name, layout, batch)
             if not self._is_own[case] and self.everyone.rank == 0:
                 warnings.warn(
-                    f"the parts of {name} have {_listed(parts)}, and the plan splits the whole, "
-                    f"{list(batch.shapes[name])}, into {_listed(wanted)}: it is gathered and divided anew in every "
-                    "such call",
+                    f"the parts of {name} have {_listed(parts)}, but the plan splits the whole, "
+                    f"{list(batch.shapes[name])}, into {_listed(planned)}: it is gathered and split in every call",
                     stacklevel=9,  # of par.step
                 )
         if self._is_own[case]:
@@ -355,7 +352,7 @@ class LocalInputs:
             self._faults[case] = batch, passes, self._fault(batch, passes, wanted(batch), with_samples)
         *_, fault = self._faults[case]
         if fault and not self._has_said_gathered and self.everyone.rank == 0:
-            warnings.warn(f"{fault}: they are gathered and divided anew in every such step", stacklevel=6)
+            warnings.warn(f"{fault}: they are gathered and split again in every such step", stacklevel=6)
         self._has_said_gathered |= bool(fault)
         return not fault
 
@@ -364,17 +361,17 @@ class LocalInputs:
         samples of every input, need them on these devices, and not compute with sample indices."""
         samples = sum(passes.sizes)
         if any(map(numbers_samples, passes.graphs.values())):
-            return f"the model computes with the numbers that {samples} samples have in the batch"
+            return f"the model uses the positions of {samples} samples in the batch"
         rows = {name: self._sizes(name, batch.parts)[0] for name in batch.shapes if name in with_samples}
         if len(passes.sizes) > 1 and len(set(map(tuple, rows.values()))) > 1:
             shown = ", ".join(f"{name} {sizes}" for name, sizes in rows.items())
-            return f"inputs of {samples} samples are passed in different parts ({shown}), so passes can not divide them"
+            return f"micro-batches cannot split {samples} samples that inputs divide differently over ranks ({shown})"
         if not all(
             self.is_part(name, layout, batch, *((start, stop) if name in with_samples else (0, samples)), samples)
             for layouts, start, stop in wanted
             for name, layout in layouts.items()
         ):
-            size = f"passes over {passes.sizes[0]}" if len(passes.sizes) > 1 else "those that the programs take"
+            size = f"micro-batches of {passes.sizes[0]}" if len(passes.sizes) > 1 else "those that the programs take"
             return f"the ranks' parts of {samples} samples do not divide into {size}"
         return ""
 
@@ -401,8 +398,8 @@ class LocalInputs:
             text = "whole" if layout is None else format_layout(layout)
             raise ShardwiseError(
                 problem(
-                    f"ranks {leader} and {rank} pass different {name}, and the plan gives both the same part of it: it "
-                    f"is {text}{'' if layout is None else f' on {layout.mesh}'}",
+                    f"ranks {leader} and {rank} pass different {name}, but the plan assigns both the same part of "
+                    f"it: it is {text}{'' if layout is None else f' on {layout.mesh}'}",
                     fix="choose samples by the coordinates on the axes that split the input (par.plan.input_layouts"
                     f'["{name}"]), pass the whole batch on every rank (inputs="global"), or plan with layouts= that '
                     "split it over all axes",
@@ -416,7 +413,7 @@ class LocalInputs:
         if places is None:
             raise ShardwiseError(
                 problem(
-                    f'inputs="local", and the part of {name} that a rank computes is no block: {layout}',
+                    f'inputs="local", but the part of {name} of a rank is not a contiguous block: {layout}',
                     fix='pass the whole batch on every rank: inputs="global"',
                 )
             )
@@ -429,13 +426,13 @@ class LocalInputs:
         for device, shapes in enumerate(parts):
             position_of = {dim: position for dim, position, _ in self._places(name, device)}
             for dim, size in enumerate(shapes[name]):
-                known = sizes[dim].setdefault(position_of.get(dim, 0), size)
-                if known != size:
+                other = sizes[dim].setdefault(position_of.get(dim, 0), size)
+                if other != size:
                     raise ShardwiseError(
                         problem(
-                            f"dim {dim} of {name} has {known} and {size} elements on ranks that hold the same part of "
+                            f"dim {dim} of {name} has {other} and {size} elements on ranks that hold the same part of "
                             f"it: {_listed([shapes[name] for shapes in parts])}",
-                            fix="pass parts that make one batch: only dims that the plan splits may differ",
+                            fix="pass parts of one batch: only dims that the plan splits may differ",
                         )
                     )
         return [[by_position[position] for position in sorted(by_position)] for by_position in sizes]
@@ -448,8 +445,8 @@ class LocalInputs:
             if dim > 0 and planned > 1 and sizes[dim] == [planned] * count:
                 raise ShardwiseError(
                     problem(
-                        f"every rank passes {planned} elements of dim {dim} of {name}, as many as the whole has in the "
-                        f"plan, which splits it {count} ways: {self.layouts[name]}",
+                        f"every rank passes {planned} elements of dim {dim} of {name}, the size of the whole dim in "
+                        f"the plan, which splits it {count} ways: {self.layouts[name]}",
                         fix=f"pass this rank's {planned}/{count} of them, or the whole batch on every rank "
                         '(inputs="global")',
                     )
@@ -462,8 +459,8 @@ class LocalInputs:
         if takes_gradient(tensor):
             raise ShardwiseError(
                 problem(
-                    f"the ranks' parts of {name} have {_listed([shapes[name] for shapes in batch.parts])}, which are "
-                    "not those of the plan: they are gathered, and gradients do not flow back into gathered parts",
+                    f"the ranks' parts of {name} have {_listed([shapes[name] for shapes in batch.parts])}, which "
+                    "differ from the plan: they are gathered, and gradients do not flow back into gathered parts",
                     fix="pass parts as the plan splits them (equal ones of a batch that divides), or the whole batch "
                     'on every rank: inputs="global"',
                 )

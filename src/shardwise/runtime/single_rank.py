@@ -68,26 +68,26 @@ def run_alone(
         ShardwiseError: If ``steps`` or ``device`` is invalid, or the module returns no loss.
     """
     if dist.is_initialized():
-        fix = "run it in a process by itself, started without shardwise run -n or torchrun"
-        raise LaunchError(problem("this process is a rank of a job, and a rank alone has no others", fix=fix))
+        fix = "run it in a single process, started without shardwise run -n or torchrun"
+        raise LaunchError(problem("this process is a rank of a job, but one rank alone must run outside", fix=fix))
     if not 0 <= rank < plan.num_ranks:
         raise PlanError(
-            problem(f"the plan is for ranks 0 to {plan.num_ranks - 1}, not {rank}", fix="name one of these")
+            problem(f"the plan is for ranks 0 to {plan.num_ranks - 1}, not {rank}", fix="choose one of these")
         )
     if steps < 1:
         raise ShardwiseError(f"steps is a number from 1, not {steps!r}")
     try:
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
-        raise ShardwiseError(problem(f"{device!r} is no device", fix="such as cuda:1 or cpu")) from error
+        raise ShardwiseError(problem(f"{device!r} is not a device", fix="such as cuda:1 or cpu")) from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ShardwiseError(problem(f"there is no {device} here", fix="name another device, such as cpu"))
+        raise ShardwiseError(problem(f"this machine has no {device}", fix="choose another device, such as cpu"))
     if device.type == "cuda":
         check_memory(plan, {rank: memory_on(device)})
     call = Example(module, call_arguments(example_inputs), loss, precision=plan.precision)
     graph = planned_graph(call, plan)
     if graph.loss is None:
-        fix = "return the loss first, or give a loss beside the inputs"
+        fix = "return the loss first, or pass a loss with the inputs"
         raise ShardwiseError(problem("the module returns no loss to differentiate", fix=fix))
     settings = RunSettings(loss, "global", device, compile)
     with _without_others(rank, plan.num_ranks):
@@ -116,11 +116,11 @@ class StagesProfile:
     stages: Mapping[int, StepProfile]
 
     def __str__(self) -> str:
-        said = [f"rank {self.rank} of {self.num_ranks} alone: without messages, a micro-batch of each of its stages"]
+        text = [f"rank {self.rank} of {self.num_ranks} alone: without messages, a micro-batch of each of its stages"]
         for number, profile in self.stages.items():
             _, *lines = str(profile).splitlines()  # skip the line that says it is alone
-            said += [f"stage {number}", *(f"  {line}" for line in lines)]
-        return "\n".join(said)
+            text += [f"stage {number}", *(f"  {line}" for line in lines)]
+        return "\n".join(text)
 
 
 def _calls(module: torch.nn.Module, plan: Plan, settings: RunSettings, place: Placement) -> ProgramCache:

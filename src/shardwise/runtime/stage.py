@@ -234,7 +234,7 @@ class StageWorker:
                     rows = shard(rows, layout, stage.ranks.coordinates)
                 tensors.append(rows.to(step.device))
             else:
-                tensors.append(step.seed if position == compiled.seed else _there(tensor, source.names[0]))
+                tensors.append(step.seed if position == compiled.seed else _require(tensor, source.names[0]))
         return tensors
 
     def _write(
@@ -323,7 +323,7 @@ def _token(delivered: Sequence[Tensor]) -> tuple[Tensor, ...]:
     return (torch.zeros(1, device=delivered[0].device if delivered else None),)
 
 
-def _there(tensor: Tensor | None, name: str) -> Tensor:
+def _require(tensor: Tensor | None, name: str) -> Tensor:
     assert tensor is not None, f"this rank does not hold {name}"
     return tensor
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardwise.errors import CollectiveError, ShardwiseError
 from shardwise.plans.plan import Plan
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.failure_store import hands
+from shardwise.runtime.failure_store import failure_store
 from shardwise.runtime.faults import BlockedRank, exchange_failed
 from shardwise.runtime.torch_schedules import Scheduled
 
@@ -57,11 +57,11 @@ class StageFaults:
         failure = exchange_failed(error, rank, waiting, what, "", "", [("pass", f"call {self.everyone.calls}")])
         if failure is None:
             return None
-        said = hands.explained()
+        reported = failure_store.explained()
         return (
-            CollectiveError(f"{what} failed: {said}", said.blames)
-            if isinstance(said, CollectiveError)
-            else said or failure
+            CollectiveError(f"{what} failed: {reported}", reported.blames)
+            if isinstance(reported, CollectiveError)
+            else reported or failure
         )
 
     @contextmanager

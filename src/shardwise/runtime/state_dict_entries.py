@@ -30,19 +30,19 @@ def shard_metadata(shards: Mapping[K, Shard], rank: int) -> dict[str, Any]:
 
 
 def check_entries(
-    said: Mapping[str, Any], shards: Mapping[K, Shard], rank: int, name_of: Callable[[K], str] = str
+    record: Mapping[str, Any], shards: Mapping[K, Shard], rank: int, name_of: Callable[[K], str] = str
 ) -> None:
-    """Raise ShardwiseError for entries that hold other elements than this rank's. ``said``: the record in the state, or
+    """Raise ShardwiseError for entries that hold other elements than this rank's. ``record``: that of the state, or
     an empty mapping."""
-    known = said.get("boxes", {})
-    foreign = [name_of(key) for key, shard in shards.items() if key in known and known[key] != _boxes(shard)]
+    boxes = record.get("boxes", {})
+    foreign = [name_of(key) for key, shard in shards.items() if key in boxes and boxes[key] != _boxes(shard)]
     if foreign:
-        whose = "were split otherwise" if said["rank"] == rank else f"are the shards of rank {said['rank']}"
+        whose = "were sharded differently" if record["rank"] == rank else f"are the shards of rank {record['rank']}"
         raise ShardwiseError(
             problem(
-                f"{listed(foreign)} of this state {whose}, and rank {rank} holds other elements of them",
-                fix="let every rank load the state that it stored itself; sw.save_checkpoint and "
-                "torch.distributed.checkpoint store for any rank and any plan",
+                f"{listed(foreign)} of this state {whose}, but rank {rank} holds other elements of them",
+                fix="load the state on the rank that stored it; states of sw.save_checkpoint and "
+                "torch.distributed.checkpoint can be loaded by any rank and plan",
             )
         )
 

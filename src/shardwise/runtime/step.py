@@ -111,9 +111,9 @@ class CallableStep:
             if missing:
                 raise ShardwiseError(
                     problem(
-                        f"backward from some of the outputs needs {', '.join(sorted(missing))}, which is not kept "
-                        "where all outputs get gradients",
-                        fix="give gradients to all outputs (zeros where there are none)",
+                        f"backward from some of the outputs needs {', '.join(sorted(missing))}, which is not saved "
+                        "when all outputs get gradients",
+                        fix="pass gradients for all outputs (zeros where there are none)",
                     )
                 )
             self._backward[present] = emitted
@@ -141,14 +141,14 @@ class _StepFunction(torch.autograd.Function):
         else:
             ctx.kept = list(saved)
             ctx.versions = [saved[i]._version for i, _ in step.watched]
-        return (*_apart(delivered), *written)
+        return (*_separate(delivered), *written)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         refuse_create_graph()
         check_ambient(None, "around the backward of a parallel module")
         step: CallableStep = ctx.step
-        saved = _kept(ctx)
+        saved = _take_saved(ctx)
         delivered = cotangents[: step.num_delivered]
         emitted = step.backward_for(tuple(cotangent is not None for cotangent in delivered))
         taken = _in_order(step.emitted, emitted, saved)
@@ -167,7 +167,7 @@ def _is_hooked() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def _kept(ctx: Any) -> list[Any]:
+def _take_saved(ctx: Any) -> list[Any]:
     """Return the values saved by forward and drop them unless autograd retains the graph."""
     if ctx.hooked:
         tensors = iter(ctx.saved_tensors)
@@ -175,7 +175,7 @@ def _kept(ctx: Any) -> list[Any]:
     if ctx.kept is None:
         raise ShardwiseError(
             problem(
-                "this step was differentiated already, and what its backward needs was let go",
+                "this step was differentiated already, and its saved tensors were freed",
                 fix="call the module again before the second backward, or pass retain_graph=True to the first",
             )
         )
@@ -204,7 +204,7 @@ def _changed(program: RankProgram, name: str) -> ShardwiseError:
     if source is not None:
         return ShardwiseError(
             problem(
-                f"{source.names[0]} was changed in place between forward and backward, which needs its earlier values",
+                f"{source.names[0]} was changed in place after forward, but backward needs its earlier values",
                 fix="run backward before optimizer.step() or any other change of parameters and buffers",
             )
         )
@@ -212,27 +212,27 @@ def _changed(program: RankProgram, name: str) -> ShardwiseError:
     maker = f"the output of {op.name} ({op.source})" if op else "an output of the call"
     return ShardwiseError(
         problem(
-            f"{maker} was changed in place after the call, and backward needs the values that it had",
+            f"{maker} was changed in place after the call, but backward needs its earlier values",
             fix="write out.mul(2) instead of out.mul_(2), or change a copy: out.clone()",
         )
     )
 
 
-def _in_order(all_saved: Emitted, wanted: Emitted, saved: list[Any]) -> list[Any]:
+def _in_order(all_saved: Emitted, order: Emitted, saved: list[Any]) -> list[Any]:
     """Return the saved values that a variant of the backward takes, in its order."""
-    if all_saved is wanted:
+    if all_saved is order:
         return saved
     by_name = dict(zip(all_saved.program.saved, saved, strict=True))
     saved.clear()
-    return [by_name[name] for name in wanted.program.saved]
+    return [by_name[name] for name in order.program.saved]
 
 
-def _apart(delivered: Sequence[Tensor]) -> list[Tensor]:
+def _separate(delivered: Sequence[Tensor]) -> list[Tensor]:
     """Return the delivered tensors with duplicates and views detached. Autograd identifies tensors by identity, and
     outputs may be changed in place (``_watched`` detects it, since versions belong to the memory)."""
     seen: set[int] = set()
-    apart = []
+    separated = []
     for tensor in delivered:
-        apart.append(tensor.detach() if id(tensor) in seen or tensor._is_view() else tensor)
+        separated.append(tensor.detach() if id(tensor) in seen or tensor._is_view() else tensor)
         seen.add(id(tensor))
-    return apart
+    return separated

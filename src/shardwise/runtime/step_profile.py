@@ -90,7 +90,7 @@ class StepProfile:
             f"forward and backward {measured}, predicted {predicted} ({self.cluster})",
             f"peak memory {peak}, predicted {expected}",
             *compiled,
-            f"{'measured':>10} {'predicted':>10}  the largest disagreements first; what calibrates them",
+            f"{'measured':>10} {'predicted':>10}  the largest disagreements first; the figure to calibrate",
         ]
         for row in self.rows[:_NUM_SHOWN]:
             seconds = f"{format_seconds(row.measured):>10} {format_seconds(row.predicted):>10}"
@@ -131,12 +131,12 @@ def profile_step(
     emitted_step = taken()
     program = emitted_step.program
     is_compiled = emitted_step.compiling is not None and emitted_step.compiling.is_preferred
-    passes: list[_Clock] = []
+    clocks: list[_Clock] = []
     for _ in range(steps):
         clock = _Clock(program, device, state)
         with _timed(emitted_step, clock):
             step()
-        passes.append(clock)
+        clocks.append(clock)
     prices = prices_of(plan)
     predicted = simulate_program(program, prices)
     expected = tuple(event for event in predicted.events if event.part != "update")
@@ -144,19 +144,19 @@ def profile_step(
     if alone is not None:
         left_out += predicted.exposed
         expected = tuple(event for event in expected if not event.stream)
-        for clock in passes:
+        for clock in clocks:
             clock.events = [event for event in clock.events if not event.stream]
     on_cpu = device.type == "cpu"
     states = predicted.peak.parts.get("optimizer states", 0) if on_cpu else 0
-    rows = _compared(passes, expected, prices.links, gather)
+    rows = _compared(clocks, expected, prices.links, gather)
     return StepProfile(
-        (max(gather(median(walls))) / passes[0].num_passes, predicted.seconds - left_out),
-        (max(clock.peak for clock in passes) if on_cpu else peak, predicted.peak_bytes - states),
+        (max(gather(median(walls))) / clocks[0].num_passes, predicted.seconds - left_out),
+        (max(clock.peak for clock in clocks) if on_cpu else peak, predicted.peak_bytes - states),
         tuple(sorted(rows, key=lambda row: -row.difference)),
         prices.links.cluster.name,
         is_compiled,
         plan.mesh,
-        (tuple(passes[-1].events), expected),
+        (tuple(clocks[-1].events), expected),
         alone,
     )
 
@@ -224,7 +224,7 @@ class _Clock:
         seconds = time.perf_counter() - start
         if "index" in node.meta:
             instruction = instructions[node.meta["index"]]
-            assert isinstance(instruction, Compute), f"{node} is no operator"
+            assert isinstance(instruction, Compute), f"{node} is not an operator"
             is_cast = instruction.origin.part == "cast"
             name = f"cast of {instruction.results[0]}" if is_cast else instruction.origin.op
             self.figures[part, name] = max(
@@ -337,10 +337,10 @@ def _timed(step: CallableStep | GradAccumStep, clock: _Clock) -> Iterator[None]:
 
 
 def _compared(
-    passes: Sequence[_Clock], expected: Sequence[Event], links: Links, gather: Callable[[Any], list[Any]]
+    clocks: Sequence[_Clock], expected: Sequence[Event], links: Links, gather: Callable[[Any], list[Any]]
 ) -> Iterator[ProfileRow]:
     """Yield a row for every operator, and for all messages of a kind over the same axes, in each part of a step."""
-    sums_of_passes = [_sums(clock.events, clock.num_passes) for clock in passes]
+    sums_of_passes = [_sums(clock.events, clock.num_passes) for clock in clocks]
     mine = {key: median(sums.get(key, 0.0) for sums in sums_of_passes) for key in sums_of_passes[0]}
     everyone = gather(mine)
     predicted = _sums(expected, 1)
@@ -349,7 +349,7 @@ def _compared(
         seconds = [sums[key] for sums in everyone if key in sums]
         measured = (min if stream else max)(seconds, default=0.0)
         levels = "" if not stream else ", ".join(f"levels.{level}" for level in links.level_names(stream))
-        figure = levels or passes[0].figures.get((part, name), (0.0, "device"))[1]
+        figure = levels or clocks[0].figures.get((part, name), (0.0, "device"))[1]
         title = f"{name} over {links.mesh.format_axes(stream)}" if stream else name
         yield ProfileRow(title, part, measured, predicted.get(key, 0.0), figure)
 

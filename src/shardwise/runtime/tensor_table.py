@@ -61,10 +61,10 @@ class TensorTable:
             if table.get(key) is not child:
                 raise ShardwiseError(
                     problem(
-                        f"the submodule {name} was replaced by a {type(table.get(key)).__name__}: this module holds "
-                        "the shards of another one and runs its program, in which the new one is not",
-                        fix="change the model before sw.plan and sw.parallelize; new values go into the tensors that "
-                        "are there (load_state_dict)",
+                        f"the submodule {name} was replaced by a {type(table.get(key)).__name__}: the parallel "
+                        "module runs the program of the old one",
+                        fix="change the model before sw.plan and sw.parallelize; load new values into the existing "
+                        "tensors (load_state_dict)",
                     )
                 )
         self._replaced = ()
@@ -97,7 +97,7 @@ class TensorTable:
             if first.tensor is not after.tensor:
                 raise ShardwiseError(
                     problem(
-                        f"{first.name} and {after.name} were one tensor when the module was split, and are two now",
+                        f"{first.name} and {after.name} were one tensor at sw.parallelize, and are two now",
                         fix="assign the same tensor to all of its names, or untie them before sw.plan",
                     )
                 )
@@ -123,8 +123,8 @@ def _successor(slot: TensorSlot) -> torch.Tensor:
     raise ShardwiseError(
         problem(
             f"{slot.name} was replaced by {_described(new)}; this rank's part of it is {_described(old)}",
-            fix="assign this rank's shard (of the same dtype, on the same device), change the values of the tensor "
-            "that is there (copy_, load_state_dict), or change the model before sw.plan and sw.parallelize",
+            fix="assign this rank's shard (of the same dtype, on the same device), change the values of the "
+            "existing tensor (copy_, load_state_dict), or change the model before sw.plan and sw.parallelize",
         )
     )
 
@@ -145,19 +145,19 @@ def check_initial_values(
 ) -> None:
     """Raise ShardwiseError on all ranks if one has a ``fault`` (the others name it). Raise LaunchError if the whole
     initial values (name -> fingerprint) or the seed differ between ranks."""
-    said = None if fault is None else str(fault).split("\n", 1)[0]
-    everywhere = gather_objects((dict(prints), said, seed), ranks, device, "the comparison of initial values")
+    message = None if fault is None else str(fault).split("\n", 1)[0]
+    everywhere = gather_objects((dict(prints), message, seed), ranks, device, "the comparison of initial values")
     if fault is not None:
         raise fault
-    failed = [(rank, said) for rank, (_, said, _) in enumerate(everywhere) if said is not None]
+    failed = [(rank, message) for rank, (_, message, _) in enumerate(everywhere) if message is not None]
     if failed:
         more = f" (and {len(failed) - 1} more ranks)" if len(failed) > 1 else ""
-        raise LaunchError(f"rank {failed[0][0]} could not split its module{more}: {failed[0][1]}")
+        raise LaunchError(f"rank {failed[0][0]} could not shard its module{more}: {failed[0][1]}")
     first, _, seed_of_first = everywhere[0]
     for rank, (other, _, its) in enumerate(everywhere):
         if its != seed_of_first:
             what = f"ranks draw from different seeds: seed={seed_of_first} on rank 0 and seed={its} on rank {rank}"
-            raise LaunchError(problem(what, fix="give sw.parallelize the same seed= on every rank"))
+            raise LaunchError(problem(what, fix="pass the same seed= to sw.parallelize on every rank"))
         differing = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
         if differing:
             raise LaunchError(

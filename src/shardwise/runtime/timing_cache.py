@@ -61,12 +61,12 @@ class TimesOnDisk:
                 raise ValueError("it is of another version, or about another program")
             times = Times(float(content["eager_seconds"]), float(content["compiled_seconds"]))
             if not all(math.isfinite(seconds) and seconds > 0 for seconds in (times.eager, times.compiled)):
-                raise ValueError(f"these are no seconds: {times.eager} and {times.compiled}")
+                raise ValueError(f"invalid step times: {times.eager} and {times.compiled}")
         except FileNotFoundError:
             return None
         except (OSError, ValueError, TypeError, LookupError) as error:
             warnings.warn(
-                f"{path} does not say how fast a step is, and is not used: {type(error).__name__}: {error}",
+                f"ignoring {path}, which has no step times: {type(error).__name__}: {error}",
                 PlanWarning,
                 stacklevel=2,
             )

@@ -101,8 +101,8 @@ def cosine_embedding_loss(
     small = 1e-12  # PyTorch's own
     sizes = (input1.square().sum(-1) + small) * (input2.square().sum(-1) + small)
     cosine = (input1 * input2).sum(-1) / sizes.sqrt()
-    apart = torch.where(target == -1, (cosine - margin).clamp_min(0), 0)
-    return _over_samples(torch.where(target == 1, 1 - cosine, apart), reduction)
+    dissimilar = torch.where(target == -1, (cosine - margin).clamp_min(0), 0)
+    return _over_samples(torch.where(target == 1, 1 - cosine, dissimilar), reduction)
 
 
 def pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False) -> Tensor:

@@ -96,10 +96,10 @@ class Chunks:
 
     def attach(self) -> Tensor:
         """Attach the chunk protocol to the tensor."""
-        told: Any = self.tensor
-        told.__create_write_items__ = self.write_items
-        told.__create_chunk_list__ = self.chunk_list
-        told.__get_tensor_shard__ = self.tensor_shard
+        tagged: Any = self.tensor
+        tagged.__create_write_items__ = self.write_items
+        tagged.__create_chunk_list__ = self.chunk_list
+        tagged.__get_tensor_shard__ = self.tensor_shard
         return self.tensor
 
     @staticmethod
@@ -130,24 +130,24 @@ class Chunks:
         return view
 
 
-def _telling(tensor: Tensor, held: ShardRecord) -> Tensor:
+def _telling(tensor: Tensor, record: ShardRecord) -> Tensor:
     """Return a tensor in the same memory with the chunk protocol attached."""
-    boxes_here = boxes(held.layout, held.ranks.coordinates)
-    return Chunks(tensor.detach(), held.name, held.layout.shape, boxes_here, _has_several(held)).attach()
+    boxes_here = boxes(record.layout, record.ranks.coordinates)
+    return Chunks(tensor.detach(), record.name, record.layout.shape, boxes_here, _has_several(record)).attach()
 
 
 def _telling_stages(function: Callable[..., Any]) -> Callable[..., Any]:
     def stateful_to_state_dict(state_dict: Any) -> Any:
-        known = ShardIndex()
-        told = known.replaced(function(state_dict), lambda tensor, held, _: _telling(tensor, held))
-        if known.num_found:
-            _check_stage(known)
-        return told
+        index = ShardIndex()
+        tagged = index.replaced(function(state_dict), lambda tensor, record, _: _telling(tensor, record))
+        if index.num_found:
+            _check_stage(index)
+        return tagged
 
     return stateful_to_state_dict
 
 
-def _check_stage(known: ShardIndex) -> None:
+def _check_stage(index: ShardIndex) -> None:
     """Raise ShardwiseError in an ``async_save`` whose copies would lose the chunk protocol."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code is not _body(saver.async_save):
@@ -156,9 +156,9 @@ def _check_stage(known: ShardIndex) -> None:
         return
     stager, kind = frame.f_locals.get("async_stager"), frame.f_locals.get("async_checkpointer_type")
     if type(stager) is not DefaultStager or kind is saver.AsyncCheckpointerType.PROCESS:
-        known.refuse(
-            "this async_save copies tensors without what they say of the whole",
-            "leave out storage_writer= (give checkpoint_id=) and the process-based checkpointer, or use "
+        index.refuse(
+            "this async_save copies tensors without their position in the whole tensor",
+            "omit storage_writer= (give checkpoint_id=) and the process-based checkpointer, or use "
             "sw.save_checkpoint(..., blocking=False)",
         )
 
@@ -171,39 +171,39 @@ def _body(function: Any) -> Any:
 
 def _telling_writers(function: Callable[..., Any]) -> Callable[..., Any]:
     def save_state_dict(state_dict: Any, storage_writer: Any = None, *args: Any, **kwargs: Any) -> Any:
-        told = ShardIndex().replaced(state_dict, lambda tensor, held, _: _telling(tensor, held))
+        tagged = ShardIndex().replaced(state_dict, lambda tensor, record, _: _telling(tensor, record))
         if isinstance(storage_writer, HuggingFaceStorageWriter):
-            parts = filter(None, map(Chunks.of, leaves(told)))
+            parts = filter(None, map(Chunks.of, leaves(tagged)))
             several = next((part.name for part in parts if part.several), None)
             if several is not None:
-                what = f"this writer keeps one chunk of a name per rank, and ranks hold several of {several}"
+                what = f"this writer stores one chunk per name and rank, but ranks hold several chunks of {several}"
                 fix = "sw.save_pretrained(par, folder) writes such files, for any layout"
                 raise ShardwiseError(problem(what, fix=fix))
-        return function(told, storage_writer, *args, **kwargs)
+        return function(tagged, storage_writer, *args, **kwargs)
 
     return save_state_dict
 
 
-def _has_several(held: ShardRecord) -> bool:
+def _has_several(record: ShardRecord) -> bool:
     """Return whether some rank holds several boxes; the answer is the same on all ranks."""
-    mesh = held.layout.mesh
-    return any(len(boxes(held.layout, mesh.coordinates(device))) > 1 for device in range(mesh.num_devices))
+    mesh = record.layout.mesh
+    return any(len(boxes(record.layout, mesh.coordinates(device))) > 1 for device in range(mesh.num_devices))
 
 
 def _telling_readers(function: Callable[..., Any]) -> Callable[..., Any]:
     def load_state_dict(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Load into the caller's dicts: their tensors are filled in place, other values are replaced."""
 
-        def told(tensor: Tensor, held: ShardRecord, place: tuple[Any, Any]) -> Tensor:
-            alias: Any = _telling(tensor, held)
-            alias.size = lambda: torch.Size(held.layout.shape)  # torch compares this with the file
+        def tag(tensor: Tensor, record: ShardRecord, place: tuple[Any, Any]) -> Tensor:
+            alias: Any = _telling(tensor, record)
+            alias.size = lambda: torch.Size(record.layout.shape)  # torch compares this with the file
             before.append((*place, tensor))
             place[0][place[1]] = alias
             return tensor
 
         before: list[tuple[Any, Any, Tensor]] = []
         try:
-            ShardIndex().replaced(state_dict, told)
+            ShardIndex().replaced(state_dict, tag)
             return function(state_dict, *args, **kwargs)
         finally:
             for container, key, tensor in before:
@@ -232,25 +232,25 @@ def _of_module(function: Callable[..., Any]) -> Callable[..., Any]:
 def _gathering(function: Callable[..., Any]) -> Callable[..., Any]:
     def maybe_full_or_cpu_state_dict(state_dict: Any, info: Any) -> Any:
         if not info.full_state_dict:
-            told = ShardIndex().replaced(state_dict, lambda tensor, held, _: _telling(tensor, held))
+            tagged = ShardIndex().replaced(state_dict, lambda tensor, record, _: _telling(tensor, record))
             if not info.cpu_offload:
                 return state_dict
             copies = function(state_dict, info)
-            return _retold(copies, told)
+            return _retold(copies, tagged)
         target = 0 if info.cpu_offload else None  # as in torch: with cpu_offload only rank 0 gets it
-        everyone, known = ranks_of_stages(_module.get()), ShardIndex()
+        everyone, index = ranks_of_stages(_module.get()), ShardIndex()
         if everyone is not None:
-            whole = Gathering(known.of, everyone, target).of_all_stages(state_dict)
+            whole = Gathering(index.of, everyone, target).of_all_stages(state_dict)
         else:
-            whole = known.replaced(state_dict, lambda tensor, held, _: _whole(tensor, held, target))
+            whole = index.replaced(state_dict, lambda tensor, record, _: _whole(tensor, record, target))
         return function(whole, info)
 
     return maybe_full_or_cpu_state_dict
 
 
-def _whole(tensor: Tensor, held: ShardRecord, target: int | None) -> Tensor:
+def _whole(tensor: Tensor, record: ShardRecord, target: int | None) -> Tensor:
     """Gather the whole of a shard; on ranks other than ``target`` it is dropped at once."""
-    tensor = gather_whole(tensor, held.layout, f"the whole of {held.name}", held.ranks)
+    tensor = gather_whole(tensor, record.layout, f"the whole of {record.name}", record.ranks)
     if target is None:
         return tensor
     return tensor.cpu() if dist.get_rank() == target else tensor.new_empty(0)
@@ -280,25 +280,25 @@ def _from_rank_0(function: Callable[..., Any]) -> Callable[..., Any]:
     return load_optim_state_dict
 
 
-def _retold(copies: Any, told: Any) -> Any:
+def _retold(copies: Any, tagged: Any) -> Any:
     """Attach the chunks of the original tensors to their copies."""
     if isinstance(copies, dict):
-        return {key: _retold(copy, told[key]) for key, copy in copies.items()}
+        return {key: _retold(copy, tagged[key]) for key, copy in copies.items()}
     if isinstance(copies, (list, tuple)):
-        return type(copies)(_retold(copy, said) for copy, said in zip(copies, told, strict=True))
-    part = Chunks.of(told)
+        return type(copies)(_retold(copy, tagged_part) for copy, tagged_part in zip(copies, tagged, strict=True))
+    part = Chunks.of(tagged)
     return copies if part is None else replace(part, tensor=copies).attach()
 
 
 def _cutting(function: Callable[..., Any]) -> Callable[..., Any]:
     def distribute_state_dict(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         shards: dict[str, ShardRecord] = {}
-        ShardIndex().replaced(local, lambda tensor, held, place: shards.setdefault(place[1], held) and tensor)
+        ShardIndex().replaced(local, lambda tensor, record, place: shards.setdefault(place[1], record) and tensor)
         result = function(full, local, *args, **kwargs)
-        for key, held in shards.items():
+        for key, record in shards.items():
             whole = local.get(key)
-            if isinstance(whole, Tensor) and tuple(whole.shape) == held.layout.shape:
-                local[key] = shard(whole, held.layout, held.ranks.coordinates).clone()
+            if isinstance(whole, Tensor) and tuple(whole.shape) == record.layout.shape:
+                local[key] = shard(whole, record.layout, record.ranks.coordinates).clone()
         return result
 
     return distribute_state_dict
@@ -313,15 +313,15 @@ class ShardIndex:
     def __init__(self) -> None:
         shards = list(held_shards())
         states = list(_optimizer_states(shards))
-        every = [*shards, *_gradients(shards), *((state, held) for state, held, is_part in states if is_part)]
-        self._odd = {_place(state): held for state, held, is_part in states if not is_part and held.layout.positions}
+        every = [*shards, *_gradients(shards), *((state, record) for state, record, is_part in states if is_part)]
+        self._odd = {_place(x): record for x, record, is_part in states if not is_part and record.layout.positions}
         self._owners = Owners(every)
-        self._exact = {_place(tensor): held for tensor, held in every if tensor.numel()}
+        self._exact = {_place(tensor): record for tensor, record in every if tensor.numel()}
         # An empty shard is recognized by shape and name.
         self._empty: dict[torch.Size, list[ShardRecord]] = defaultdict(list)
-        for tensor, held in every:
+        for tensor, record in every:
             if not tensor.numel():
-                self._empty[tensor.shape].append(held)
+                self._empty[tensor.shape].append(record)
         self.seen: list[ShardRecord] = []
 
     @property
@@ -331,9 +331,9 @@ class ShardIndex:
     def shards_in(self, value: Any) -> Iterator[ShardRecord]:
         """Yield the shards whose memory a value (containers, modules, optimizers) uses."""
         if isinstance(value, Tensor):
-            held = self._owners.of(value) if type(value) in (Tensor, torch.nn.Parameter) else None
-            if held is not None:
-                yield held
+            record = self._owners.of(value) if type(value) in (Tensor, torch.nn.Parameter) else None
+            if record is not None:
+                yield record
             return
         if isinstance(value, torch.nn.Module):
             value = [*value.parameters(), *value.buffers()]
@@ -368,38 +368,36 @@ class ShardIndex:
             return self.replaced(leaf, replace, path)
         if hasattr(leaf, "__create_chunk_list__"):
             return leaf
-        held = self.of(leaf, path)
-        if held is None:
+        record = self.of(leaf, path)
+        if record is None:
             return leaf
-        self.seen.append(held)
-        return replace(leaf, held, place)
+        self.seen.append(record)
+        return replace(leaf, record, place)
 
     def of(self, tensor: Tensor, path: Path) -> ShardRecord | None:
         """Return the record of a tensor at a path of a state, or None. Raises ShardwiseError for a view of a shard."""
         if not tensor.numel():
             candidates = self._empty.get(tensor.shape, [])
-            named = [held for held in candidates if any(f".{held.name}." in f".{key}." for key in path)]
-            return max(named or candidates, key=lambda held: len(held.name), default=None)
+            named = [record for record in candidates if any(f".{record.name}." in f".{key}." for key in path)]
+            return max(named or candidates, key=lambda record: len(record.name), default=None)
         exact, odd = self._exact.get(_place(tensor)), self._odd.get(_place(tensor))
         if odd is not None:
-            what = (
-                f"an optimizer keeps {list(tensor.shape)} of this rank's shard of {odd.name}, and nothing says which "
-            )
+            what = f"an optimizer keeps {list(tensor.shape)} for this rank's shard of {odd.name}; it is unknown which "
             fix = "use an optimizer whose states have the parameter's shape or are single numbers"
             self.refuse(f"{what}part of the whole that is", fix, odd)
         partly = self._owners.of(tensor) if exact is None else None
         if partly is not None:
             self.refuse(
-                f"torch.distributed.checkpoint is handed a view of this rank's shard of {partly.name}, and nothing "
-                "says which part of the whole that is",
-                "give it the entries of par.state_dict(), or use sw.save_checkpoint(folder, par, optimizer, step=...)",
+                f"torch.distributed.checkpoint gets a view of this rank's shard of {partly.name}; it is unknown "
+                "which part of the whole that is",
+                "pass it the entries of par.state_dict(), or use sw.save_checkpoint(folder, par, optimizer, step=...)",
                 partly,
             )
         return exact
 
-    def refuse(self, what: str, fix: str, held: ShardRecord | None = None) -> NoReturn:
-        held = held or self.seen[0]
-        raise ShardwiseError(problem(what, source=f"{held.name}: {format_layout(held.layout)}", fix=fix))
+    def refuse(self, what: str, fix: str, record: ShardRecord | None = None) -> NoReturn:
+        record = record or self.seen[0]
+        raise ShardwiseError(problem(what, source=f"{record.name}: {format_layout(record.layout)}", fix=fix))
 
 
 def _place(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
@@ -407,19 +405,19 @@ def _place(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
 
 
 def _gradients(shards: Iterable[tuple[Tensor, ShardRecord]]) -> Iterator[tuple[Tensor, ShardRecord]]:
-    return ((tensor.grad, held) for tensor, held in shards if tensor.grad is not None)
+    return ((tensor.grad, record) for tensor, record in shards if tensor.grad is not None)
 
 
 def _optimizer_states(shards: Iterable[tuple[Tensor, ShardRecord]]) -> Iterator[tuple[Tensor, ShardRecord, bool]]:
     """Yield optimizer states of shards, and whether each has the shard's shape. Optimizers are found through ``gc``,
     because a new one has states as soon as it loads them, before its first step."""
-    held_by_id = {id(tensor): held for tensor, held in shards}
+    held_by_id = {id(tensor): record for tensor, record in shards}
     for optimizer in gc.get_objects():
         if not issubclass(type(optimizer), torch.optim.Optimizer):
             continue
         states: Mapping[Tensor, Any] = optimizer.state
         for parameter, state in states.items():
-            held = held_by_id.get(id(parameter))
-            if held is not None:
+            record = held_by_id.get(id(parameter))
+            if record is not None:
                 kept = (leaf for leaf in leaves(state) if isinstance(leaf, Tensor))
-                yield from ((x, held, x.shape == parameter.shape) for x in kept if x.dim() or not parameter.dim())
+                yield from ((x, record, x.shape == parameter.shape) for x in kept if x.dim() or not parameter.dim())

@@ -108,11 +108,11 @@ def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     parameters = tuple(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
     if _passed.get(optimizer) == parameters:
         return
-    wanted = set(parameters)
-    shards = {id(p): (p, held) for p, held in held_parameters() if id(p) in wanted and held.is_shard}
+    ids = set(parameters)
+    shards = {id(p): (p, record) for p, record in held_parameters() if id(p) in ids and record.is_shard}
     if shards:
-        parameter, held = next(iter(shards.values()))
-        raise ShardwiseError(_refusal(kind, held.name, format_layout(held.layout, parameter.dtype), len(shards)))
+        parameter, record = next(iter(shards.values()))
+        raise ShardwiseError(_refusal(kind, record.name, format_layout(record.layout, parameter.dtype), len(shards)))
     _passed[optimizer] = parameters
 
 
@@ -123,27 +123,27 @@ def _check_sparse(optimizer: Optimizer) -> None:
     if dense:
         raise ShardwiseError(
             problem(
-                f"torch.optim.SparseAdam takes sparse gradients, and that of a parameter {dense} is dense: under a "
-                "plan all gradients are, those of nn.Embedding(sparse=True) among them",
-                fix="torch.optim.Adam or AdamW, which also decay the moments of rows that a batch does not look up",
+                f"torch.optim.SparseAdam needs sparse gradients, but that of a parameter {dense} is dense: under a "
+                "plan all gradients are dense, also those of nn.Embedding(sparse=True)",
+                fix="use torch.optim.Adam or AdamW, which also decay the moments of rows that a batch does not look up",
             )
         )
 
 
 def _refusal(kind: type[Optimizer], name: str, layout: str, count: int) -> str:
-    known = ", ".join(base.__name__ for base in ELEMENTWISE)
+    names = ", ".join(base.__name__ for base in ELEMENTWISE)
     part = f"this rank holds a shard of {_among(name, count)}"
     if kind.__module__.startswith("torch.optim"):
         return problem(
-            f"torch.optim.{kind.__name__} looks at whole parameters, and {part}",
+            f"torch.optim.{kind.__name__} needs whole parameters, but {part}",
             source=f"{name}: {layout}",
-            fix=f"use an element-wise optimizer ({known}), or give it only parameters that the plan leaves whole",
+            fix=f"use an element-wise optimizer ({names}), or give it only parameters that the plan does not shard",
         )
     return problem(
-        f"nothing says that {kind.__qualname__} updates every element by itself, and {part}",
+        f"{kind.__qualname__} is not known to update every element independently, and {part}",
         source=f"{name}: {layout}",
-        fix=f"if it takes no norm, mean or product over a parameter, say so once: sw.elementwise_optimizer("
-        f"{kind.__name__}); otherwise use one of {known}",
+        fix=f"if it takes no norm, mean or product over a parameter, call sw.elementwise_optimizer({kind.__name__}) "
+        f"once; otherwise use one of {names}",
     )
 
 

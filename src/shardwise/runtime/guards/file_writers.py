@@ -68,18 +68,18 @@ def _check(value: Any, file: Any, saves: FrameType) -> None:
     caller = saves.f_back
     if caller is not None and str(caller.f_globals.get("__name__")).startswith(_PARTS_ARE_MEANT):
         return
-    names = list(dict.fromkeys(held.name for held in ShardIndex().shards_in(value)))
+    names = list(dict.fromkeys(record.name for record in ShardIndex().shards_in(value)))
     path = str(file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", ""))
     rank = dist.get_rank() if names else 0
     if names and not re.search(rf"rank[\W_]?0*{rank}(?!\d)", path, re.IGNORECASE):
         raise ShardwiseError(
             problem(
-                f"rank {rank} would save its own part of {listed(names)} under the names of the whole, and nothing of "
-                "what other ranks hold",
+                f"rank {rank} would save its shards of {listed(names)} under the names of whole tensors, without "
+                "the shards of other ranks",
                 fix="call get_model_state_dict(par, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) "
-                "of torch.distributed.checkpoint.state_dict on every rank, and save what rank 0 gets; or "
-                "sw.save_checkpoint or sw.save_pretrained on every rank; a file for each rank, to be loaded by the "
-                f"same rank, has the rank in its path (part-rank{rank}.pt)",
+                "of torch.distributed.checkpoint.state_dict on every rank and save the result of rank 0; or call "
+                "sw.save_checkpoint or sw.save_pretrained on every rank; for one file per rank, loaded by the same "
+                f"rank, put the rank into the path (part-rank{rank}.pt)",
                 section="saving-shards",
             )
         )

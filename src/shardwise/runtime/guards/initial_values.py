@@ -33,12 +33,12 @@ def _refusing(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def checked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         has_data = not (tensor.is_meta or is_fake(tensor)) and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        held = Owners(held_shards()).of(tensor) if has_data else None
-        if held is not None:
+        record = Owners(held_shards()).of(tensor) if has_data else None
+        if record is not None:
             raise ShardwiseError(
                 problem(
-                    f"torch.nn.init on a shard of {held.name}: values would be those of a tensor of its shape",
-                    fix="initialise the model before sw.parallelize, or give sw.parallelize init=",
+                    f"torch.nn.init on a shard of {record.name}: values would be drawn for the shape of the shard",
+                    fix="initialise the model before sw.parallelize, or pass init= to sw.parallelize",
                 )
             )
         return function(tensor, *args, **kwargs)

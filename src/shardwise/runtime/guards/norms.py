@@ -51,7 +51,7 @@ def clip_grad_norm(
     elif isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     listed = list({id(parameter): parameter for parameter in parameters}.values())
-    held_by_id = {id(parameter): held for parameter, held in held_parameters()}
+    held_by_id = {id(parameter): record for parameter, record in held_parameters()}
     places = [held_by_id.get(id(parameter)) for parameter in listed]
     gradients = [(p.grad, place) for p, place in zip(listed, places, strict=True) if p.grad is not None]
     total = total_norm(
@@ -79,19 +79,19 @@ def total_norm(
     if not order > 0:
         raise ShardwiseError(
             problem(
-                f"gradients that are spread over ranks have norms of positive order only, not {norm_type!r}",
+                f"norms of sharded gradients need a positive order, got {norm_type!r}",
                 fix="use norm_type=2.0, any other p > 0, or float('inf')",
             )
         )
-    counted = [tensor for tensor, held in tensors if held is not None and held.is_shard and held.counts]
-    whole = [tensor for tensor, held in tensors if held is None or not held.is_shard]
+    counted = [tensor for tensor, record in tensors if record is not None and record.is_shard and record.counts]
+    whole = [tensor for tensor, record in tensors if record is None or not record.is_shard]
     of_shards, rest = _local_norm(counted, order, device), _local_norm(whole, order, device)
     if across_ranks:
         # Each rank fills its own row: the sum is an exact all-gather that every backend supports.
         rows = torch.zeros(dist.get_world_size(), 2, dtype=torch.float64, device=device)
         rows[dist.get_rank(), 0], rows[dist.get_rank(), 1] = of_shards, rest
         dist.all_reduce(rows)
-        strangers = sum(held is None for _, held in tensors)
+        strangers = sum(record is None for _, record in tensors)
         if strangers:
             _check_equal(rows[:, 1], strangers)
         total = _combine(torch.cat([rows[:, 0], rows[:1, 1]]), order)
@@ -144,9 +144,9 @@ def _check_equal(norms: torch.Tensor, count: int) -> None:
         shown = ", ".join(f"{of_ranks[rank]:.6g} on rank {rank}" for rank in others[:3])
         raise ShardwiseError(
             problem(
-                f"{count} of the tensors are not of a parallelized module, and ranks disagree on the norm of those "
-                f"that should be whole on every rank: {of_ranks[0]:.6g} on rank 0, {shown}",
-                fix="average their gradients over the ranks before clipping, or clip them by a call of their own",
+                f"{count} of the tensors do not belong to a parallelized module, and ranks disagree on the norm of "
+                f"the tensors that are whole on every rank: {of_ranks[0]:.6g} on rank 0, {shown}",
+                fix="average their gradients over the ranks before clipping, or clip them in a separate call",
             )
         )
 

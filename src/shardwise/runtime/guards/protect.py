@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
@@ -45,12 +46,12 @@ from shardwise.runtime.state_dict_entries import KEY, check_entries, shard_metad
 Norm = Callable[..., torch.Tensor]
 
 
-def protect(parallel: torch.nn.Module, held: Mapping[str, ShardRecord], everyone: Communicator | None = None) -> None:
-    """Make torch's functions handle the parameters of this module from now on. ``held``: its shards, by name;
+def protect(parallel: nn.Module, records: Mapping[str, ShardRecord], everyone: Communicator | None = None) -> None:
+    """Make torch's functions handle the parameters of this module from now on. ``records``: its shards, by name;
     ``everyone``: all ranks, if each holds some stages. Raises ShardwiseError if this version of torch lacks a function
     to patch."""
     _watch_optimizers()
-    if register_module(parallel, held, everyone):
+    if register_module(parallel, records, everyone):
         _install()
 
 
@@ -72,8 +73,8 @@ def _install() -> None:
     if missing:
         raise ShardwiseError(
             problem(
-                f"torch {torch.__version__} is not known to this version of shardwise: {', '.join(missing)} is not "
-                "where it was; gradient clipping, loss scaling or checkpoints of shards could be wrong unnoticed",
+                f"this version of shardwise does not support torch {torch.__version__}: {', '.join(missing)} has "
+                "moved; gradient clipping, loss scaling or checkpoints of shards could be silently wrong",
                 fix="use torch 2.11 to 2.14, or a newer shardwise",
             )
         )
@@ -94,9 +95,9 @@ def _refusing_shards(init: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``DistributedDataParallel.__init__``, which would give every rank the shards of rank 0."""
 
     @functools.wraps(init)
-    def checked(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    def checked(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         parameters = {id(parameter) for parameter in module.parameters()}
-        if any(held.is_shard and id(parameter) in parameters for parameter, held in held_parameters()):
+        if any(record.is_shard and id(parameter) in parameters for parameter, record in held_parameters()):
             raise foreign_wrapper_error("DistributedDataParallel")
         init(self, module, *args, **kwargs)
 
@@ -112,7 +113,7 @@ def _telling_states(state_dict: Callable[[Optimizer], dict[str, Any]]) -> Callab
     @functools.wraps(state_dict)
     def told_state(self: Optimizer) -> dict[str, Any]:
         shards = _shards_of(self)
-        shard_of = {index: (held.layout, held.ranks.coordinates) for index, held in shards.items()}
+        shard_of = {index: (record.layout, record.ranks.coordinates) for index, record in shards.items()}
         return state_dict(self) | ({KEY: shard_metadata(shard_of, dist.get_rank())} if shard_of else {})
 
     return told_state
@@ -124,7 +125,7 @@ def _checking_states(load_state_dict: Callable[..., None]) -> Callable[..., None
     @functools.wraps(load_state_dict)
     def checked(self: Optimizer, state_dict: dict[str, Any]) -> None:
         shards = _shards_of(self) if KEY in state_dict else {}
-        shard_of = {index: (held.layout, held.ranks.coordinates) for index, held in shards.items()}
+        shard_of = {index: (record.layout, record.ranks.coordinates) for index, record in shards.items()}
         check_entries(
             state_dict.get(KEY, {}),
             shard_of,
@@ -138,9 +139,9 @@ def _checking_states(load_state_dict: Callable[..., None]) -> Callable[..., None
 
 def _shards_of(optimizer: Optimizer) -> dict[int, ShardRecord]:
     """Return the optimizer's parameters that are shards, by their index in its state."""
-    held = {id(parameter): held for parameter, held in held_parameters() if held.layout.positions}
+    records = {id(parameter): record for parameter, record in held_parameters() if record.layout.positions}
     every = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return {index: held[id(parameter)] for index, parameter in enumerate(every) if id(parameter) in held}
+    return {index: records[id(parameter)] for index, parameter in enumerate(every) if id(parameter) in records}
 
 
 # ---------------------------------------------------------------------------------------------------------------- norms
@@ -171,7 +172,7 @@ def _norm_knowing_shards(local: Norm) -> Norm:
     ) -> torch.Tensor:
         listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         placed = _placed(listed)
-        if not any(held is not None and held.is_shard for _, held in placed):
+        if not any(record is not None and record.is_shard for _, record in placed):
             return local(listed, norm_type, error_if_nonfinite, foreach)
         return total_norm(
             placed, norm_type, device=device_of(listed), across_ranks=True, error_if_nonfinite=error_if_nonfinite
@@ -187,14 +188,14 @@ def _placed(tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, ShardRecord
     """
     held_by_id: dict[int, ShardRecord] = {}
     shards: list[tuple[torch.Tensor, ShardRecord]] = []
-    for parameter, held in held_parameters():
+    for parameter, record in held_parameters():
         for tensor in (parameter, parameter.grad):
             if tensor is not None:
-                held_by_id[id(tensor)] = held
-                if held.is_shard:
-                    shards.append((tensor, held))
+                held_by_id[id(tensor)] = record
+                if record.is_shard:
+                    shards.append((tensor, record))
     placed = [(tensor, held_by_id.get(id(tensor))) for tensor in tensors]
-    strangers = [tensor for tensor, held in placed if held is None]
+    strangers = [tensor for tensor, record in placed if record is None]
     if strangers and shards:
         _check_strangers(strangers, shards, beside=len(strangers) < len(tensors))
     return placed
@@ -207,16 +208,15 @@ def _check_strangers(
     tensor. Also raise it for tensor subclasses with their own norm ``beside`` tensors of ours."""
     owners = Owners(shards)
     for tensor in strangers:
-        if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        if type(tensor) not in (torch.Tensor, nn.Parameter):
             if beside:
                 raise ShardwiseError(f"a norm over shards and {type(tensor).__name__} together is not supported")
             continue
-        held = owners.of(tensor)
-        if held is not None:
+        record = owners.of(tensor)
+        if record is not None:
             raise ShardwiseError(
                 problem(
-                    f"this tensor is part of, or is detached from, a shard of {held.name}: its norm would be that of "
-                    "this rank",
+                    f"this tensor is a view of a shard of {record.name}: its norm would cover only this rank",
                     fix="pass the parameters or their gradients themselves: [p.grad for p in par.parameters()]",
                 )
             )
@@ -243,7 +243,7 @@ def _agree(optimizer: torch.optim.Optimizer, flags: list[torch.Tensor]) -> None:
     """All-reduce the flags (one per device of this rank) if the optimizer updates shards. This depends on its
     parameters, not on which have gradients, so that every rank takes part."""
     parameters = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
-    if not any(held.is_shard and id(p) in parameters for p, held in held_parameters()):
+    if not any(record.is_shard and id(p) in parameters for p, record in held_parameters()):
         return
     flag = torch.zeros((), dtype=torch.float32, device=device_of(parameters.values()))
     for device_flag in flags:

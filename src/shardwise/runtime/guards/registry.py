@@ -50,7 +50,7 @@ def shard_records(
 ) -> dict[str, ShardRecord]:
     """Return the records of a module's tensors, by name. ``ranks``: those on the layouts' mesh; ``counted_elsewhere``:
     None without stages; else the names that other stages' ranks hold too, and count."""
-    held: dict[str, ShardRecord] = {}
+    records: dict[str, ShardRecord] = {}
     for name, _ in _named_tensors(module):
         layout = layouts.get(name)
         if layout is None:  # another name of a tied parameter: the plan has the first
@@ -58,19 +58,19 @@ def shard_records(
         assert not layout.states, f"what is stored is sharded or invariant, and {name} is {layout}"
         counts = not any(ranks.coordinates[axis] for axis in layout.mesh.sub_axes if axis not in layout.positions)
         counts = counts and name not in (counted_elsewhere or ())
-        held[name] = ShardRecord(name, layout, counts, ranks, counted_elsewhere is not None)
-    return held
+        records[name] = ShardRecord(name, layout, counts, ranks, counted_elsewhere is not None)
+    return records
 
 
 def register_module(
-    module: torch.nn.Module, held: Mapping[str, ShardRecord], everyone: Communicator | None = None
+    module: torch.nn.Module, records: Mapping[str, ShardRecord], everyone: Communicator | None = None
 ) -> bool:
     """Register a module if it holds shards; return whether it does. ``everyone``: all ranks, if split into stages."""
     if everyone is not None:
         _everyone[module] = everyone
-    elif not any(held_tensor.is_shard for held_tensor in held.values()):
+    elif not any(held_tensor.is_shard for held_tensor in records.values()):
         return False
-    _holders[module] = held
+    _holders[module] = records
     return True
 
 
@@ -82,18 +82,18 @@ def ranks_of_stages(module: torch.nn.Module | None) -> Communicator | None:
 
 def held_parameters() -> Iterator[tuple[torch.nn.Parameter, ShardRecord]]:
     """Yield the parameters of all living modules that hold shards, once each, with their records."""
-    for module, held in list(_holders.items()):
+    for module, records in list(_holders.items()):
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            if name in held:
-                yield parameter, held[name]
+            if name in records:
+                yield parameter, records[name]
 
 
 def held_shards() -> Iterator[tuple[torch.Tensor, ShardRecord]]:
     """Yield the parameters and buffers of all living modules that are shards."""
-    for module, held in list(_holders.items()):
+    for module, records in list(_holders.items()):
         for name, tensor in _named_tensors(module):
-            if name in held and held[name].is_shard:
-                yield tensor, held[name]
+            if name in records and records[name].is_shard:
+                yield tensor, records[name]
 
 
 def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -62,14 +62,14 @@ class Gathering:
             return type(node)(self._described(value, (*path, str(i))) for i, value in enumerate(node))
         if not isinstance(node, Tensor):
             return node
-        held = self._held_of(node, path)
-        if held is None and not node.dim():
+        record = self._held_of(node, path)
+        if record is None and not node.dim():
             return node.detach().cpu()
-        self._tensors[path] = node.detach(), held
+        self._tensors[path] = node.detach(), record
         first = self._first.setdefault((node.data_ptr(), node.shape), path) if node.numel() else path
-        is_split = held is not None and bool(held.layout.positions)
-        shape = held.layout.shape if held is not None and is_split else tuple(node.shape)
-        parts = held.ranks.place.ranks if held is not None and is_split else ()
+        is_split = record is not None and bool(record.layout.positions)
+        shape = record.layout.shape if record is not None and is_split else tuple(node.shape)
+        parts = record.ranks.place.ranks if record is not None and is_split else ()
         return Entry(node.dtype, shape, parts, dist.get_rank(), None if first == path else first)
 
     def _brought(self, node: Any, path: Path, keeps: Callable[[Path], bool]) -> Any:
@@ -85,9 +85,9 @@ class Gathering:
 
     def _received(self, node: Entry, path: Path, keeps: Callable[[Path], bool]) -> Tensor | None:
         what = f"the whole of {'.'.join(path)}"
-        tensor, held = self._tensors.get(path, (None, None))
-        if tensor is not None and held is not None and dist.get_rank() in node.parts:
-            tensor = gather_whole(tensor.to(self._wire), held.layout, what, held.ranks)
+        tensor, record = self._tensors.get(path, (None, None))
+        if tensor is not None and record is not None and dist.get_rank() in node.parts:
+            tensor = gather_whole(tensor.to(self._wire), record.layout, what, record.ranks)
         if dist.get_rank() != node.source:
             is_target = self._target in (None, dist.get_rank())
             tensor = torch.empty(node.shape if is_target else 0, dtype=node.dtype, device=self._wire)
@@ -119,10 +119,10 @@ def _merged(nodes: Sequence[tuple[int, Any]], path: Path) -> Any:
             what = ", ".join(f"{text} on rank {r}" for text, r in shapes)
     else:
         differing = [r for r, node in others if not _is_equal(node, first)]
-        what = f"rank {differing[0]} has another one than rank {rank}" if differing else ""
+        what = f"rank {differing[0]} has a different value than rank {rank}" if differing else ""
     if what:
-        fix = "do the same on every rank: make optimizers alike, step and schedule them together"
-        raise ShardwiseError(problem(f"the whole state has one {'.'.join(path)}: {what}", fix=fix))
+        fix = "create the same optimizer on every rank, and call its step and scheduler on all ranks"
+        raise ShardwiseError(problem(f"ranks disagree on {'.'.join(path)} of the whole state: {what}", fix=fix))
     return first
 
 

@@ -14,7 +14,7 @@ class Owners:
     """An index of the memory of given tensors."""
 
     def __init__(self, tensors: Iterable[tuple[torch.Tensor, ShardRecord]]) -> None:
-        places = [(*_extent(tensor), held) for tensor, held in tensors if tensor.numel()]
+        places = [(*_extent(tensor), record) for tensor, record in tensors if tensor.numel()]
         self._places = sorted(places, key=lambda place: place[0])
         self._starts = [start for start, _, _ in self._places]
 

@@ -200,7 +200,7 @@ class TapeRecorder(DispatchMode):
             return tensor
         paused, self._paused = self._paused, True
         try:
-            tape = self._own(link)[0]
+            tape = self._check_tape(link)[0]
             draws = None if tape.in_order else Regions(tape, tape.seed)
             return tape.value(_ref(tensor, link[1]), draws)
         finally:
@@ -221,7 +221,7 @@ class TapeRecorder(DispatchMode):
         if not links and tensors:
             return self._from_outside(func, args, kwargs, tensors)
         for link in links:
-            self._own(link)
+            self._check_tape(link)
         if func.is_view or (torch.Tag.inplace_view in func.tags and func is not aten.resize_.default):
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
@@ -277,7 +277,7 @@ class TapeRecorder(DispatchMode):
         except NotImplementedError as error:
             if written:
                 raise _problem(
-                    func, "changes a tensor and has no meta kernel", "make this change to the values, through init="
+                    func, "changes a tensor and has no meta kernel", "make this change to the values with init="
                 ) from error
             real = func(
                 *map_leaves(args, self._value_leaf),
@@ -346,7 +346,7 @@ class TapeRecorder(DispatchMode):
         if leaf.is_meta:
             raise ShardwiseError(
                 problem(
-                    f"a meta tensor of shape {list(leaf.shape)} is used to initialise the model, and it has no values",
+                    f"a meta tensor of shape {list(leaf.shape)} is used to initialise the model, but it has no values",
                     source=_user_line(),
                     fix="create it inside sw.deferred()",
                 )
@@ -365,7 +365,7 @@ class TapeRecorder(DispatchMode):
     def _value_leaf(self, leaf: Any) -> Any:
         return self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
-    def _own(self, link: tuple[InitTape, int]) -> tuple[InitTape, int]:
+    def _check_tape(self, link: tuple[InitTape, int]) -> tuple[InitTape, int]:
         if link[0] is not self.tape:
             what = "a tensor recorded in one deferred() context is used in another"
             raise ShardwiseError(

@@ -100,7 +100,7 @@ def initial_values(
             raise ShardwiseError(
                 problem(
                     f"init= would never be called: all {len(real)} parameters and buffers of the module have values",
-                    fix='build the module under sw.deferred() or torch.device("meta"), or leave init= out',
+                    fix='build the module under sw.deferred() or torch.device("meta"), or omit init=',
                 )
             )
         left = {}
@@ -129,17 +129,17 @@ def _own_values(
             tape, ref = recording
             tapes.setdefault(tape, {})[name] = ref
     if plain:
-        tape, wanted = _record_initialisers(module, plain, _seed_of(None, seed))
-        tapes[tape] = wanted
-    for tape, wanted in tapes.items():
+        tape, storage_refs = _record_initialisers(module, plain, _seed_of(None, seed))
+        tapes[tape] = storage_refs
+    for tape, storage_refs in tapes.items():
         own_seed = tape.seed_of(seed)  # equal to the tape's for recorded initialisers
         if tape.in_order:
-            for name, tensor in tape.replay(wanted, own_seed):
+            for name, tensor in tape.replay(storage_refs, own_seed):
                 yield name, tensor.to(empty[name][0].dtype)
                 del tensor
         else:
             regions = Regions(tape, own_seed)
-            for name, ref in wanted.items():
+            for name, ref in storage_refs.items():
                 yield name, PartialTensor(regions, ref, empty[name][0].dtype)
 
 
@@ -173,7 +173,7 @@ def _owned_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Te
         raise ShardwiseError(
             problem(
                 f"these parameters have no shape yet: {', '.join(lazy)}",
-                fix="run the lazy modules once on an example input, or give them their sizes",
+                fix="run the lazy modules once on an example input, or construct them with their sizes",
             )
         )
 
@@ -203,7 +203,7 @@ def _record_initialisers(
     }
     recorder = TapeRecorder(InitTape(seed, in_order=False))
     with recorder.recording(), torch.no_grad():
-        wanted = {name: recorder.adopt(tensor) for name, tensor in plain.items()}
+        storage_refs = {name: recorder.adopt(tensor) for name, tensor in plain.items()}
         for _, _, tensor in _owned_tensors(module):
             recorder.adopt(tensor)
         for path, kind, initialise in _initialisers(module):
@@ -212,15 +212,15 @@ def _record_initialisers(
                 initialise()
     tape = recorder.tape
     filled = {storage for entry in tape.entries for storage in entry.writes}
-    missing = [name for name, ref in wanted.items() if ref.storage not in filled]
+    missing = [name for name, ref in storage_refs.items() if ref.storage not in filled]
     if missing:
         raise ShardwiseError(
             problem(
                 f"nothing initialises {len(missing)} of the module's meta tensors: {', '.join(missing)}",
-                fix="build the model under sw.deferred(), or on the CPU, or give init=, a callable (name, tensor)",
+                fix="build the model under sw.deferred(), or on the CPU, or pass init=, a callable (name, tensor)",
             )
         )
-    return tape, wanted
+    return tape, storage_refs
 
 
 def _initialisers(module: nn.Module) -> Iterator[tuple[str, str, Callable[[], object]]]:
@@ -266,8 +266,8 @@ def _filled(init: Init, name: str, meta: torch.Tensor, seed: int) -> torch.Tenso
     except LookupError as error:
         raise ShardwiseError(
             problem(
-                f"init= has nothing for {name}: {type(error).__name__}: {error}",
-                fix="let it return NotImplemented for tensors that it does not know: they get the module's own values",
+                f"init= failed for {name}: {type(error).__name__}: {error}",
+                fix="let it return NotImplemented for unknown tensors, which then get the module's own values",
             )
         ) from error
     finally:
@@ -278,7 +278,7 @@ def _filled(init: Init, name: str, meta: torch.Tensor, seed: int) -> torch.Tenso
         raise ShardwiseError(
             problem(
                 f"init= returned a {type(value).__name__} for {name}",
-                fix="fill the tensor that it is given, return another, or NotImplemented for the module's own value",
+                fix="fill the tensor passed to it, return a tensor, or return NotImplemented for the module's value",
             )
         )
     if value is not None and value.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
@@ -286,9 +286,9 @@ def _filled(init: Init, name: str, meta: torch.Tensor, seed: int) -> torch.Tenso
     if (tensor.shape, tensor.dtype) != (meta.shape, meta.dtype):
         raise ShardwiseError(
             problem(
-                f"init= gives {name} as {format_dtype(tensor.dtype)}{list(tensor.shape)}, and the module has it as "
+                f"init= returned {name} as {format_dtype(tensor.dtype)}{list(tensor.shape)}, but the module has it as "
                 f"{format_dtype(meta.dtype)}{list(meta.shape)}",
-                fix=f"give it that shape and dtype (value.to({meta.dtype})), or return NotImplemented for the module's "
+                fix=f"return that shape and dtype (value.to({meta.dtype})), or NotImplemented for the module's "
                 "own value",
             )
         )

@@ -76,7 +76,7 @@ class Regions:
         self._keys: dict[int, tuple[str, int]] = {}  # draw -> seed of its generator, draws since
         self._writers: dict[int, list[int]] = {}
         self._depth = self._num_reads = 0
-        self._kept: dict[tuple[int, int, Box], torch.Tensor] = {}  # while one box is computed
+        self._cache: dict[tuple[int, int, Box], torch.Tensor] = {}  # while one box is computed
         self._num_readers = Counter(storage for entry in tape.entries for storage in entry.reads)
         for index, entry in enumerate(tape.entries):
             for storage in entry.writes | entry.creates:
@@ -85,7 +85,7 @@ class Regions:
     def box(self, ref: StorageRef, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """Return rows ``[offset, offset + size)`` of each dim of a tensor at the end of the tape. Raises NotByParts."""
         self._depth = self._num_reads = 0
-        self._kept.clear()
+        self._cache.clear()
         with torch.no_grad(), torch._C.DisableTorchFunction():
             return self._part(ref, len(self.tape.entries), offsets, sizes)
 
@@ -122,19 +122,19 @@ class Regions:
             raise NotByParts("a lazy conjugate")
         base = self._base(ref.storage)
         window = _window(ref, base)
-        wanted = _inside(window, offsets, sizes, len(base.shape))
-        key = ref.storage, bisect_left(self._writers[ref.storage], time), wanted
-        value = self._kept.pop(key, None)
+        box = _inside(window, offsets, sizes, len(base.shape))
+        key = ref.storage, bisect_left(self._writers[ref.storage], time), box
+        value = self._cache.pop(key, None)
         if value is None:
             self._depth, self._num_reads = self._depth + 1, self._num_reads + 1
             if self._depth > _DEEPEST or self._num_reads > _MOST_READS:
                 raise NotByParts("it goes through too many operators")
-            value = self._read(base, time, wanted)
+            value = self._read(base, time, box)
             self._depth -= 1
         if self._num_readers[ref.storage] > 1:
-            self._kept[key] = value.clone()
-            if len(self._kept) > _MOST_KEPT:
-                del self._kept[next(iter(self._kept))]
+            self._cache[key] = value.clone()
+            if len(self._cache) > _MOST_KEPT:
+                del self._cache[next(iter(self._cache))]
         return _as_window(value, window, sizes)
 
     def _base(self, storage: int) -> StorageRef:
@@ -327,12 +327,12 @@ def _window(ref: StorageRef, base: StorageRef) -> _StorageBox:
     repeats = any(size > 1 and step == 0 for size, step in zip(ref.shape, ref.stride, strict=True))
     for size, step in zip(ref.shape, ref.stride, strict=True):
         if size > 1 and step and step not in at:
-            raise NotByParts("it is no box of its storage")
+            raise NotByParts("it is not a box of its storage")
         dims.append(at.pop(step) if size > 1 and step else None)
         if (along := dims[-1]) is not None:
             sizes[along] = size
     if 0 in ref.shape or rest or any(o + s > n for o, s, n in zip(offsets, sizes, base.shape, strict=True)):
-        raise NotByParts("it is no box of its storage")
+        raise NotByParts("it is not a box of its storage")
     return _StorageBox(Box(tuple(offsets), tuple(sizes), tuple(offsets)), tuple(dims), repeats)
 
 

@@ -69,7 +69,7 @@ class TapeConstant:
                 problem(
                     f"a tensor of shape {list(self.tensor.shape)} that initialises the model "
                     "was changed after it was recorded",
-                    fix="give the constructor a copy: tensor.clone()",
+                    fix="pass the constructor a copy: tensor.clone()",
                 )
             )
         return self.tensor.detach()
@@ -167,15 +167,15 @@ class InitTape:
         if seed not in (None, self.seed) and self.observed:
             raise ShardwiseError(
                 problem(
-                    f"cannot replay with seed {seed} what was recorded with seed {self.seed}: the constructor "
-                    "looked at random values while it was recorded, and might do something else for other values",
+                    f"cannot replay with seed {seed} a recording with seed {self.seed}: the constructor read random "
+                    "values while it was recorded, and may act differently on other values",
                     fix=f"build the model under sw.deferred(seed={seed})",
                 )
             )
         return self.seed if seed is None else seed
 
     def replay(
-        self, wanted: Mapping[str, StorageRef], seed: int | None = None, draws: Draws | None = None
+        self, refs: Mapping[str, StorageRef], seed: int | None = None, draws: Draws | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every wanted tensor with its name, each once, in the order in which they are finished.
 
@@ -186,7 +186,7 @@ class InitTape:
         """
         seed = self.seed_of(seed)
         names: dict[int, list[str]] = defaultdict(list)
-        for name, ref in wanted.items():
+        for name, ref in refs.items():
             names[ref.storage].append(name)
         schedule = _schedule(self.entries, names, known=(), in_order=draws is None)
         run = _TapeRun(seed, draws=draws)
@@ -202,7 +202,7 @@ class InitTape:
                     return
             for storage in step.ready:
                 for name in names[storage]:
-                    yield name, run.tensor(wanted[name])
+                    yield name, run.tensor(refs[name])
             run.free(step.frees)
 
     def value(self, ref: StorageRef, draws: Draws | None = None) -> torch.Tensor:
@@ -235,10 +235,10 @@ class _ReplaySchedule:
     saved: frozenset[int]
 
 
-def _schedule(entries: list[TapeEntry], wanted: Iterable[int], known: Iterable[int], in_order: bool) -> _ReplaySchedule:
-    """Return the steps that compute the wanted storages. ``known``: draws after which the generator's state is already
-    known. ``in_order``: a draw continues another one."""
-    live = set(wanted)
+def _schedule(entries: list[TapeEntry], needed: Iterable[int], known: Iterable[int], in_order: bool) -> _ReplaySchedule:
+    """Return the steps that compute the storages ``needed``. ``known``: draws after which the generator's state is
+    already known. ``in_order``: a draw continues another one."""
+    live = set(needed)
     unfinished, untouched = set(live), set(live)
     known = frozenset(known)
     continued: set[int] = set()  # draws that a later running operator continues

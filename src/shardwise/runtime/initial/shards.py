@@ -95,8 +95,8 @@ class InitialShards:
                 self.parts[name] = part.to(self._device_of(name), dtypes[name]).clone()
 
         if whole and self._holder.everyone.rank == 0:
-            what = f"every rank makes these initial values whole, for its part of them: {listed(whole)}"
-            fix = "their initialiser looks at more than one element; init= may give them instead"
+            what = f"every rank computes these whole initial values to get its shard: {listed(whole)}"
+            fix = "their initialiser is not element-wise; init= can provide the values instead"
             warnings.warn(f"{what} ({fix})", PlanWarning, stacklevel=6)
 
     def _parts(self, name: str, value: PartialTensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -49,9 +49,7 @@ class WeightFiles:
         except (OSError, SafetensorError) as error:
             self._open.close()
             what = f"the weights in {self.path} cannot be read: {error}"
-            raise ShardwiseError(
-                problem(what, fix="give a safetensors file, or the folder of a saved model")
-            ) from error
+            raise ShardwiseError(problem(what, fix="pass a safetensors file or the folder of a saved model")) from error
         except ShardwiseError:
             self._open.close()
             raise
@@ -111,7 +109,7 @@ class WeightFiles:
                     f"{self.path} does not have {len(self.missing)} of the module's {len(tensors)} tensors: "
                     f"{listed(self.missing)}",
                     facts=[("there", f"{len(self.unexpected)} names that the module lacks: {listed(self.unexpected)}")],
-                    fix="give the weights of this model; or init=, a callable (name, tensor), for those that are new",
+                    fix="pass the weights of this model, or init=, a callable (name, tensor), for new tensors",
                 )
             )
 
@@ -127,13 +125,13 @@ class WeightFiles:
 
     def announce(self) -> None:
         """Warn about names on one side only."""
-        said = []
+        notes = []
         if self.missing:
-            said.append(f"they lack {listed(self.missing)} ({len(self.missing)}), which keep the module's values")
+            notes.append(f"they lack {listed(self.missing)} ({len(self.missing)}), which keep the values of the module")
         if self.unexpected:
-            said.append(f"the module lacks {listed(self.unexpected)} ({len(self.unexpected)})")
-        if said:
-            warnings.warn(f"the weights in {self.path}: {'; '.join(said)}", PlanWarning, stacklevel=6)
+            notes.append(f"the module lacks {listed(self.unexpected)} ({len(self.unexpected)})")
+        if notes:
+            warnings.warn(f"the weights in {self.path}: {'; '.join(notes)}", PlanWarning, stacklevel=6)
 
 
 def _is_computed(module: torch.nn.Module, name: str) -> bool:
@@ -151,7 +149,7 @@ def _files_of(path: Path) -> list[Path]:
             places = read_json(read_text(index, MAX_FILE))["weight_map"].values()
             files = sorted({Path(str(place)).name for place in places})
         except (ShardwiseError, ValueError, TypeError, KeyError, AttributeError) as error:
-            what = f"{index} is no index of safetensors files"
+            what = f"{index} is not an index of safetensors files"
             raise ShardwiseError(problem(what, fix="copy the model's folder again")) from error
         return [path / name for name in files]
     files_here = sorted(path.glob("*.safetensors"))
@@ -159,7 +157,7 @@ def _files_of(path: Path) -> list[Path]:
         raise ShardwiseError(
             problem(
                 f"there are no safetensors files in {path}",
-                fix="give a file or a folder of them; others become such with model.save_pretrained(folder)",
+                fix="pass a safetensors file or a folder with them; model.save_pretrained(folder) writes one",
             )
         )
     return files_here
