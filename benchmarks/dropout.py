@@ -68,7 +68,7 @@ def main() -> None:
             seconds[name] = min(seconds[name], time.perf_counter() - start)
     for name, best in seconds.items():
         print(f"{name:<22} {1000 * best:6.0f} ms")
-    sw.finish()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

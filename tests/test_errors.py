@@ -21,10 +21,12 @@ PAGE = Path(__file__).parents[1] / "docs/errors.md"
 
 
 @pytest.mark.parametrize("through", [lambda e: e, copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))])
-def test_an_error_has_the_parts_of_its_message(through: Callable[[sw.CollectiveError], sw.CollectiveError]) -> None:
+def test_an_error_has_the_parts_of_its_message(
+    through: Callable[[sw.errors.CollectiveError], sw.errors.CollectiveError],
+) -> None:
     facts = [("size", "30")]
     text = problem("cannot shard 1", op="mlp.up", source="model.py:41", fix="pad it", facts=facts, section="mesh-size")
-    error = through(sw.CollectiveError(pickle.loads(pickle.dumps(text)), blames=[3]))
+    error = through(sw.errors.CollectiveError(pickle.loads(pickle.dumps(text)), blames=[3]))
     assert (error.what, error.op, error.source, error.fix) == ("cannot shard 1", "mlp.up", "model.py:41", "pad it")
     assert error.facts == (("size", "30"),)
     assert error.section == "mesh-size"

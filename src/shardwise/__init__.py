@@ -8,43 +8,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise import errors, results
     from shardwise.api import compare, plan
     from shardwise.costs.cluster import Cluster
-    from shardwise.errors import (
-        CaptureError,
-        CaptureWarning,
-        CheckpointError,
-        CollectiveError,
-        LaunchError,
-        LayoutError,
-        NotationError,
-        OutOfDeviceMemoryError,
-        PlanError,
-        PlanWarning,
-        ReplicaError,
-        ShardwiseError,
-        StragglerWarning,
-    )
+    from shardwise.errors import PlanError, ShardwiseError
     from shardwise.foreign.check import check
-    from shardwise.foreign.outcome import Checked
     from shardwise.graph.annotate import constrain, shard
     from shardwise.graph.segments import offload, recompute
     from shardwise.graph.stage_marks import stage
     from shardwise.graph.step_precision import Precision
-    from shardwise.launch.ranks import finish, init_ranks, rank, world_size
-    from shardwise.layouts.layout import Layout
+    from shardwise.launch.ranks import init_ranks, rank, world_size
     from shardwise.layouts.mesh import Mesh
-    from shardwise.planning.fits import Fits, fits
+    from shardwise.planning.fits import fits
     from shardwise.plans.plan import Plan
-    from shardwise.proof.rule_check import RuleReport, check_rule
-    from shardwise.proof.verify import Report, verify
+    from shardwise.proof.rule_check import check_rule
+    from shardwise.proof.verify import verify
     from shardwise.rules.custom import rule
     from shardwise.runtime.guards.elementwise_optimizers import elementwise_optimizer
     from shardwise.runtime.guards.norms import clip_grad_norm
     from shardwise.runtime.initial.deferred import deferred
     from shardwise.runtime.parallel import Parallel
     from shardwise.runtime.parallelize import parallelize
-    from shardwise.search.rules import UnsplitWarning
     from shardwise.search.zero import Zero
     from shardwise.train.checkpoints import save_checkpoint
     from shardwise.train.data import DataLoader
@@ -52,41 +36,24 @@ if TYPE_CHECKING:
     from shardwise.train.planning import planned
     from shardwise.train.pretrained import save_pretrained
     from shardwise.train.recovery import Recovery
-    from shardwise.train.resuming import Checkpoint, load_checkpoint
+    from shardwise.train.resuming import load_checkpoint
     from shardwise.train.retention import Keep
     from shardwise.train.trainer import Trainer
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "shardwise.planning.fits": ("Fits", "fits"),
+    "shardwise.planning.fits": ("fits",),
     "shardwise.api": ("compare", "plan"),
     "shardwise.costs.cluster": ("Cluster",),
-    "shardwise.errors": (
-        "CaptureError",
-        "CaptureWarning",
-        "CheckpointError",
-        "CollectiveError",
-        "LaunchError",
-        "LayoutError",
-        "NotationError",
-        "OutOfDeviceMemoryError",
-        "PlanError",
-        "PlanWarning",
-        "ReplicaError",
-        "ShardwiseError",
-        "StragglerWarning",
-    ),
+    "shardwise.errors": ("PlanError", "ShardwiseError"),
     "shardwise.foreign.check": ("check",),
-    "shardwise.foreign.outcome": ("Checked",),
     "shardwise.graph.annotate": ("constrain", "shard"),
     "shardwise.graph.step_precision": ("Precision",),
     "shardwise.graph.segments": ("offload", "recompute"),
     "shardwise.graph.stage_marks": ("stage",),
-    "shardwise.layouts.layout": ("Layout",),
     "shardwise.layouts.mesh": ("Mesh",),
     "shardwise.plans.plan": ("Plan",),
-    "shardwise.search.rules": ("UnsplitWarning",),
     "shardwise.search.zero": ("Zero",),
     "shardwise.rules.custom": ("rule",),
     "shardwise.runtime.initial.deferred": ("deferred",),
@@ -100,19 +67,22 @@ _HOMES = {
     "shardwise.train.pretrained": ("save_pretrained",),
     "shardwise.train.peers": ("PeerCopy",),
     "shardwise.train.recovery": ("Recovery",),
-    "shardwise.train.resuming": ("Checkpoint", "load_checkpoint"),
+    "shardwise.train.resuming": ("load_checkpoint",),
     "shardwise.train.retention": ("Keep",),
     "shardwise.train.trainer": ("Trainer",),
-    "shardwise.launch.ranks": ("finish", "init_ranks", "rank", "world_size"),
-    "shardwise.proof.rule_check": ("RuleReport", "check_rule"),
-    "shardwise.proof.verify": ("Report", "verify"),
+    "shardwise.launch.ranks": ("init_ranks", "rank", "world_size"),
+    "shardwise.proof.rule_check": ("check_rule",),
+    "shardwise.proof.verify": ("verify",),
 }
+_MODULES = ("errors", "results")  # of further public names
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 
 if not TYPE_CHECKING:  # a type checker knows the names above, and no others
 
     def __getattr__(name: str) -> Any:
+        if name in _MODULES:
+            return import_module(f"shardwise.{name}")
         if name not in _HOME_OF:
             raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
         value = getattr(import_module(_HOME_OF[name]), name)
@@ -121,40 +91,22 @@ if not TYPE_CHECKING:  # a type checker knows the names above, and no others
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    return sorted({*globals(), *_HOME_OF, *_MODULES})
 
 
 __all__ = [
-    "CaptureError",
-    "CaptureWarning",
-    "Checked",
-    "Checkpoint",
-    "CheckpointError",
     "Cluster",
-    "CollectiveError",
     "DataLoader",
-    "Fits",
     "Keep",
-    "LaunchError",
-    "Layout",
-    "LayoutError",
     "Mesh",
-    "NotationError",
-    "OutOfDeviceMemoryError",
     "Parallel",
     "PeerCopy",
     "Plan",
     "PlanError",
-    "PlanWarning",
     "Precision",
     "Recovery",
-    "ReplicaError",
-    "Report",
-    "RuleReport",
     "ShardwiseError",
-    "StragglerWarning",
     "Trainer",
-    "UnsplitWarning",
     "Zero",
     "check",
     "check_rule",
@@ -163,7 +115,7 @@ __all__ = [
     "constrain",
     "deferred",
     "elementwise_optimizer",
-    "finish",
+    "errors",
     "fits",
     "init_ranks",
     "load_checkpoint",
@@ -173,6 +125,7 @@ __all__ = [
     "planned",
     "rank",
     "recompute",
+    "results",
     "rule",
     "save_checkpoint",
     "save_pretrained",

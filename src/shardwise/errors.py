@@ -93,6 +93,10 @@ class PlanError(ShardwiseError):
     """A plan does not fit."""
 
 
+class UnsplitWarning(UserWarning):
+    """An operator has no rule: it runs unsplit on gathered operands, slower but right."""
+
+
 class PlanWarning(UserWarning):
     """A plan fits, but ranks do not do all that it was made for."""
 

@@ -119,7 +119,7 @@ def test_so_does_it_over_micro_batches_each_of_which_is_a_batch(how):
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None), nn.Tanh(), nn.Linear(4, 2))
     x = torch.randn(8, 4)
     options = {"mode": "data_parallel", "global_batch": 8, "micro_batch": 4, **how}
-    with pytest.warns(sw.PlanWarning, match="running statistics"):
+    with pytest.warns(sw.errors.PlanWarning, match="running statistics"):
         plan = sw.plan(net, x, 2, loss=lambda out: out.sin().mean(), **options)
     report = sw.verify(net, x, plan, loss=lambda out: out.sin().mean())
     assert report.ok, report
@@ -176,7 +176,7 @@ def test_a_synchronized_batch_norm_is_a_batch_norm_of_the_whole_batch(options):
     net = nn.Sequential(nn.Conv2d(2, 4, 1), nn.SyncBatchNorm(4, momentum=momentum), nn.Flatten(), nn.Linear(36, 2))
     x = torch.randn(8, 2, 3, 3)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", sw.PlanWarning)
+        warnings.simplefilter("ignore", sw.errors.PlanWarning)
         plan = sw.plan(net, x, 2, mode="data_parallel", loss=lambda out: out.sin().mean(), **options)
     report = sw.verify(net, x, plan, loss=lambda out: out.sin().mean())
     assert report.ok, report

@@ -82,7 +82,7 @@ def test_a_checkpoint_that_chooses_what_it_keeps_is_announced() -> None:
     def contexts() -> Any:
         return create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
 
-    with pytest.warns(sw.CaptureWarning, match="uses context_fn"):
+    with pytest.warns(sw.errors.CaptureWarning, match="uses context_fn"):
         assert segments(Net(own=(0,), context_fn=contexts)) == [("checkpoint with context_fn", "full", {"blocks.0"})]
 
 
@@ -183,5 +183,5 @@ def test_mistakes_are_named() -> None:
         sw.plan(nn.Linear(8, 8), X, 2, mode="data_parallel", recompute="full", loss=lambda y: y.sum())
     with pytest.raises(sw.ShardwiseError, match="zero must be 1, 2, 3 or None, got 4"):
         planned(Net(), zero=4)
-    with pytest.raises(sw.LayoutError, match="zero cannot split over 'tp'"):
+    with pytest.raises(sw.errors.LayoutError, match="zero cannot split over 'tp'"):
         planned(Net(), zero=sw.Zero(3, over=("tp",)))

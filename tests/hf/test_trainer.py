@@ -147,7 +147,7 @@ def saved(folder: str, resume: str | None, plan: dict[str, Any]) -> tuple[list[d
     trainer.save_model()  # replaces the first
     with (
         mock.patch("shardwise.transformers.hf_trainer.os.replace", side_effect=OSError("disk full")),
-        pytest.raises(sw.CheckpointError, match="disk full"),
+        pytest.raises(sw.errors.CheckpointError, match="disk full"),
     ):
         trainer.save_model()  # the second one stays
     return history(trainer), float(trainer.evaluate()["eval_loss"])

@@ -124,6 +124,6 @@ def test_one_rank_measures_and_names_this_version(tmp_path: Path, monkeypatch: p
     try:
         main([str(path), "--tiny"])
     finally:
-        sw.finish()
+        torch.distributed.destroy_process_group()
     facts = json.loads(path.read_text())["facts"]
     assert f"shardwise {sw.__version__}, torch {torch.__version__}" in facts["software"]

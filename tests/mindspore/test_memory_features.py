@@ -170,7 +170,7 @@ def test_layouts_that_do_not_fit_say_what() -> None:
         with pytest.raises(ValueError, match=message):
             make()
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=8)
-    with pytest.raises(sw.LayoutError, match="is for 4 devices"):
+    with pytest.raises(sw.errors.LayoutError, match="is for 4 devices"):
         planning.planned(Placed((GRID("dp", "mp"), GRID("mp", "None"))), (X.double(),))
 
 

@@ -486,7 +486,7 @@ def test_paddings_boxes_and_sequences_hold_under_a_plan() -> None:
     corners = 3 * torch.rand(5, 2)
     boxes = torch.cat((corners, corners + 1.5, torch.rand(5, 1)), 1)
     hooked = Hooked()
-    with pytest.raises(sw.CaptureError, match=r"bprop\(self, x, out, dout\)"):
+    with pytest.raises(sw.errors.CaptureError, match=r"bprop\(self, x, out, dout\)"):
         planning.planned(hooked, (r(2, 8).float(),))
     net, inputs = Looks(), (r(2, 3, 8, 8).float(), boxes, torch.tensor([[0, 0], [2, 0]]), torch.tensor([1, 2]))
     assert sw.verify(net, inputs, planning.planned(net, inputs)).ok

@@ -168,7 +168,7 @@ class Reduces(ms.nn.Cell):
 
 
 def test_a_plan_takes_no_communication_by_hand() -> None:
-    with pytest.raises(sw.CaptureError, match="AllReduce is called in a cell that a plan splits"):
+    with pytest.raises(sw.errors.CaptureError, match="AllReduce is called in a cell that a plan splits"):
         sw.plan(Reduces(), torch.zeros(4, 4), 2)
     x = torch.arange(3.0)
     assert torch.equal(Reduces()(x), x)

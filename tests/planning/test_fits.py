@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.api import step_memory
-from shardwise.planning import fits as fits_module
 from shardwise.planning import suggestions as options
 from shardwise.planning.execute import execute
 from shardwise.plans.request import PlanRequest
@@ -186,7 +185,7 @@ def test_what_a_plan_announces_points_at_the_call() -> None:
     cases: list[dict[str, Any]] = [{"optimizer": "adamw on host"}, {"offload": "all"}]
     for settings in cases:
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", sw.PlanWarning)
+            warnings.simplefilter("always", sw.errors.PlanWarning)
             sw.plan(module, torch.ones(8, 64), sw.Cluster.load("local"), loss=lambda output: output.mean(), **settings)
         assert "gains nothing" in str(caught[0].message)
         assert {one.filename for one in caught} == {__file__}

@@ -93,7 +93,9 @@ def test_messages_of_a_term_last_as_long_as_the_term(plan: sw.Plan) -> None:
 
 
 def test_the_deciding_neighbour_favours_the_choice(plan: sw.Plan) -> None:
-    decided = [own for own in map(plan.report.explain, ("up/linear", "/gelu", "down/linear", "up.weight")) if own.decided_by]
+    decided = [
+        own for own in map(plan.report.explain, ("up/linear", "/gelu", "down/linear", "up.weight")) if own.decided_by
+    ]
     for own in decided:
         (cheapest,) = (other for other in own.alternatives if other.choice == own.alone)
         assert cheapest.terms[0].seconds == min(other.terms[0].seconds for other in own.alternatives)

@@ -15,9 +15,9 @@ import torch
 
 import shardwise as sw
 from search.deep_model import VOCABULARY, Deep
-from shardwise.planning import execute
 from shardwise.graph.capture import capture
 from shardwise.layouts.routes import Floats
+from shardwise.planning import execute
 from shardwise.plans import auto_stages, stage_planner, stage_timing
 from shardwise.plans.auto_stages import AutoStagesReport, StageConfig
 from shardwise.plans.stage_estimator import ESTIMATED_POLICIES, BlockSpans, MeshOption, ParetoFront, StageEstimator

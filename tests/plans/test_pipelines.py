@@ -109,7 +109,7 @@ class Normed(nn.Module):
 
 def test_statistics_of_micro_batches_are_announced() -> None:
     batch = torch.randn(8, 4), torch.randn(8, 4)
-    with pytest.warns(sw.PlanWarning, match=r"layers\.0\.1.*every micro-batch"):
+    with pytest.warns(sw.errors.PlanWarning, match=r"layers\.0\.1.*every micro-batch"):
         found = sw.plan(Normed(), batch, 2, stages=2, micro_batch=4, search="sharding_propagation")
     assert found.micro_batches == 2
     assert sw.verify(Normed(), batch, found, steps=2).ok

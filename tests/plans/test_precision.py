@@ -268,7 +268,7 @@ def test_the_name_of_a_dtype_is_not_a_dtype() -> None:
 
 
 def test_storage_that_loses_updates_is_announced() -> None:
-    with pytest.warns(sw.PlanWarning, match=r"stored as torch\.bfloat16 and used as torch\.float32"):
+    with pytest.warns(sw.errors.PlanWarning, match=r"stored as torch\.bfloat16 and used as torch\.float32"):
         plan_of("llama", 2, sw.Precision(compute=FP32, parameter=BF16), "dp")
 
 
@@ -281,7 +281,7 @@ def test_complex_parameters_have_no_precision() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (x * self.turn).abs().sum()
 
-    with pytest.raises(sw.CaptureError, match="turn is complex"):
+    with pytest.raises(sw.errors.CaptureError, match="turn is complex"):
         sw.plan(Rotated(), torch.ones(4, 4), 2, precision=MIXED, search="sharding_propagation")
     assert sw.plan(Rotated(), torch.ones(4, 4), 2, search="sharding_propagation")
 

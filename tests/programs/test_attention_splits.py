@@ -184,7 +184,7 @@ def test_a_step_over_131072_positions_holds_nothing_of_their_square(padded: bool
 BATCH, PASS = 4, 2
 
 
-@pytest.mark.filterwarnings("error::shardwise.UnsplitWarning")
+@pytest.mark.filterwarnings("error::shardwise.errors.UnsplitWarning")
 @pytest.mark.parametrize(
     ("build", "config", "split"),
     [

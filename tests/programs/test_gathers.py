@@ -118,7 +118,7 @@ def test_a_message_travels_beside_the_backward_ahead_of_its_operator() -> None:
         assert any(isinstance(own, Compute) and own.target == torch.ops.aten.mm.default for own in between)
 
 
-@pytest.mark.filterwarnings("ignore::shardwise.PlanWarning")  # of ranks whose host is their device
+@pytest.mark.filterwarnings("ignore::shardwise.errors.PlanWarning")  # of ranks whose host is their device
 @pytest.mark.parametrize("how", ["gathers", "cheap+gathers"])
 @pytest.mark.parametrize(
     "choices",

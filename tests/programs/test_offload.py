@@ -121,7 +121,7 @@ def test_a_program_moves_what_its_plan_says() -> None:
 
 def test_where_the_host_is_the_device_offloading_is_announced_and_counted() -> None:
     module, x = Stack().double(), batch()
-    with pytest.warns(sw.PlanWarning, match="shares its memory with the host"):
+    with pytest.warns(sw.errors.PlanWarning, match="shares its memory with the host"):
         moved = sw.plan(module, (x,), 2, mesh=MESH, mode="data_parallel", recompute=None, offload="all")
     assert step_memory(module, (x,), moved).host_bytes == 0
 
@@ -179,7 +179,7 @@ def test_where_nothing_fits_values_may_wait_on_the_host() -> None:
         plan(None, offload="most")
     with pytest.raises(sw.ShardwiseError, match="no repeated blocks"):
         sw.plan(nn.Linear(4, 4), (torch.ones(4, 4),), cluster(), offload="all", recompute="none")
-    with pytest.warns(sw.PlanWarning, match="nothing is offloaded to the host"):
+    with pytest.warns(sw.errors.PlanWarning, match="nothing is offloaded to the host"):
         sw.plan(sw.offload(nn.Linear(4, 4)), (torch.ones(4, 4),), cluster(), mode="data_parallel")
     with pytest.raises(sw.ShardwiseError, match="takes a module"):
         sw.offload(torch.zeros(3))  # type: ignore[type-var]

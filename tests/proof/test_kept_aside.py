@@ -99,7 +99,7 @@ class Case:
         wide(*(x.double() if x.is_floating_point() else x for x in self.inputs)).backward()
         return {name: float(p.grad.abs().max()) for name, p in wide.named_parameters() if p.grad is not None}
 
-    def verified(self) -> sw.Report:
+    def verified(self) -> sw.results.Report:
         return sw.verify(self.model, self.inputs, self.plan)
 
 

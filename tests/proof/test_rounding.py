@@ -63,7 +63,9 @@ def images() -> tuple[Tensor, ...]:
     return (torch.randn(8, 3, 4, 4),)
 
 
-def checked(model: Callable[[], nn.Module], inputs: Callable[[], tuple[Tensor, ...]], seed: int = 0) -> sw.Report:
+def checked(
+    model: Callable[[], nn.Module], inputs: Callable[[], tuple[Tensor, ...]], seed: int = 0
+) -> sw.results.Report:
     torch.manual_seed(seed)
     module, batch = model(), inputs()
     return sw.verify(module, batch, sw.plan(module, batch, 2, mesh=DATA, mode="data_parallel"))

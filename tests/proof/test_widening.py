@@ -113,7 +113,7 @@ def inputs() -> tuple[Tensor, Tensor]:
     return torch.randn(SAMPLES, WIDTH), torch.arange(SAMPLES * WIDTH).reshape(SAMPLES, WIDTH) % WIDTH
 
 
-@pytest.mark.filterwarnings("ignore::shardwise.search.rules.UnsplitWarning")
+@pytest.mark.filterwarnings("ignore::shardwise.errors.UnsplitWarning")
 @pytest.mark.parametrize("name", CONSTRUCTS)
 def test_tensors_that_a_model_makes_are_verified_in_float64(name: str) -> None:
     model, batch = Model(CONSTRUCTS[name]), inputs()

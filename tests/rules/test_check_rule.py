@@ -159,7 +159,7 @@ class Model(nn.Module):
 
 def test_a_custom_operator_with_a_rule_is_split_like_any_other() -> None:
     x, mesh = torch.randn(8, 6), sw.Mesh(dp=2, tp=2)
-    with pytest.warns(sw.UnsplitWarning, match=r"sw\.rule"):
+    with pytest.warns(sw.errors.UnsplitWarning, match=r"sw\.rule"):
         plan = sw.plan(Model(), x, 4, mesh=mesh, strategies={"up": "n@tp"})
     assert plan.strategies["/scale"] == ""
     text, keywords = SCALE_RULE
@@ -236,15 +236,21 @@ def test_a_lowering_is_split_by_the_rules_that_there_are_when_it_is_used() -> No
 @pytest.mark.parametrize(
     ("operator", "how", "keywords", "error", "words"),
     [
-        (scale, "m n -> m n", {}, sw.LayoutError, "1 operands, the operator has 2"),
-        (scale, "m n, m -> m n, m", {}, sw.LayoutError, "2 results, the operator has 1"),
-        (scale, "m n, m -> m", {}, sw.LayoutError, "n is parallel but not in all results"),
-        (scale, "m n, m -> m n", {"reduction": {"n": "sum"}}, sw.LayoutError, r"n is reduced \(sum\) but in a result"),
-        (scale, "m n, m -> m n", {"lowered": ["n"]}, sw.LayoutError, "no lowering"),
-        (scale, "m n, m -> m n", {"linear": ((2,),)}, sw.LayoutError, "linear names operands"),
-        (scale, "m n, m -> m n", {"whole": ["q"]}, sw.NotationError, "no factor q"),
-        (scale, "m n, m > m n", {}, sw.NotationError, r"(?s)does not parse.*\^"),
-        (scale, 3, {}, sw.NotationError, "is 3"),
+        (scale, "m n -> m n", {}, sw.errors.LayoutError, "1 operands, the operator has 2"),
+        (scale, "m n, m -> m n, m", {}, sw.errors.LayoutError, "2 results, the operator has 1"),
+        (scale, "m n, m -> m", {}, sw.errors.LayoutError, "n is parallel but not in all results"),
+        (
+            scale,
+            "m n, m -> m n",
+            {"reduction": {"n": "sum"}},
+            sw.errors.LayoutError,
+            r"n is reduced \(sum\) but in a result",
+        ),
+        (scale, "m n, m -> m n", {"lowered": ["n"]}, sw.errors.LayoutError, "no lowering"),
+        (scale, "m n, m -> m n", {"linear": ((2,),)}, sw.errors.LayoutError, "linear names operands"),
+        (scale, "m n, m -> m n", {"whole": ["q"]}, sw.errors.NotationError, "no factor q"),
+        (scale, "m n, m > m n", {}, sw.errors.NotationError, r"(?s)does not parse.*\^"),
+        (scale, 3, {}, sw.errors.NotationError, "is 3"),
         (scale, build, {"whole": ["n"]}, sw.ShardwiseError, "with keywords"),
         (
             aten.mm.default,
@@ -254,7 +260,7 @@ def test_a_lowering_is_split_by_the_rules_that_there_are_when_it_is_used() -> No
             "already has a rule of shardwise",
         ),
         (aten.mm, "m k, k n -> m n", {}, sw.ShardwiseError, r"overloads(.|\n)*aten\.mm\.default"),
-        (aten.add_.Tensor, "m, m -> m", {}, sw.LayoutError, "writes to self"),
+        (aten.add_.Tensor, "m, m -> m", {}, sw.errors.LayoutError, "writes to self"),
         ("shardwise_test::nothing", "m -> m", {}, sw.ShardwiseError, "there is no operator"),
         (Scale, "m n, m -> m n", {}, sw.ShardwiseError, "custom_op"),
     ],
@@ -278,7 +284,7 @@ def test_a_rule_is_given_once_and_removed_once() -> None:
 
 def test_a_rule_that_does_not_fit_a_call_names_the_line() -> None:
     words = r"(?s)the rule has 3.*test_check_rule\.py"
-    with sw.rule(scale, "b m n, b m -> b m n"), pytest.raises(sw.LayoutError, match=words):
+    with sw.rule(scale, "b m n, b m -> b m n"), pytest.raises(sw.errors.LayoutError, match=words):
         sw.plan(Model(), torch.randn(8, 6), 2, search="sharding_propagation")
 
 

@@ -164,7 +164,7 @@ def on_rank() -> dict[str, Any]:
     found["a generator per shard"] = max(float((drawn[0][n] - drawn[1][n]).abs().max()) for n in drawn[0])
     found["announced"] = any("are kept for backward, although" in str(one.message) for one in said) or rank > 0
     with mock.patch("shardwise.programs.activation_offload.SMALLEST_BYTES", 1), warnings.catch_warnings():
-        warnings.simplefilter("ignore", sw.PlanWarning)  # of ranks whose host is their device
+        warnings.simplefilter("ignore", sw.errors.PlanWarning)  # of ranks whose host is their device
         for name, choices, compiles in (
             ("on the host", {"recompute": "none"}, False),
             ("on the host, compiled", {"recompute": "none"}, True),

@@ -68,7 +68,7 @@ def warned(call: Callable[[], Any]) -> tuple[Any, list[str]]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         result = call()
-    return result, [str(w.message) for w in found if issubclass(w.category, sw.PlanWarning)]
+    return result, [str(w.message) for w in found if issubclass(w.category, sw.errors.PlanWarning)]
 
 
 def autocast(call: Callable[[], Any]) -> str:

@@ -227,5 +227,5 @@ def test_torch_s_own_errors_of_memory_are_known() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     assert is_out_of_memory(MemoryError("std::bad_alloc"))
     assert not is_out_of_memory(RuntimeError("Timed out waiting 3000ms for recv operation to complete"))
-    assert issubclass(sw.OutOfDeviceMemoryError, MemoryError)
-    assert issubclass(sw.OutOfDeviceMemoryError, RuntimeError)
+    assert issubclass(sw.errors.OutOfDeviceMemoryError, MemoryError)
+    assert issubclass(sw.errors.OutOfDeviceMemoryError, RuntimeError)

@@ -238,7 +238,7 @@ def changed_afterwards() -> tuple[dict[str, list[str]], list[str]]:
                 par.step(batch)
                 if call == 1:
                     change(net, par)
-        said[name] = [str(warning.message) for warning in caught if warning.category is sw.PlanWarning]
+        said[name] = [str(warning.message) for warning in caught if warning.category is sw.errors.PlanWarning]
     net.zero_grad()
     optimizers = [torch.optim.AdamW(Net().parameters()), torch.optim.SGD(net.parameters(), lr=0.1)]
     return said, [message(optimizer.step) for optimizer in optimizers]

@@ -193,7 +193,7 @@ def test_what_ranks_refuse(run_ranks: RunRanks) -> None:
 
 
 def test_parallelize_needs_a_process_group() -> None:
-    with pytest.raises(sw.LaunchError, match=r"torch\.distributed is not initialised") as error:
+    with pytest.raises(sw.errors.LaunchError, match=r"torch\.distributed is not initialised") as error:
         sw.parallelize(make_gpt(), None)
     assert "shardwise run -n 8" in str(error.value)
 

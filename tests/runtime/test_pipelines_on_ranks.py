@@ -139,7 +139,11 @@ def check_calls(par: Pipeline, reference: torch.nn.Module) -> None:
     ids, labels = staged_batch(9, seed=7)
     loss = check_step(par, reference, (ids, labels), loss="last")
     assert (loss is not None) == (dist.get_rank() == 1)
-    with pytest.warns(sw.PlanWarning, match="2 stages needs 2 micro-batches") if dist.get_rank() == 0 else no_warning():
+    with (
+        pytest.warns(sw.errors.PlanWarning, match="2 stages needs 2 micro-batches")
+        if dist.get_rank() == 0
+        else no_warning()
+    ):
         par.step(*staged_batch(2))
     par.zero_grad()
     check_outputs(par, reference)
@@ -194,7 +198,7 @@ def check_predicted() -> None:
     plan = sw.plan(module, (x, x), 2, loss=squared, stages=2, micro_batch=2) if dist.get_rank() == 0 else None
     par = sw.parallelize(copy.deepcopy(module), plan, loss=squared)
     par = copy.deepcopy(par)  # with process groups that are shared
-    with pytest.raises(sw.LaunchError, match="cannot be pickled"):
+    with pytest.raises(sw.errors.LaunchError, match="cannot be pickled"):
         pickle.dumps(par)
     for size in (8, 3):
         found, want = par.predict(x[:size]), module(x[:size])
@@ -269,7 +273,9 @@ def check_solved(par: Pipeline, reference: torch.nn.Module) -> None:
     (ready,) = par._ready.values()
     run = ready.scheduled._schedule.pipeline_order
     assert [" ".join(map(str, run[place])) for place in range(2)] == list(par.plan.order)
-    says = pytest.warns(sw.PlanWarning, match="of 4 micro-batches, and there are 3: such a step runs as ZBVZeroBubble")
+    says = pytest.warns(
+        sw.errors.PlanWarning, match="of 4 micro-batches, and there are 3: such a step runs as ZBVZeroBubble"
+    )
     with says if dist.get_rank() == 0 else no_warning():
         assert check_step(par, reference, staged_batch(6, seed=3)) is not None
 

@@ -310,7 +310,7 @@ def test_every_kind_of_random_number_is_that_of_one_device(kind: str) -> None:
 def test_a_distribution_that_checks_its_parameters_names_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(D.Distribution, "_validate_args", True)  # torch.compile turns it off for good
     module = Noise(lambda h: D.Normal(h, 1.0).rsample())
-    with pytest.raises(sw.CaptureError, match="validate_args=False"):
+    with pytest.raises(sw.errors.CaptureError, match="validate_args=False"):
         sw.plan(module, X.float(), 2, search="sharding_propagation")
 
 

@@ -19,7 +19,7 @@ from shardwise.runtime.memory_check import require_memory
 def alone() -> Iterator[None]:
     sw.init_ranks("gloo")
     yield
-    sw.finish()
+    torch.distributed.destroy_process_group()
 
 
 @pytest.mark.usefixtures("alone")

@@ -246,7 +246,7 @@ def test_factors_that_can_only_be_split_evenly() -> None:
             return torch.softmax(self.conv(x).flatten(2), -1).square().mean()
 
     for chosen, name in (({"conv": "y0@tp{3,5}"}, "y0"), ({"conv": "n@tp{1,3}"}, "n")):
-        with pytest.raises(sw.LayoutError, match=f"factor {name} of .* can only be split evenly"):
+        with pytest.raises(sw.errors.LayoutError, match=f"factor {name} of .* can only be split evenly"):
             sw.plan(
                 Net(), torch.randn(4, 2, 8, 8), 2, mesh=sw.Mesh(tp=2), strategies=chosen, search="sharding_propagation"
             )
@@ -254,7 +254,7 @@ def test_factors_that_can_only_be_split_evenly() -> None:
 
 @pytest.mark.parametrize("search", ["dynamic_programming", "recursive_programming", "ilp"])
 def test_searches_by_price_say_that_they_price_even_splits_only(search: str) -> None:
-    with pytest.raises(sw.LayoutError, match=r'prices even splits only(.|\n)*search="sharding_propagation"'):
+    with pytest.raises(sw.errors.LayoutError, match=r'prices even splits only(.|\n)*search="sharding_propagation"'):
         sw.plan(Words(), words(), 4, search=search, mesh=sw.Mesh(tp=4), strategies={"embed": "v@tp{10,20,30,4}"})
 
 
@@ -299,7 +299,7 @@ def test_windows_that_are_the_slices_are_no_windows_and_overlaps_are_not_left() 
     assert (
         format_layout(Layout(mesh, ((Atom(8, ("a",)),),), (), (Windows.of_lengths(0, 0, (1, 7)),))) == "[8@a{0:1|1:8}]"
     )
-    with pytest.raises(sw.LayoutError, match="overlap or leave rows out"):
+    with pytest.raises(sw.errors.LayoutError, match="overlap or leave rows out"):
         redistribute(parse_layout("[8@a{0:5|3:8}]", mesh), parse_layout("[8]", mesh))
 
 

@@ -124,10 +124,10 @@ class Taken(nn.Module):
 
 def said(action: Callable[[], Any]) -> str:
     with warnings.catch_warnings():
-        warnings.simplefilter("error", sw.PlanWarning)
+        warnings.simplefilter("error", sw.errors.PlanWarning)
         try:
             action()
-        except (sw.ShardwiseError, sw.PlanWarning) as error:
+        except (sw.ShardwiseError, sw.errors.PlanWarning) as error:
             return f"{type(error).__name__}: {error}"
     return "nothing"
 

@@ -302,7 +302,7 @@ def in_stages() -> list[str]:
     """What forward itself has changed while it was captured is no change; what somebody else has changed is."""
     net, x = Counting().double(), torch.randn(4, 3, dtype=torch.float64)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", sw.CaptureWarning)  # that it counts
+        warnings.simplefilter("ignore", sw.errors.CaptureWarning)  # that it counts
         plan = sw.plan(net, x, 2, stages=2)
         par = sw.parallelize(net, plan)
         found = [said(lambda: par.step(x)), said(lambda: par.step(x[:2])), said(lambda: par.step(x))]

@@ -194,7 +194,7 @@ def unread(text: str) -> tuple[int, str, str, str]:
         out = sw.parallelize(made()[0], par.plan, outputs="when read")(**batch)
     alone = ""
     if rank == 0:
-        with pytest.raises(sw.CollectiveError) as late:
+        with pytest.raises(sw.errors.CollectiveError) as late:
             out["logits"].sum()
         alone = str(late.value)
     else:

@@ -137,7 +137,7 @@ def check_plan(name: str, search: str, mesh: sw.Mesh) -> None:
     _check_claimed(plan, report, capture(model, (), inputs).graph, Prices(Links(cluster, mesh)))
 
 
-def _check_claimed(plan: sw.Plan, report: sw.Report, graph: Graph, prices: Prices) -> None:
+def _check_claimed(plan: sw.Plan, report: sw.results.Report, graph: Graph, prices: Prices) -> None:
     """An independent counter: the collectives that the virtual cluster recorded, priced, are the seconds that the
     search claimed, without those of the optimizer and with those that deliver outputs (training steps do not)."""
     recorded = []

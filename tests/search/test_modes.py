@@ -42,7 +42,7 @@ def test_data_parallel_splits_the_batch_over_all_axes_and_reduces_every_gradient
 def test_every_device_has_a_share_of_a_batch_that_does_not_divide(mesh: sw.Mesh, samples: int) -> None:
     model, batch = Mlp(), torch.randn(samples, 8)
     few = samples < mesh.num_devices
-    with pytest.warns(sw.PlanWarning, match="some repeat the work") if few else warnings.catch_warnings():
+    with pytest.warns(sw.errors.PlanWarning, match="some repeat the work") if few else warnings.catch_warnings():
         plan = sw.plan(model, batch, mesh.num_devices, mode="data_parallel", mesh=mesh)
     layout = plan.layouts["args[0]"]
     rows = [layout.local_shape(mesh.coordinates(rank))[0] for rank in range(mesh.num_devices)]
@@ -116,7 +116,7 @@ class Unknown(nn.Module):
 
 def test_operators_without_a_rule_run_whole_with_one_warning_that_names_each_kind_once(x):
     model = Unknown()
-    with pytest.warns(sw.UnsplitWarning) as caught:
+    with pytest.warns(sw.errors.UnsplitWarning) as caught:
         plan = sw.plan(model, (x,), mesh=MESH, cluster=8, strategies={"fc": "n@tp"})
     assert len(caught) == 1
     text = str(caught[0].message)

@@ -345,7 +345,7 @@ def test_what_is_wrong_is_refused_and_what_is_right_is_exact(case: dict[str, Any
             parts = (lambda y, d=dim: torch.cat([part.exp() for part in y.split(1, d)], d), None)
             module = Chain((4, 6), [rows, parts])
             checked(module, (torch.rand(4, 6),), 2, mesh=mesh)
-        with pytest.raises(sw.CaptureError, match="out of range"):
+        with pytest.raises(sw.errors.CaptureError, match="out of range"):
             sw.plan(
                 Chain((4, 6), [(lambda y: y.split(1, 2)[0], None)]),
                 torch.rand(4, 6),

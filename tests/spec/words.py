@@ -109,7 +109,9 @@ def chain_of_products(first: Any, second: Any) -> nn.Module:
     return Chain()
 
 
-def checked(module: nn.Module, inputs: tuple[Any, ...], devices: int, **options: Any) -> tuple[sw.Plan, sw.Report]:
+def checked(
+    module: nn.Module, inputs: tuple[Any, ...], devices: int, **options: Any
+) -> tuple[sw.Plan, sw.results.Report]:
     """A plan on one axis ``x`` whose forward and gradients equal those of one device."""
     plan = sw.plan(module, inputs, devices, mesh=options.pop("mesh", sw.Mesh(x=devices)), **options)
     report = sw.verify(module, inputs, plan, steps=1)

@@ -45,21 +45,21 @@ def test_torn_and_damaged_ones_are_skipped_and_named(tmp_path: Path) -> None:
     content[-100] ^= 1
     data.write_bytes(content)
     model, optimizer = saved(tmp_path / "elsewhere", 7)
-    with pytest.warns(sw.PlanWarning) as said:
+    with pytest.warns(sw.errors.PlanWarning) as said:
         assert sw.load_checkpoint(tmp_path, model, optimizer).step == 1
     text = "\n".join(str(one.message) for one in said)
     assert "step-4.incomplete is skipped: its save did not finish" in text
     assert "step-3 is skipped" in text
     assert "step-2 is skipped" in text
-    with pytest.raises(sw.CheckpointError, match="is damaged: wrong checksum of data bytes"):
+    with pytest.raises(sw.errors.CheckpointError, match="is damaged: wrong checksum of data bytes"):
         sw.load_checkpoint(tmp_path / "step-2", model)
     data.write_bytes(content[:-1])
-    with pytest.raises(sw.CheckpointError, match=r"bytes, but .* were written"):
+    with pytest.raises(sw.errors.CheckpointError, match=r"bytes, but .* were written"):
         sw.load_checkpoint(tmp_path / "step-2", model)
-    with pytest.raises(sw.CheckpointError, match="there is no checkpoint"):
+    with pytest.raises(sw.errors.CheckpointError, match="there is no checkpoint"):
         sw.load_checkpoint(tmp_path / "nowhere", model)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(sw.CheckpointError, match=r"no checkpoint in .* is complete"):
+    with pytest.raises(sw.errors.CheckpointError, match=r"no checkpoint in .* is complete"):
         sw.load_checkpoint(tmp_path / "empty", model)
 
 
@@ -113,7 +113,7 @@ def test_what_is_not_of_this_run_is_refused_and_nothing_changes(tmp_path: Path) 
     assert "samples in the data set 9, and this loader has 12" in refusal(other, adam, data=longer)
     assert "the given objects do not accept: AssertionError: 2 workers" in refusal(other, adam, data=Elsewhere())
     assert (longer.cursor, adam.param_groups[0]["lr"], len(adam.state)) == (0, 7.0, 0)
-    with pytest.raises(sw.CheckpointError, match="exists already: a checkpoint is never overwritten"):
+    with pytest.raises(sw.errors.CheckpointError, match="exists already: a checkpoint is never overwritten"):
         sw.save_checkpoint(folder, model, step=2)
     with pytest.raises(sw.ShardwiseError, match="step must be a number"):
         sw.save_checkpoint(tmp_path / "x", model, step=-1)
@@ -254,13 +254,13 @@ def test_a_second_job_that_saves_to_one_place_is_refused_by_name(tmp_path: Path,
     assert began.wait(60)
     monkeypatch.setattr(saving, "write", real)
     other = nn.Linear(8, 8)
-    with pytest.raises(sw.CheckpointError, match=rf"step-1 is being saved by process {os.getpid()} on "):
+    with pytest.raises(sw.errors.CheckpointError, match=rf"step-1 is being saved by process {os.getpid()} on "):
         sw.save_checkpoint(tmp_path / "step-1", other, step=1)  # the other job's
     sw.save_checkpoint(tmp_path / "step-2", other, step=2)
     assert (tmp_path / "step-1.incomplete").is_dir()  # of a live writer
     go_on.set()
     first.wait()
-    with pytest.raises(sw.CheckpointError, match="step-1 exists already"):
+    with pytest.raises(sw.errors.CheckpointError, match="step-1 exists already"):
         sw.save_checkpoint(tmp_path / "step-1", other, step=1)
     for name, saved_model in (("step-1", model), ("step-2", other)):
         again = nn.Linear(8, 8)
@@ -304,7 +304,7 @@ def test_without_locks_a_save_whose_folder_another_job_takes_finds_out(
     monkeypatch.setattr(os, "rename", rename)
     saves = [saving.Saving(job) for job in jobs]
     for save in saves:
-        with pytest.raises(sw.CheckpointError, match="another job began to save it"):
+        with pytest.raises(sw.errors.CheckpointError, match="another job began to save it"):
             save.wait()
     folder = saving.incomplete(path) if when == "while it fills" else path
     assert (folder / "two.safetensors").read_text() == "the other job's"
@@ -337,7 +337,7 @@ try:
         sw.save_pretrained(torch.nn.Linear(8, 8), Path(folder, name))
     else:
         sw.save_checkpoint(Path(folder, name), torch.nn.Linear(8, 8), step=1)
-except sw.CheckpointError as error:
+except sw.errors.CheckpointError as error:
     print(error)
 """
 
@@ -386,7 +386,7 @@ def test_a_lock_that_is_no_file_of_ours_is_refused_at_once(tmp_path: Path) -> No
     os.mkfifo(tmp_path / ".step-1.lock")
     (tmp_path / ".step-2.lock").symlink_to(tmp_path / "elsewhere")
     for number in (1, 2):
-        with pytest.raises(sw.CheckpointError, match=r"is no regular file|cannot be created"):
+        with pytest.raises(sw.errors.CheckpointError, match=r"is no regular file|cannot be created"):
             sw.save_checkpoint(tmp_path / f"step-{number}", nn.Linear(2, 2), step=1)
     assert not (tmp_path / "elsewhere").exists()
 
@@ -396,10 +396,10 @@ def test_places_that_cannot_be_are_errors_of_ours(tmp_path: Path, name: str) -> 
     (tmp_path / "file").write_text("")
     model = nn.Linear(2, 2)
     place = name if name in ("/", ".") else tmp_path / name
-    with pytest.raises(sw.CheckpointError):
+    with pytest.raises(sw.errors.CheckpointError):
         sw.save_checkpoint(place, model, step=1)
     if name != "/":
-        with pytest.raises(sw.CheckpointError):
+        with pytest.raises(sw.errors.CheckpointError):
             sw.load_checkpoint(tmp_path / "x" if name == "." else place, model)
 
 
@@ -410,7 +410,7 @@ def test_states_that_no_optimizer_takes_are_announced(tmp_path: Path) -> None:
     optimizer.step()
     sw.save_checkpoint(tmp_path / "one", model, optimizer, step=1)
     fewer = torch.optim.Adam(model[1].parameters())
-    with pytest.warns(sw.PlanWarning, match=r"the states of 0\.bias, 0\.weight are not loaded"):
+    with pytest.warns(sw.errors.PlanWarning, match=r"the states of 0\.bias, 0\.weight are not loaded"):
         sw.load_checkpoint(tmp_path / "one", model, fewer)
     assert len(fewer.state) == 2
 

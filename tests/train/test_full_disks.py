@@ -43,13 +43,13 @@ def fills(folder: str) -> dict[str, Any]:
     losses = train(par, optimizer, scheduler, 0, 2)
     save(2)
     held, found = state(), dict[str, Any]()
-    with pytest.raises(sw.CheckpointError) as error:
+    with pytest.raises(sw.errors.CheckpointError) as error:
         save(3)
     found["waiting"] = str(error.value)
     losses += train(par, optimizer, scheduler, 2, 3)
     beside = save(4, blocking=False)
     losses += train(par, optimizer, scheduler, 3, 4)
-    with pytest.raises(sw.CheckpointError) as error:
+    with pytest.raises(sw.errors.CheckpointError) as error:
         beside.wait()
     found["beside"] = str(error.value)
     with warnings.catch_warnings(record=True) as said:

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Container
 
-from shardwise.errors import warn_user
+from shardwise.errors import UnsplitWarning, warn_user
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.strategy import named_factors
 from shardwise.rules.rule import OpRule, base_name
 from shardwise.rules.tables import rule_of, whole_rule
-
-
-class UnsplitWarning(UserWarning):
-    """An operator has no rule: it runs unsplit on gathered operands, slower but right."""
 
 
 def rules_of(graph: Graph, *, known: Container[str] = ()) -> dict[str, OpRule]:
