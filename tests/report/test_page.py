@@ -165,7 +165,7 @@ def test_outputs_that_no_step_brings_together_are_told_beside_the_collectives(tm
         batch = torch.randn(64, 64)
         own = sw.plan(net, batch, sw.Cluster.load("h100-1x4"), mesh=sw.Mesh(dp=4), search="dynamic_programming")
     own.report.write(tmp_path / "plan.html")
-    (said,) = (line.strip() for line in str(own).splitlines() if "bring a call's outputs together" in line)
+    (said,) = (line.strip() for line in str(own).splitlines() if "deliver outputs to the caller" in line)
     assert f"<p>{said}</p>" in text_of(tmp_path / "plan.html")
 
 
@@ -182,7 +182,7 @@ def test_two_plans_stand_side_by_side(plan: sw.Plan, tmp_path: Path) -> None:
         assert name + own + second in words.replace("\n", "")
     assert text.count('id="other-timeline"') == 1
     plan.report.write(tmp_path / "same.html", other=plan)
-    assert "The plans do the same." in text_of(tmp_path / "same.html")
+    assert "The plans are equal." in text_of(tmp_path / "same.html")
 
 
 def test_a_profile_is_laid_over_the_prediction(plan: sw.Plan, tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_a_profile_of_stages_is_laid_over_the_prediction(tmp_path: Path, plan: s
         assert text.partition(f'id="{chart}"')[2].partition("</svg>")[0].count('<rect class="box') == 2
     with pytest.raises(sw.PlanError, match=r"the profile has 2 stages, the plan has 1\b"):
         plan.report.write(tmp_path / "wrong.html", profile=profile)
-    with pytest.raises(sw.PlanError, match="the profile is of 1 stages, the plan has 2"):
+    with pytest.raises(sw.PlanError, match="the profile has 1 stages, the plan has 2"):
         own.report.write(tmp_path / "wrong.html", profile=of_stage)
     assert not (tmp_path / "wrong.html").exists()
 

@@ -171,5 +171,5 @@ def test_what_no_price_chose_has_no_best(plan: sw.Plan) -> None:
         propagated.report.top()
     with pytest.raises(sw.PlanError, match="k is 0"):
         plan.report.top(0)
-    with pytest.raises(sw.PlanError, match=r"none over all of them(.|\n)*top\(k\) for the best pipelines near it"):
+    with pytest.raises(sw.PlanError, match="it comes from another process"):
         pickle.loads(pickle.dumps(plan)).report.top()
