@@ -90,9 +90,9 @@ def plan(
         micro_batch: Samples of a micro-batch; a step runs as many micro-batches as it needs. If the inputs have
             ``global_batch`` samples and this is None, a search by price chooses it. It tries divisors, the largest
             first, until one fits and steps get no faster; each is a search of its own
-            (``plan.explain("micro_batch")``). If both sizes are None, a step is one pass over the example inputs, or
-            several micro-batches if only these fit. With ``stages``, a search by price chooses it; other modes take
-            the largest that fills the schedule.
+            (``result.report.explain("micro_batch")``). If both sizes are None, a step is one pass over the example
+            inputs, or several micro-batches if only these fit. With ``stages``, a search by price chooses it; other
+            modes take the largest that fills the schedule.
         memory_bytes: Bytes that the tensors of a device may take at the peak of a step. Default: the memory of the
             cluster's devices less their reserve. A given number is used without subtracting the reserve. If
             ``cluster`` is a number of devices, the default is no limit.
@@ -114,7 +114,7 @@ def plan(
         stages: The number of pipeline stages, balanced by price and memory at any operator boundary; ``"marked"``: cut
             at ``sw.stage``. Every stage has an equal part of the devices. ``"auto"`` chooses the number (one: no
             pipeline), schedule and micro-batch by price, for the samples of a step (``plans.auto_stages``);
-            ``plan.explain("stages")`` lists what was tried.
+            ``result.report.explain("stages")`` lists what was tried.
         schedule: A schedule of ``torch.distributed.pipelining`` by name (``plans.schedule``), default ``"1F1B"``; or
             ``"Solved"``: an order searched for these stages within the memory. All but ``GPipe`` and ``1F1B`` run two
             stages per pipeline rank; loops run as many as the name gives, ``"Interleaved1F1B:4"``.

@@ -1,7 +1,6 @@
 """What a model reads from outside while it runs: refused where the next call would be another, else announced."""
 
-from __future__ import annotations
-
+import cProfile
 import datetime
 import functools
 import gc
@@ -206,6 +205,19 @@ class Checkpointed(nn.Module):
         asked = torch.is_grad_enabled() and self.checkpointing
         hidden = checkpoint(self.fc, x / scale, use_reentrant=False) if asked else self.fc(x / scale)
         return hidden.sum() * (1.0 if not torch.is_inference_mode_enabled() else 1.0 + self.effect)
+
+
+def test_a_capture_under_a_profiler_leaves_it_on():
+    """cProfile's hook is an object that ``sys.setprofile`` cannot take back."""
+    profiler = cProfile.Profile()
+    profiler.enable()
+    try:
+        capture(Checkpointed(), (torch.randn(2, 4),))
+        sorted(range(3))
+    finally:
+        profiler.disable()
+    profiler.create_stats()
+    assert any("sorted" in name for _, _, name in profiler.stats)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -7,6 +7,7 @@ Calls of C functions are visible only to a profiler, which is slow; so the names
 
 from __future__ import annotations
 
+import cProfile
 import datetime
 import io
 import os
@@ -123,7 +124,11 @@ def _reading(reads: list[ImpureRead]) -> Iterator[None]:
         try:
             yield
         finally:
-            sys.setprofile(before)
+            sys.setprofile(None)
+            if isinstance(before, cProfile.Profile):  # Python can only be given its functions back
+                before.enable()
+            else:
+                sys.setprofile(before)
 
 
 def _of_builtin(called: Any) -> str:
