@@ -8,6 +8,7 @@
         NotationError     a rule, strategy, layout or mesh text does not parse (points at the column)
         LayoutError       a layout or a strategy does not fit the tensor, the operator or the mesh
         PlanError         a plan file or a plan does not fit the model, mesh, inputs or version
+          NothingFits     no plan fits in memory
         LaunchError       ranks cannot be started, or do not agree
         CollectiveError   ranks do not complete a collective (a RuntimeError too)
         OutOfDeviceMemoryError   no memory for a converted value (a MemoryError and a RuntimeError too, as torch's own)
@@ -99,6 +100,24 @@ class UnsplitWarning(UserWarning):
 
 class PlanWarning(UserWarning):
     """A plan fits, but ranks do not do all that it was made for."""
+
+
+class NothingFits(PlanError):
+    """Raised if no plan fits. ``what``, ``facts``, ``fix``: the parts of the message."""
+
+    def __init__(self, what: str, facts: Sequence[tuple[str, str]], fix: str) -> None:
+        super().__init__(problem(what, facts=facts, fix=fix, section="nothing-fits"))
+        self.what, self.facts, self.fix = what, tuple(facts), fix
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.what, self.facts, self.fix), self.__dict__
+
+    def naming(self, fixes: Sequence[str], why_none: str) -> NothingFits:
+        """Return the error with suggested fixes, the best first; ``why_none``: the text if there are none."""
+        if not fixes:
+            return NothingFits(self.what, [*self.facts, ("fixes", why_none)], self.fix)
+        facts = [*self.facts, *((f"fix {number}", fix) for number, fix in enumerate(fixes, 1))]
+        return NothingFits(self.what, facts, "one of these; sw.fits takes more time and tries other changes")
 
 
 class LaunchError(ShardwiseError):

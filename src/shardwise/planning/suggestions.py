@@ -15,14 +15,13 @@ import torch
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.optimizers import ON_HOST, is_on_host, states_of
-from shardwise.errors import PlanError, ShardwiseError
+from shardwise.errors import NothingFits, PlanError, ShardwiseError
 from shardwise.graph.step_precision import Precision
 from shardwise.layouts.mesh import Mesh
 from shardwise.planning.execute import execute
 from shardwise.plans.auto_stages import figures
 from shardwise.plans.plan import Plan
 from shardwise.plans.printing import format_bytes, format_seconds
-from shardwise.plans.refusal import NothingFits
 from shardwise.plans.request import PlanRequest
 from shardwise.plans.result import PlanningResult
 from shardwise.plans.schedule import schedule_of

@@ -23,7 +23,7 @@ from shardwise.costs.pipeline_simulation import (
     simulate_pipeline,
 )
 from shardwise.costs.prices import Prices
-from shardwise.errors import PlanError, listed, problem
+from shardwise.errors import NothingFits, PlanError, listed, problem
 from shardwise.graph.batch import num_samples
 from shardwise.graph.capture import Capture
 from shardwise.graph.cut import GraphCut
@@ -42,7 +42,6 @@ from shardwise.plans.micro_batch_search import Example, announce_statistics
 from shardwise.plans.pipeline_config import OrderOf, PipelineConfig
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes
-from shardwise.plans.refusal import NothingFits
 from shardwise.plans.request import PlanRequest, TrainingConfig
 from shardwise.plans.schedule import SCHEDULES, Schedule, format_order, schedule_of
 from shardwise.plans.stage_estimator import StageEstimator, estimated_policies_of

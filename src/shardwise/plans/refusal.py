@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from shardwise.errors import PlanError, problem
+from shardwise.errors import NothingFits
 from shardwise.graph.ir import Graph
 from shardwise.graph.naming import value_name
 from shardwise.plans.printing import format_bytes
@@ -12,24 +10,6 @@ from shardwise.search.cost_graph import CostGraph, bytes_of_variables
 from shardwise.search.ranking import CandidateRanking
 
 NUM_LARGEST = 5
-
-
-class NothingFits(PlanError):
-    """Raised if no plan fits. ``what``, ``facts``, ``fix``: the parts of the message."""
-
-    def __init__(self, what: str, facts: Sequence[tuple[str, str]], fix: str) -> None:
-        super().__init__(problem(what, facts=facts, fix=fix, section="nothing-fits"))
-        self.what, self.facts, self.fix = what, tuple(facts), fix
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.what, self.facts, self.fix), self.__dict__
-
-    def naming(self, fixes: Sequence[str], why_none: str) -> NothingFits:
-        """Return the error with suggested fixes, the best first; ``why_none``: the text if there are none."""
-        if not fixes:
-            return NothingFits(self.what, [*self.facts, ("fixes", why_none)], self.fix)
-        facts = [*self.facts, *((f"fix {number}", fix) for number, fix in enumerate(fixes, 1))]
-        return NothingFits(self.what, facts, "one of these; sw.fits takes more time and tries other changes")
 
 
 def nothing_fits(least: CandidateRanking) -> NothingFits:
