@@ -120,8 +120,8 @@ def test_less_memory_takes_about_what_the_search_of_the_rungs_takes(share: float
     planner = Planner.of(free.whole, (), free.cluster, (mesh,), SearchConfig(memory_bytes=limit))
     prices = []
     for how, gathered in ESTIMATED_POLICIES:
-        levers = MemoryPolicy.of(free.whole, (), how, gathered)
-        searches, _ = replace(planner, settings=replace(planner.settings, levers=levers)).searches()
+        memory_policy = MemoryPolicy.of(free.whole, (), how, gathered)
+        searches, _ = replace(planner, settings=replace(planner.settings, memory_policy=memory_policy)).searches()
         prices += [own.outcome.seconds for own in searches]
     estimate = fronts_of(8, SearchConfig(memory_bytes=limit / ESTIMATED_MEMORY_SHARE)).seconds(
         StageConfig(1, "", 32, 1)

@@ -74,7 +74,7 @@ def test_rungs_share_what_tables_are_and_have_those_of_a_graph_by_itself() -> No
     planner = Planner.of(graph, (), CLUSTER, (mesh,), SearchConfig(passes=2, in_flight=3))
     known, different = planner, set()
     for how, gathered, _ in MEMORY_POLICIES:
-        settings = replace(planner.settings, levers=MemoryPolicy.of(graph, (), how, gathered))
+        settings = replace(planner.settings, memory_policy=MemoryPolicy.of(graph, (), how, gathered))
         cost = replace(known, settings=settings).cost_graph(mesh)
         alone = Planner.of(graph, (), CLUSTER, (mesh,), settings).cost_graph(mesh)
         assert cost.factors == alone.factors

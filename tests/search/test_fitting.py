@@ -193,7 +193,7 @@ def test_what_messages_brought_is_brought_again_where_that_is_the_cheapest_that_
 def rung(how: How, fits_at: float, cheapest_fits: bool = False) -> fit_memory._PolicyResult:
     """A setting of the ladder whose plan that fits has this price, twice that of its cheapest."""
     found = fit_memory._PolicyResult(
-        cast("Planner", SimpleNamespace(settings=SimpleNamespace(levers=MemoryPolicy()))), how, ()
+        cast("Planner", SimpleNamespace(settings=SimpleNamespace(memory_policy=MemoryPolicy()))), how, ()
     )
     best = SimpleNamespace(candidate=SimpleNamespace(additive_price=fits_at))
     cheapest = SimpleNamespace(

@@ -44,7 +44,7 @@ def small_models_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_extrapolation, "MAX_FOLDED_SHARE", 10.0)
 
 
-def levers(graph: Graph, how: str) -> MemoryPolicy:
+def memory_policy(graph: Graph, how: str) -> MemoryPolicy:
     whole = MemoryPolicy.of(graph, (), "full")
     return {
         "none": MemoryPolicy(),
@@ -58,7 +58,7 @@ def levers(graph: Graph, how: str) -> MemoryPolicy:
 
 @pytest.mark.parametrize("how", ["none", "cheap", "full", "gathered again", "on the host", "half of the blocks"])
 def test_a_folded_step_is_the_step_of_the_whole_program(graph: Graph, how: str) -> None:
-    settings = SearchConfig(levers=levers(graph, how), bucket_bytes=0)
+    settings = SearchConfig(memory_policy=memory_policy(graph, how), bucket_bytes=0)
     planner = Planner.of(graph, (), sw.Cluster.load("h100-1x8"), (sw.Mesh(dp=4, tp=2),), settings)
     searches, _ = planner.searches()
     found = candidates(searches, "dynamic_programming", planner.limit)
@@ -82,18 +82,18 @@ def test_a_folded_step_is_the_step_of_the_whole_program(graph: Graph, how: str) 
 
 
 def test_the_plan_is_that_of_whole_programs_and_says_what_is_true_of_it(graph: Graph) -> None:
-    """Under a limit that takes levers, eased block by block."""
+    """Under a limit that takes a memory policy, eased block by block."""
     cluster, mesh = sw.Cluster.load("h100-1x8"), (sw.Mesh(dp=8),)
     settings = SearchConfig(memory_bytes=0.9e9)
     planner = Planner.of(graph, (), cluster, mesh, settings)
     short, whole = fit_memory(planner, ()), fit_memory(replace(planner, folded=None), ())
-    assert short.levers.segments, "it makes something again"
+    assert short.memory_policy.segments, "it makes something again"
     assert short.prediction.simulated_seconds == pytest.approx(whole.prediction.simulated_seconds, rel=2e-3)
     own = simulate(short.spmd, short.search.cost.domains.prices)
     assert short.prediction.simulated_seconds == own.seconds
-    eased = {segment.how for segment in short.levers.segments}
+    eased = {segment.how for segment in short.memory_policy.segments}
     assert len(eased) > 1, "some blocks make less again than others"
-    cost = replace(planner, settings=replace(settings, levers=short.levers)).cost_graph(short.search.mesh)
+    cost = replace(planner, settings=replace(settings, memory_policy=short.memory_policy)).cost_graph(short.search.mesh)
     components = cost.components(short.search.outcome.assignment)
     assert short.prediction.num_bytes == components[BYTES]
     assert short.prediction.additive_price >= step_seconds(components)
@@ -115,7 +115,7 @@ def test_a_search_for_a_better_step_than_a_known_one_ends_where_prices_are_clear
 
 
 def test_the_price_of_what_waits_on_the_host_has_its_copies(graph: Graph) -> None:
-    cluster, settings = sw.Cluster.load("h100-1x8"), SearchConfig(levers=levers(graph, "on the host"))
+    cluster, settings = sw.Cluster.load("h100-1x8"), SearchConfig(memory_policy=memory_policy(graph, "on the host"))
     planner = Planner.of(graph, (), cluster, (sw.Mesh(dp=8),), settings)
     (cost,) = (planner.cost_graph(mesh) for mesh in planner.meshes)
     rung = _PolicyResult(planner, None, [cost])

@@ -143,12 +143,12 @@ class Planning:
         )  # fmt: skip
         parallel, zero = request.parallel, request.parallel.zero_config
         recompute = None if parallel.recompute == "auto" else parallel.recompute
-        levers = MemoryPolicy.of(
+        memory_policy = MemoryPolicy.of(
             graph, self.captured.segments, recompute, "held" if zero is None else zero.gathered, parallel.offload
         )
-        if levers.moves_to_host:
+        if memory_policy.moves_to_host:
             _announce_one_memory(request.cluster)
-        config = replace(self.config, levers=levers)
+        config = replace(self.config, memory_policy=memory_policy)
         trials = MicroBatchSearch(self.call, graph, batches)
         for pass_graph, passes in trials:
             try:
@@ -157,7 +157,7 @@ class Planning:
             except PlanError as error:
                 trials.refuse(error)
         best = trials.best()
-        if levers.moves_to_host and not any(entry.offloaded for entry in best.plan.operators):
+        if memory_policy.moves_to_host and not any(entry.offloaded for entry in best.plan.operators):
             warn_user(
                 "nothing is offloaded to the host: what backward needs of these parts is recomputed, is smaller than "
                 "64 KiB on a device, or is kept on the device anyway",

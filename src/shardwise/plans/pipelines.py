@@ -371,7 +371,7 @@ def _rebuilt(part: Graph, part_choice: StagePlan, choice: Choice, settings: Sear
     spmd = build_spmd(part, rules, choice, part_choice.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
     conversions = frozenset(c.result for c in spmd.conversions if (c.origin, c.target) in repeated)
     spmd = replace(spmd, lifetimes=replace(part_choice.spmd.lifetimes, conversions=conversions, once=frozenset()))
-    return as_grad_accum(spmd, replace(settings, levers=part_choice.levers))
+    return as_grad_accum(spmd, replace(settings, memory_policy=part_choice.memory_policy))
 
 
 def _listed(

@@ -277,9 +277,9 @@ class StageEstimator:
                 continue
             if gathered == "held" and setting.passes == 1 and (how, "once") in self.rungs:  # the same
                 continue
-            levers = MemoryPolicy.of(graph, segments, how, gathered)
-            with_levers = replace(planner, settings=replace(settings, levers=levers))
-            ways += [self._way(with_levers.cost_graph(mesh), setting.stages) for mesh in planner.meshes]
+            memory_policy = MemoryPolicy.of(graph, segments, how, gathered)
+            with_policy = replace(planner, settings=replace(settings, memory_policy=memory_policy))
+            ways += [self._way(with_policy.cost_graph(mesh), setting.stages) for mesh in planner.meshes]
         return [way for way in ways if way is not None]
 
     def _graph(self, size: int) -> Graph | None:

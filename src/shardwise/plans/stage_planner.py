@@ -41,13 +41,12 @@ class StageSearchResult:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The choice for a part by itself, its program, and its memory policy (``levers``). ``searched``: None if nothing
-    was searched."""
+    """The choice for a part by itself, its program and memory policy. ``searched``: None if nothing was searched."""
 
     factored: Factored
     choice: Choice
     spmd: SpmdProgram
-    levers: MemoryPolicy
+    memory_policy: MemoryPolicy
     searched: StageSearchResult | None = None
 
     @property
@@ -155,9 +154,9 @@ class StagePlanner:
             {value_of[name]: layout for name, layout in choice.delivered.items()},
             route,
         )
-        levers = chosen.levers
-        segments = (replace(s, operators=frozenset(op_of[name] for name in s.operators)) for s in levers.segments)
-        levers = replace(levers, segments=tuple(segments))
+        original = chosen.memory_policy.segments
+        segments = (replace(s, operators=frozenset(op_of[name] for name in s.operators)) for s in original)
+        memory_policy = replace(chosen.memory_policy, segments=tuple(segments))
         searched = None
         if chosen.searched is not None:
             sources = chosen.searched.search.cost.domains.graph.source_of
@@ -165,9 +164,9 @@ class StagePlanner:
             called = {new_name: name for name, new_name in value_of.items()}
             names |= {source.names[0]: sources[called[source.value]].names[0] for source in part.sources}
             searched = StageSearchResult(chosen.searched.search, names)
-        bucket_bytes, by_block = self.how.settings.bucket_bytes, levers.gathered == "again"
+        bucket_bytes, by_block = self.how.settings.bucket_bytes, memory_policy.gathered == "again"
         spmd = build_spmd(part, rules, choice, chosen.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
-        return StagePlan(factored, choice, _with_lifetimes(chosen.spmd, spmd), levers, searched)
+        return StagePlan(factored, choice, _with_lifetimes(chosen.spmd, spmd), memory_policy, searched)
 
 
 def _with_lifetimes(first: SpmdProgram, spmd: SpmdProgram) -> SpmdProgram:
@@ -192,15 +191,15 @@ def _choose(how: PipelineConfig, part: Graph, limit: float, kinds: VjpCache) -> 
     has_blocks = bool(blocks_of(part))  # a part with only an embedding has none
     offload = "auto" if how.offload == "all" and not has_blocks else how.offload
     recompute = how.recompute if has_blocks or segments else None
-    levers = MemoryPolicy.of(part, segments, recompute, how.gathered or "held", offload)
+    memory_policy = MemoryPolicy.of(part, segments, recompute, how.gathered or "held", offload)
     layouts = {name: layout for name, layout in how.settings.layouts.items() if name in source_names}
-    settings = replace(how.settings, levers=levers, layouts=layouts)
+    settings = replace(how.settings, memory_policy=memory_policy, layouts=layouts)
     if not how.by_price:
         (mesh,) = how.meshes
         factored, choice = decide(part, annotations, mesh, how.mode)
         choice = apply_layouts(choice, layouts, part, factored, mesh)
         program = build_program(part, factored.rules, choice, mesh, settings, kinds)
-        return StagePlan(factored, program.choice, program.spmd, levers)
+        return StagePlan(factored, program.choice, program.spmd, memory_policy)
     planner = Planner.of(part, annotations, how.part, how.meshes, replace(settings, memory_bytes=limit))
     planner = replace(planner, kinds=kinds)
     planned = fit_memory(planner, segments, how.gathered, offload) if how.fits_itself else planner.plan()
@@ -208,7 +207,7 @@ def _choose(how: PipelineConfig, part: Graph, limit: float, kinds: VjpCache) -> 
         raise nothing_fits(planned.ranking)
     called = [*(op.name for op in part.ops), *(source.names[0] for source in part.sources)]
     searched = StageSearchResult(planned.search, {name: name for name in called})
-    return StagePlan(planned.factored, planned.choice, planned.spmd, planned.levers, searched)
+    return StagePlan(planned.factored, planned.choice, planned.spmd, planned.memory_policy, searched)
 
 
 __all__ = ["StagePlan", "StagePlanner", "StageSearchResult", "annotated_in_parts"]

@@ -74,12 +74,12 @@ class FoldedSteps:
     def folding(self) -> Folding:
         return Folding.of(self.graph)
 
-    def step(self, choice: Choice, levers: MemoryPolicy, mesh: Mesh, simulate: Simulate) -> SimulatedStep | None:
+    def step(self, choice: Choice, memory_policy: MemoryPolicy, mesh: Mesh, simulate: Simulate) -> SimulatedStep | None:
         """Return the step of a choice, from short programs that ``simulate`` builds, or None if that is not worth it,
         or if the model cannot be shortened."""
         if len(self.graph.ops) < MIN_OPERATORS_TO_FOLD:
             return None
-        keys = self._keys(choice, levers)
+        keys = self._keys(choice, memory_policy)
         runs = self.folding.runs(keys.__getitem__)
         long = [run for run in runs if len(run) >= MIN_REPEATED_BLOCKS]
         removed = {number for run in long for number in run[1:-1]}
@@ -88,10 +88,10 @@ class FoldedSteps:
         if not long or short * (1 + len(long)) + sum(sizes.values()) > MAX_FOLDED_SHARE * len(self.graph.ops):
             return None
         kept = tuple(keys[run[0]] if run in long else tuple(map(keys.__getitem__, run)) for run in runs)
-        on = mesh, levers.gathered, levers.offloads
-        key = *on, self._outside(choice, levers), kept
+        on = mesh, memory_policy.gathered, memory_policy.offloads
+        key = *on, self._outside(choice, memory_policy), kept
         if key not in self.known:
-            self.known[key] = self._simulated(removed, levers, simulate)
+            self.known[key] = self._simulated(removed, memory_policy, simulate)
         two = self.known[key]
         if two is None:
             return None
@@ -99,17 +99,19 @@ class FoldedSteps:
         for run in long:
             block, region_of = (*on, keys[run[0]]), partial(self._region, run)
             if block not in self.further:
-                three = self._simulated(removed - {run[1]}, levers, simulate)
+                three = self._simulated(removed - {run[1]}, memory_policy, simulate)
                 if three is None:
                     return None
                 self.further[block] = PerBlockCost.of(two, three, region_of)
             more.append((len(run) - 2, self.further[block], region_of))
         return _extended(two, more)
 
-    def _simulated(self, removed: Collection[int], levers: MemoryPolicy, simulate: Simulate) -> SimulatedStep | None:
+    def _simulated(
+        self, removed: Collection[int], memory_policy: MemoryPolicy, simulate: Simulate
+    ) -> SimulatedStep | None:
         """Return the step of the model without some blocks, or None if it cannot be shortened so."""
         graph = self.folding.without(removed)
-        return None if graph is None else simulate(graph, _among(levers, graph))
+        return None if graph is None else simulate(graph, _among(memory_policy, graph))
 
     @cached_property
     def _block_of(self) -> dict[str, int]:
@@ -126,42 +128,42 @@ class FoldedSteps:
             return "behind"
         return "first" if number == run[0] else "last"
 
-    def _keys(self, choice: Choice, levers: MemoryPolicy) -> list[int]:
+    def _keys(self, choice: Choice, memory_policy: MemoryPolicy) -> list[int]:
         """Return, for every block, a number for what a choice makes of it."""
-        lever_of = _lever_of(levers)
+        policy_of = _policy_by_operator(memory_policy)
         keys = []
         for block in self.folding.blocks:
             names = [op.name for op in block.ops]
             content = (
                 tuple(choice.strategies[name] for name in names),
-                tuple(lever_of.get(name) for name in names),
+                tuple(policy_of.get(name) for name in names),
                 tuple(choice.sources[name] for name in block.sources),
                 tuple((i, choice.shared[name]) for i, name in enumerate(block.made) if name in choice.shared),
             )
             keys.append(self.numbers.setdefault(content, len(self.numbers)))
         return keys
 
-    def _outside(self, choice: Choice, levers: MemoryPolicy) -> int:
+    def _outside(self, choice: Choice, memory_policy: MemoryPolicy) -> int:
         """Return a number for what a choice makes of everything outside of blocks."""
-        lever_of, home = _lever_of(levers), self.folding.home
+        policy_of, home = _policy_by_operator(memory_policy), self.folding.home
         names = [op.name for op in self.folding.outside]
         content = (
-            tuple((choice.strategies[name], lever_of.get(name)) for name in names),
+            tuple((choice.strategies[name], policy_of.get(name)) for name in names),
             tuple(layout for name, layout in choice.sources.items() if name not in home),
             tuple(pair for pair in choice.shared.items() if pair[0] not in home),
         )
         return self.numbers.setdefault(content, len(self.numbers))
 
 
-def _lever_of(levers: MemoryPolicy) -> Mapping[str, Hashable]:
-    return {name: (segment.how, segment.messages) for segment in levers.segments for name in segment.operators}
+def _policy_by_operator(memory_policy: MemoryPolicy) -> Mapping[str, Hashable]:
+    return {name: (segment.how, segment.messages) for segment in memory_policy.segments for name in segment.operators}
 
 
-def _among(levers: MemoryPolicy, graph: Graph) -> MemoryPolicy:
+def _among(memory_policy: MemoryPolicy, graph: Graph) -> MemoryPolicy:
     """Return the memory policy for the operators of a graph."""
     names = graph.op_by_name.keys()
-    segments = (replace(segment, operators=segment.operators & names) for segment in levers.segments)
-    return replace(levers, segments=tuple(segment for segment in segments if segment.operators))
+    segments = (replace(segment, operators=segment.operators & names) for segment in memory_policy.segments)
+    return replace(memory_policy, segments=tuple(segment for segment in segments if segment.operators))
 
 
 def _extended(two: SimulatedStep, more: Sequence[tuple[int, PerBlockCost, Callable[[str], str]]]) -> SimulatedStep:

@@ -57,7 +57,7 @@ class _TableConditions:
 How = tuple[bool, ...]
 
 
-def _always(levers: _TableConditions) -> How:
+def _always(conditions: _TableConditions) -> How:
     """Return the conditions of a table that depends on none: an empty tuple."""
     return ()
 
@@ -112,19 +112,19 @@ class Tables:
 
     def priced(self, again: RecomputeSpec, in_flight: int = 1) -> CostGraph:
         """Return the cost graph under a policy. ``in_flight``: micro-batches kept for backward at once."""
-        cost, levers = (
+        cost, conditions = (
             replace(self.cost, factors=[], kinds=[], transients={}),
             _TableConditions(self.graph, again, in_flight),
         )
         kinds: dict[tuple[int, How], int] = {}
         for scope, number, how_of, table, transient in self._factors:
-            key = number, how_of(levers)
+            key = number, how_of(conditions)
             kind = kinds.get(key)
             if kind is None:
                 kind = kinds[key] = len(cost.kinds)
-                for_all = key, levers.gathered, in_flight
+                for_all = key, conditions.gathered, in_flight
                 if for_all not in self._made:
-                    self._made[for_all] = table(levers, key[1])
+                    self._made[for_all] = table(conditions, key[1])
                 cost.kinds.append(self._made[for_all])
                 if transient is not None:
                     cost.transients[kind] = transient
@@ -146,7 +146,7 @@ class Tables:
         nodes = sendable(routes)
         variable = self._add(StorageVariable(name, routes, nodes))
 
-        def table(levers: _TableConditions, how: How) -> Components:
+        def table(conditions: _TableConditions, how: How) -> Components:
             numel = routes.numel[nodes].astype(np.float64)
             seconds = numel * domains.prices.casts(value, 1.0, updated)
             if updated:
@@ -164,7 +164,7 @@ class Tables:
         nodes = sendable(routes)
         variable = self._add(ReceivedVariable(name, routes, nodes))
 
-        def table(levers: _TableConditions, how: How) -> Components:
+        def table(conditions: _TableConditions, how: How) -> Components:
             level = self.domains.prices.links.cluster.levels[-1]
             num_bytes = routes.numel[nodes].astype(np.float64) * routes.tensor.itemsize
             return 2 * num_bytes * level.shared_by / level.link_bandwidth(level.size), None, None, None
@@ -201,13 +201,13 @@ class Tables:
         domain = self.domains.domain(op, self.fixed.get(op.name))
         variable = self._add(OperatorVariable(op.name, domain))
 
-        def how_of(levers: _TableConditions) -> How:
-            return op.name in levers.again.operators, op.name in levers.again.offloaded
+        def how_of(conditions: _TableConditions) -> How:
+            return op.name in conditions.again.operators, op.name in conditions.again.offloaded
 
-        def table(levers: _TableConditions, how: How) -> Components:
+        def table(conditions: _TableConditions, how: How) -> Components:
             again, waits = how
             compute = domain.compute + domain.forward if again else domain.compute
-            return domain.exposed, compute, None, None if again or waits else domain.kept * levers.in_flight
+            return domain.exposed, compute, None, None if again or waits else domain.kept * conditions.in_flight
 
         self._factor((variable,), ("operator", id(domain)), how_of, table, partial(self._worked_on, op, domain))
         for name in dict.fromkeys(name for name in op.operands if name in self.cost.home):
@@ -233,9 +233,9 @@ class Tables:
         consumers = self._kept_by(name)
         value = self.graph.by_name[name]
 
-        def how_of(levers: _TableConditions) -> How:
-            again, is_local = levers.again, name in levers.local
-            dropped = not is_local and self._is_dropped(name, levers)
+        def how_of(conditions: _TableConditions) -> How:
+            again, is_local = conditions.again, name in conditions.local
+            dropped = not is_local and self._is_dropped(name, conditions)
             only_copies = is_local or (traffic and value.stored is None)
             resent = bool(consumers) and not traffic and again.resent.issuperset(consumers)
             return bool(consumers) and not dropped, dropped, only_copies, resent, again.operators.isdisjoint(consumers)
@@ -243,7 +243,7 @@ class Tables:
         static = "share", id(routes), starts.tobytes(), nodes.tobytes(), traffic, value.kept_dtype if traffic else None
         window = self._window(name, static, lambda: routes.prices(nodes)[starts]) if traffic else inf
 
-        def table(levers: _TableConditions, how: How) -> Components:
+        def table(conditions: _TableConditions, how: How) -> Components:
             kept, dropped, only_copies, resent, beside = how
             seconds = routes.prices(nodes)[starts]
             # A parameter is counted where it is stored; any other value, and a parameter's cast, here. Of recomputed
@@ -251,19 +251,19 @@ class Tables:
             numel, again = kept_elements(routes, starts, nodes, is_held=only_copies or dropped, resent=resent)
             kept_bytes = numel * (routes.tensor.itemsize if kept else 0)
             often = _ConversionCount(
-                levers.in_flight,
-                self._share_of_pass(routes, starts, nodes, traffic, levers),
-                self._times(routes, starts, nodes, traffic, levers),
-                self._whole_sums(name, starts, nodes, traffic, levers),
+                conditions.in_flight,
+                self._share_of_pass(routes, starts, nodes, traffic, conditions),
+                self._times(routes, starts, nodes, traffic, conditions),
+                self._whole_sums(name, starts, nodes, traffic, conditions),
             )
             return self._resent(self._placed(seconds, kept_bytes, traffic, window, often), seconds, again, beside)
 
         self._factor((maker, variable), (*static, window), how_of, table, partial(bytes_sent, routes, starts, nodes))
         self.cost.home[name] = variable, nodes
 
-    def _is_dropped(self, name: str, levers: _TableConditions) -> bool:
+    def _is_dropped(self, name: str, conditions: _TableConditions) -> bool:
         """Return whether the converted value is not held for backward."""
-        return name in levers.dropped or (levers.gathered == "again" and name in self.parameter)
+        return name in conditions.dropped or (conditions.gathered == "again" and name in self.parameter)
 
     def _kept_by(self, name: str) -> set[str]:
         """Return the operators that keep a value for their backward."""
@@ -289,9 +289,9 @@ class Tables:
         is_once = isinstance(maker, StorageVariable) and len(positions) == 1
         dtype = value.kept_dtype if is_once else None
 
-        def how_of(levers: _TableConditions) -> How:
-            again, is_local = levers.again, name in levers.local
-            dropped = not is_local and self._is_dropped(name, levers)
+        def how_of(conditions: _TableConditions) -> How:
+            again, is_local = conditions.again, name in conditions.local
+            dropped = not is_local and self._is_dropped(name, conditions)
             resent = not traffic and op.name in again.resent
             return is_made and not is_local, dropped, resent, op.name not in again.operators
 
@@ -316,12 +316,12 @@ class Tables:
 
         window = self._window(name, static, taken) if traffic else inf
 
-        def table(levers: _TableConditions, how: How) -> Components:
+        def table(conditions: _TableConditions, how: How) -> Components:
             computed, dropped, resent, beside = how
             kept_bytes, repeated = np.zeros((2, len(starts), len(domain)))
             times: Floats | float = 1.0
             for position, nodes, fresh in fresh_nodes():
-                times = np.maximum(times, self._times(routes, starts, nodes, traffic, levers))
+                times = np.maximum(times, self._times(routes, starts, nodes, traffic, conditions))
                 if position in domain.keeps:
                     # Where it is computed the value itself, or the parameter's cast, is kept, once.
                     numel, again = kept_elements(routes, starts, nodes, is_held=dropped or not computed, resent=resent)
@@ -331,9 +331,9 @@ class Tables:
             sums: tuple[Floats, Floats] | None = None
             if is_once:
                 ((_, nodes, _),) = fresh_nodes()
-                share = self._share_of_pass(routes, starts, nodes, is_once, levers)
-                sums = self._whole_sums(name, starts, nodes, is_once, levers)
-            seconds, often = taken(), _ConversionCount(levers.in_flight, share, times, sums)
+                share = self._share_of_pass(routes, starts, nodes, is_once, conditions)
+                sums = self._whole_sums(name, starts, nodes, is_once, conditions)
+            seconds, often = taken(), _ConversionCount(conditions.in_flight, share, times, sums)
             return self._resent(self._placed(seconds, kept_bytes, traffic, window, often), seconds, repeated, beside)
 
         def transient() -> Floats:
@@ -356,7 +356,7 @@ class Tables:
         return total
 
     def _share_of_pass(
-        self, routes: Routes, starts: Ints, nodes: Ints, is_once: bool, levers: _TableConditions
+        self, routes: Routes, starts: Ints, nodes: Ints, is_once: bool, conditions: _TableConditions
     ) -> Floats | float:
         """Return [starts, nodes] a micro-batch's share of a conversion from where a parameter is stored. A step
         converts it once where the stored part is no smaller than what operators use, or if the user asks for that,
@@ -364,29 +364,29 @@ class Tables:
         passes = self.domains.prices.passes
         if not is_once or passes == 1:
             return 1.0
-        if levers.gathered == "once":
+        if conditions.gathered == "once":
             return np.full((len(starts), len(nodes)), 1 / passes)
         is_once_a_step = keeps_size(routes, starts, nodes)
-        if levers.gathered == "again":
+        if conditions.gathered == "again":
             is_once_a_step &= ~is_brought(routes, starts, nodes)
         return np.where(is_once_a_step, 1 / passes, 1.0)
 
     def _times(
-        self, routes: Routes, starts: Ints, nodes: Ints, traffic: bool, levers: _TableConditions
+        self, routes: Routes, starts: Ints, nodes: Ints, traffic: bool, conditions: _TableConditions
     ) -> Floats | float:
         """Return [starts, nodes] how often a parameter's conversions send: those that bring what a device does not have
         are repeated in backward, if the policy asks for that."""
-        if not traffic or levers.gathered != "again":
+        if not traffic or conditions.gathered != "again":
             return 1.0
         return np.where(is_brought(routes, starts, nodes), REGATHER_TRAFFIC, 1.0)
 
     def _whole_sums(
-        self, name: str, starts: Ints, nodes: Ints, is_once: bool, levers: _TableConditions
+        self, name: str, starts: Ints, nodes: Ints, is_once: bool, conditions: _TableConditions
     ) -> tuple[Floats, Floats] | None:
         """Return ``larger_gradients`` of a parameter, in its stored dtype: its gradient adds up over the micro-batches
         in a larger layout than the stored one, which takes a step more seconds."""
         routes, is_one_pass = self.domains.routes(name), self.domains.prices.passes == 1
-        if not is_once or is_one_pass or not routes.tensor.differentiable or levers.gathered != "once":
+        if not is_once or is_one_pass or not routes.tensor.differentiable or conditions.gathered != "once":
             return None
         return larger_gradients(routes, starts, nodes, self.graph.by_name[name].kept_dtype.itemsize)
 
@@ -399,7 +399,9 @@ class Tables:
                 continue
             (home, starts), routes = self.cost.home[name], self.domains.routes(name)
 
-            def table(levers: _TableConditions, how: How, routes: Routes = routes, starts: Ints = starts) -> Components:
+            def table(
+                conditions: _TableConditions, how: How, routes: Routes = routes, starts: Ints = starts
+            ) -> Components:
                 return routes.prices(np.array([routes.whole]))[starts, 0], None, None, None
 
             self._factor((home,), ("deliver", id(routes), starts.tobytes()), _always, table)
@@ -417,7 +419,7 @@ class Tables:
         least = np.lexsort((np.broadcast_to(routes.numel[nodes], seconds.shape), seconds), axis=1)[:, 0]
         self.cost.sent[name] = home, nodes[least]
 
-        def table(levers: _TableConditions, how: How) -> Components:
+        def table(conditions: _TableConditions, how: How) -> Components:
             return np.take_along_axis(seconds, least[:, None], axis=1)[:, 0], None, None, None
 
         self._factor((home,), ("send", id(routes), starts.tobytes(), nodes.tobytes()), _always, table)

@@ -75,7 +75,7 @@ def fit_memory(
     bound = planner.bound_without_limit(weakest.costs)
     if weakest.price > BINDING_LIMIT * bound or weakest.answer.ranking.excess:
         rungs = [weakest, *ladder]
-        once = (rung for rung in rungs if rung.how is None and rung.planner.settings.levers.gathered == "once")
+        once = (rung for rung in rungs if rung.how is None and rung.planner.settings.memory_policy.gathered == "once")
         bound = min([bound, *(planner.bound_without_limit(rung.costs) for rung in once)])
     fitting: list[_PolicyResult] = []
     refused: list[_PolicyResult] = []
@@ -175,9 +175,9 @@ class _PolicyResult:
     def _copies(self, search: MeshSearch) -> float:
         """Return the seconds of offloading and fetching: of the bytes by which a device would hold more without it."""
         settings, rate = self.planner.settings, self.planner.cluster.device.host_bandwidth
-        if not settings.levers.moves_to_host or not rate:
+        if not settings.memory_policy.moves_to_host or not rate:
             return 0.0
-        staying = replace(self.planner, settings=replace(settings, levers=settings.levers.on_device))
+        staying = replace(self.planner, settings=replace(settings, memory_policy=settings.memory_policy.on_device))
         more = staying.cost_graph(search.mesh).components(search.outcome.assignment) - search.outcome.components
         return 2 * float(more[BYTES]) / settings.in_flight / rate
 
@@ -188,10 +188,10 @@ class _PolicyResult:
 
     def _recomputes_more(self, other: _PolicyResult) -> bool:
         """Return whether it recomputes at least what another does."""
-        levers, weaker = self.planner.settings.levers, other.planner.settings.levers
-        if self.how not in STRENGTH or other.how not in STRENGTH or levers.offloads != weaker.offloads:
+        memory_policy, weaker = self.planner.settings.memory_policy, other.planner.settings.memory_policy
+        if self.how not in STRENGTH or other.how not in STRENGTH or memory_policy.offloads != weaker.offloads:
             return False
-        gathers = GATHERS[levers.gathered] >= GATHERS[weaker.gathered]
+        gathers = GATHERS[memory_policy.gathered] >= GATHERS[weaker.gathered]
         return STRENGTH[self.how].issuperset(STRENGTH[other.how]) and gathers
 
     @cached_property
@@ -213,9 +213,9 @@ def _memory_policies(
             continue
         if decided and (how == "offload" or moved != "auto"):
             continue
-        levers = MemoryPolicy.of(planner.graph, segments, how, gathers, moved if offload == "auto" else offload)
-        with_levers = replace(planner, settings=replace(planner.settings, levers=levers))
-        yield _PolicyResult(with_levers, how, [with_levers.cost_graph(mesh) for mesh in with_levers.meshes])
+        memory_policy = MemoryPolicy.of(planner.graph, segments, how, gathers, moved if offload == "auto" else offload)
+        with_policy = replace(planner, settings=replace(planner.settings, memory_policy=memory_policy))
+        yield _PolicyResult(with_policy, how, [with_policy.cost_graph(mesh) for mesh in with_policy.meshes])
 
 
 def _eased(
@@ -227,7 +227,7 @@ def _eased(
     if rung.how is None or ranking.best.step is None:
         yield planner, ranking
         return
-    strong = planner.settings.levers
+    strong = planner.settings.memory_policy
     requested = {*segments}
     for weaker in EASIER.get(rung.how, ("none",)):  # by default the segment is kept
         eased = tuple(

@@ -150,17 +150,17 @@ def ends_of(graph: Graph) -> tuple[tuple[Op, ...], tuple[Op, ...]]:
     return ahead, behind
 
 
-def with_memory_policy(kept: RankProgram, graph: Graph, levers: MemoryPolicy) -> SpmdProgram:
+def with_memory_policy(kept: RankProgram, graph: Graph, memory_policy: MemoryPolicy) -> SpmdProgram:
     """Return the program of all ranks with the lifetimes of a policy. ``kept``: the program of the busiest rank, which
     keeps all; ``graph``: the model's (not lowered). Only what backward really recomputes is listed."""
     spmd = kept.spmd
     operators: set[str] = set()
     conversions: set[str] = set()
     parameters = {source.value for source in graph.sources if source.kind == "parameter"}
-    if levers.gathered == "again":
+    if memory_policy.gathered == "again":
         conversions.update(c.result for c in spmd.conversions if c.origin in parameters and c.collectives())
     lowered = lowered_by_model(graph, spmd.graph)
-    for segment in levers.segments:
+    for segment in memory_policy.segments:
         inside = {lowered_name for name in segment.operators for lowered_name in lowered.get(name, ())}
         if segment.how in ("full", "all"):
             operators |= inside - (_leaving(spmd.graph, inside) if segment.how == "full" else set())
@@ -170,7 +170,7 @@ def with_memory_policy(kept: RankProgram, graph: Graph, levers: MemoryPolicy) ->
                 for c in spmd.conversions
                 if c.op in inside and (repeat_parameters if c.origin in parameters else repeat_values)
             )
-    partly = [segment for segment in levers.segments if segment.how in CUTS]
+    partly = [segment for segment in memory_policy.segments if segment.how in CUTS]
     if partly:
         cuts = _MinimumCuts(kept)
         for segment in partly:
@@ -178,7 +178,10 @@ def with_memory_policy(kept: RankProgram, graph: Graph, levers: MemoryPolicy) ->
             computed, converted = cuts.recomputed(inside, *CUTS[segment.how])
             operators |= computed
             conversions |= converted
-    offloading = [*(blocks_of(graph) if levers.offloads else ()), *(s for s in levers.segments if s.how == "offload")]
+    offloading = [
+        *(blocks_of(graph) if memory_policy.offloads else ()),
+        *(s for s in memory_policy.segments if s.how == "offload"),
+    ]
     waiting = {lowered_name for part in offloading for name in part.operators for lowered_name in lowered.get(name, ())}
     lifetimes = Lifetimes(frozenset(operators), frozenset(conversions), frozenset(waiting))
     program = with_lifetimes(replace(kept, spmd=replace(spmd, lifetimes=lifetimes)))

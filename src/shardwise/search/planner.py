@@ -63,7 +63,7 @@ from shardwise.search.user_layouts import apply_layouts
 @dataclass(frozen=True)
 class PlannerResult:
     """The result of a planner: the choice, its program, its prediction, and its search. ``ranking``: among which it was
-    chosen; if that has an ``excess``, nothing fits and this needs least. ``levers``: its memory policy."""
+    chosen; if that has an ``excess``, nothing fits and this needs least."""
 
     factored: Factored
     choice: Choice
@@ -71,7 +71,7 @@ class PlannerResult:
     prediction: Prediction
     search: MeshSearch
     ranking: CandidateRanking
-    levers: MemoryPolicy
+    memory_policy: MemoryPolicy
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,7 +180,7 @@ class Planner:
                 for name, layout in settings.taken.items()
             }
             self.tables[mesh] = Tables(domains, fixed, taken)
-        return self.tables[mesh].priced(settings.levers.priced(self.graph), settings.in_flight)
+        return self.tables[mesh].priced(settings.memory_policy.priced(self.graph), settings.in_flight)
 
     def prices(self, mesh: Mesh) -> Prices:
         """Return the prices on a mesh of the cluster."""
@@ -274,7 +274,7 @@ class Planner:
         """Return the best candidate of searches."""
         if len(self.graph.ops) > MAX_SIMULATED_OPERATORS:
             return self._rank_alone(min(searches, key=lambda search: search.outcome.seconds))
-        share = CANDIDATE_PRICE_RATIO_RECOMPUTED if self.settings.levers else CANDIDATE_PRICE_RATIO
+        share = CANDIDATE_PRICE_RATIO_RECOMPUTED if self.settings.memory_policy else CANDIDATE_PRICE_RATIO
         near = candidates(searches, self.settings.search, self.limit, share)
         counted = each(near, lambda candidate: "simulating candidates")
         return rank_candidates([self._built(candidate) for candidate in counted], self.limit)
@@ -282,8 +282,9 @@ class Planner:
     def _built(self, candidate: Candidate, *, simulated: bool = True, whole: bool = False) -> SimulatedCandidate:
         """Return a candidate with its program, its peak and a simulated step. If the model has many equal blocks, these
         are estimated, unless the ``whole`` program is asked for."""
-        levers, mesh, is_folded = self.settings.levers, candidate.search.mesh, self.folded is not None and not whole
-        key = levers, mesh, tuple(candidate.assignment), simulated, is_folded
+        memory_policy, mesh = self.settings.memory_policy, candidate.search.mesh
+        is_folded = self.folded is not None and not whole
+        key = memory_policy, mesh, tuple(candidate.assignment), simulated, is_folded
         if key not in self.programs:
             self.programs[key] = self._build(candidate, simulated=simulated, whole=whole)
         return replace(self.programs[key], candidate=candidate)
@@ -296,16 +297,16 @@ class Planner:
         prices = search.cost.domains.prices
         if self.folded is not None and not whole:
 
-            def short(graph: Graph, levers: MemoryPolicy) -> SimulatedStep:
-                settings = replace(self.settings, levers=levers)
+            def short(graph: Graph, memory_policy: MemoryPolicy) -> SimulatedStep:
+                settings = replace(self.settings, memory_policy=memory_policy)
                 names = tuple(op.name for op in graph.ops)
-                key = search.mesh, tuple(candidate.assignment), levers.gathered == "again", names
+                key = search.mesh, tuple(candidate.assignment), memory_policy.gathered == "again", names
                 if key not in self.stored:
                     rules = self.factored.rules
                     self.stored[key] = build_stored_program(graph, rules, choice, search.mesh, settings, self.kinds)
                 return simulate_program(self.stored[key].with_lifetimes(graph, settings).busiest, prices)
 
-            step = self.folded.step(choice, self.settings.levers, search.mesh, short)
+            step = self.folded.step(choice, self.settings.memory_policy, search.mesh, short)
             if step is not None:
                 return SimulatedCandidate(
                     candidate, choice, None, step.peak, step, self._others(step.peak, step.kept_bytes)
@@ -341,13 +342,13 @@ class Planner:
         """Return a ranking that fits with some of its segments as ``weaker`` has them (the same segments in the same
         order), as many from the last as the limit allows, and the planner with these. Memory decides, as all
         recomputation costs time. If not even all of them make a micro-batch ``fastest``, none is changed."""
-        strong = self.settings.levers.segments
+        strong = self.settings.memory_policy.segments
         tried: dict[int, tuple[Planner, SimulatedCandidate]] = {len(strong): (self, ranking.best)}
 
         def bytes_of(count: int) -> float:
             if count not in tried:
-                mixed = replace(self.settings.levers, segments=strong[:count] + weaker.segments[count:])
-                planner = replace(self, settings=replace(self.settings, levers=mixed))
+                mixed = replace(self.settings.memory_policy, segments=strong[:count] + weaker.segments[count:])
+                planner = replace(self, settings=replace(self.settings, memory_policy=mixed))
                 tried[count] = planner, planner._built(ranking.best.candidate)
             return tried[count][1].num_bytes
 
@@ -391,9 +392,11 @@ class Planner:
         search = ranking.search
         prediction = with_bound_over_meshes(ranking.prediction, search.mesh, answer.searches)
         prediction = _as_emitted(prediction, best.spmd, search)
-        if self.settings.layouts or self.settings.zero is not None or self.settings.levers:
+        if self.settings.layouts or self.settings.zero is not None or self.settings.memory_policy:
             prediction = _as_stored(prediction, best, search, self._choice(search, best.candidate.assignment))
-        return PlannerResult(self.factored, best.choice, best.spmd, prediction, search, ranking, self.settings.levers)
+        return PlannerResult(
+            self.factored, best.choice, best.spmd, prediction, search, ranking, self.settings.memory_policy
+        )
 
 
 def least_that_fits(bytes_of: Callable[[int], float], most: int, limit: float) -> int:

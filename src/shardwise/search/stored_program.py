@@ -42,7 +42,7 @@ class StoredProgram:
 
     def with_lifetimes(self, graph: Graph, settings: SearchConfig) -> ProgramWithPolicy:
         """Return the program under the memory policy of some settings. ``graph``: the model's (not lowered)."""
-        spmd = with_memory_policy(self.kept, graph, settings.levers) if settings.levers else self.spmd
+        spmd = with_memory_policy(self.kept, graph, settings.memory_policy) if settings.memory_policy else self.spmd
         return ProgramWithPolicy(self, as_grad_accum(spmd, settings))
 
 
@@ -89,7 +89,7 @@ def build_stored_program(
 ) -> StoredProgram:
     """Return a choice's program before lifetimes. Of the policy it depends only on whether parameters are gathered
     again."""
-    by_block = settings.levers.gathered == "again"
+    by_block = settings.memory_policy.gathered == "again"
     if settings.zero is not None:
         choice = reduce_at_parameter(choice, graph, rules, mesh)
     spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
@@ -112,5 +112,5 @@ def as_grad_accum(spmd: SpmdProgram, settings: SearchConfig) -> SpmdProgram:
     """Return the program with the conversions that a step of several micro-batches makes once."""
     if settings.passes == 1:
         return spmd
-    scattered = settings.levers.gathered == "once" or (settings.zero is not None and settings.zero.stage == 1)
+    scattered = settings.memory_policy.gathered == "once" or (settings.zero is not None and settings.zero.stage == 1)
     return with_once(spmd, scattered=scattered)
