@@ -166,7 +166,7 @@ def compare(
             problem(f"searches is {shorten_repr(searches)}", fix=f"a list of some of {', '.join(SEARCHES)}")
         )
     given = PlanRequest.of(module, example_inputs, cluster, kwargs=kwargs, loss=loss, **settings)
-    kinds, rows = VjpCache(), []
+    vjp_cache, rows = VjpCache(), []
     for search in searches:
         request, start = given.varied(search=search), time.perf_counter()
         try:
@@ -178,7 +178,7 @@ def compare(
         call = Example(module, (request.args, dict(request.kwargs)), loss, request.parallel.strategies, found.precision)
         prices = Prices(Links(request.cluster, found.mesh), found.optimizer, found.micro_batches)
         spmd = program_of(found, planned_graph(call, found), training=module.training)
-        rows.append(ComparedPlan(search, seconds, found, simulate(spmd, prices, kinds)))
+        rows.append(ComparedPlan(search, seconds, found, simulate(spmd, prices, vjp_cache)))
     return Comparison(tuple(rows), given.cluster)
 
 

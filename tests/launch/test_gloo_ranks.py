@@ -94,9 +94,9 @@ def test_what_one_rank_traced_the_others_read(tmp_path: Path) -> None:
     def found() -> tuple[vjp.ForwardTrace, vjp.BackwardTrace]:
         known = {f"_{kind.upper()}": SharedKnown(kind, Shelf(tmp_path)) for kind in ("forward", "backward")}
         with mock.patch.multiple(vjp, **known):
-            kinds = vjp.VjpCache()
-            forward = kinds.forward(call, shapes)
-            return forward, kinds.backward(call, shapes, forward.forms)
+            vjp_cache = vjp.VjpCache()
+            forward = vjp_cache.forward(call, shapes)
+            return forward, vjp_cache.backward(call, shapes, forward.forms)
 
     traced = found()
     assert [str(kernel.target) for kernel in traced[1].kernels].count("aten.mm.default") == 2

@@ -47,7 +47,7 @@ MESHES = (
     Mesh(x=8),
     Mesh(x=5),
 )
-KINDS = VjpCache()
+VJP_CACHE = VjpCache()
 TOLERANCE = 1e-10  # float64, tens of operators on a few thousand elements
 
 
@@ -168,7 +168,8 @@ def run(
             held[name] = [shard(tensor, storage[name], c).clone() for c in cluster.coordinates]
     reached = [name == spmd.loss for name in delivered_values(spmd, loss_only=False)]
     programs = [
-        differentiate(localize(spmd, rank), KINDS, loss_only=False, reached=reached) for rank in range(mesh.num_devices)
+        differentiate(localize(spmd, rank), VJP_CACHE, loss_only=False, reached=reached)
+        for rank in range(mesh.num_devices)
     ]
     bindings = [{name: tensors[rank].detach() for name, tensors in held.items()} for rank in range(mesh.num_devices)]
     if spmd.lifetimes:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from layouts.placing import random_layout, scatter, worst_difference
-from programs.running import KINDS, random_strategy
+from programs.running import VJP_CACHE, random_strategy
 from shardwise.graph.cut import GraphCut
 from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Graph, Ref, Value
@@ -115,7 +115,7 @@ class StageRun:
         devices = range(self.stage.place.mesh.num_devices)
         reached = [n == spmd.loss or n in spmd.cotangents for n in delivered_values(spmd, loss_only=False)]
         self.programs = [
-            differentiate(localize(spmd, device), KINDS, loss_only=False, reached=reached) for device in devices
+            differentiate(localize(spmd, device), VJP_CACHE, loss_only=False, reached=reached) for device in devices
         ]
         for program in self.programs:
             check_program(program)

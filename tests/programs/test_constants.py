@@ -65,8 +65,8 @@ def programs(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = sw.plan(model, args, num_ranks, kwargs=inputs, **choices)
-    spmd, kinds = program_of(plan, capture(model, args, inputs).graph), VjpCache()
-    return [differentiate(localize(spmd, rank), kinds) for rank in range(num_ranks)]
+    spmd, vjp_cache = program_of(plan, capture(model, args, inputs).graph), VjpCache()
+    return [differentiate(localize(spmd, rank), vjp_cache) for rank in range(num_ranks)]
 
 
 @cache

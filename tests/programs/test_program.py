@@ -29,7 +29,7 @@ from shardwise.programs.program import localize
 from shardwise.programs.spmd import SpmdProgram
 from shardwise.programs.vjp import VjpCache
 
-KINDS = VjpCache()
+VJP_CACHE = VjpCache()
 
 
 class Block(nn.Module):
@@ -55,7 +55,7 @@ MEGATRON = {"up": "n@tp", "down": "k@tp"}
 
 
 def program(rank: int = 0, **settings: Any) -> RankProgram:
-    return differentiate(localize(spmd_of(sw.Mesh(dp=2, tp=2), MEGATRON), rank), KINDS, **settings)
+    return differentiate(localize(spmd_of(sw.Mesh(dp=2, tp=2), MEGATRON), rank), VJP_CACHE, **settings)
 
 
 def test_backward_names_no_autograd_and_keeps_fused_kernels() -> None:
@@ -100,7 +100,7 @@ def hybrid_step(rank: int, recompute: str) -> RankProgram:
     mesh = sw.Mesh(node=2, gpu=2)
     plan = sw.plan(Tower(), X, 4, mesh=mesh, mode="data_parallel", recompute=recompute, **HYBRID)  # type: ignore[arg-type]
     spmd = program_of(plan, capture(Tower(), (X,), {}).graph, training=True)
-    return differentiate(localize(spmd, rank), KINDS)
+    return differentiate(localize(spmd, rank), VJP_CACHE)
 
 
 def products_of(step: RankProgram) -> list[int]:
@@ -310,10 +310,10 @@ def test_time_and_memory_are_those_of_the_same_busiest_rank() -> None:
     plan = sw.plan(Looked(), ids, 4, mesh=mesh, strategies={"table.0": "v@tp{3000,3000,390,10}"})
     spmd = program_of(plan, capture(Looked(), (ids,), {}).graph, training=True)
     prices = Prices(Links(Cluster.local(4), mesh))
-    rank = busiest_program(spmd, KINDS).rank
+    rank = busiest_program(spmd, VJP_CACHE).rank
     assert spmd.layouts[spmd.graph.sources[0].value].local_shape(mesh.coordinates(rank))[0] == 3000
-    peak = simulate(spmd, prices, KINDS).peak_bytes
-    assert peak == memory_of(spmd, prices, kinds=KINDS).peak.num_bytes
+    peak = simulate(spmd, prices, VJP_CACHE).peak_bytes
+    assert peak == memory_of(spmd, prices, vjp_cache=VJP_CACHE).peak.num_bytes
     assert peak >= 4 * 3000 * 64 * 4  # weight, gradient and two states
     row = sw.compare(
         Looked(),

@@ -15,7 +15,7 @@ from shardwise.programs.forms import Form
 from shardwise.programs.vjp import BackwardTrace, ForwardTrace, Kernel, VjpCache, numbered
 
 aten = torch.ops.aten
-KINDS = VjpCache()
+VJP_CACHE = VjpCache()
 
 
 def form(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> Form:
@@ -24,9 +24,9 @@ def form(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = 
 
 def kinds_of(target: Any, *forms: Form, rest: tuple[Any, ...] = ()) -> tuple[ForwardTrace, BackwardTrace]:
     call, _ = numbered(target, (*(Ref(str(i)) for i in range(len(forms))), *rest), ())
-    forward = KINDS.forward(call, forms)
+    forward = VJP_CACHE.forward(call, forms)
     cotangents = tuple(f.with_gradient(False) if f.requires_grad else None for f in forward.forms)
-    return forward, KINDS.backward(call, forms, cotangents)
+    return forward, VJP_CACHE.backward(call, forms, cotangents)
 
 
 def names_of(kernels: tuple[Kernel, ...]) -> list[str]:
@@ -151,12 +151,12 @@ class WithoutFormula(torch.autograd.Function):
 def test_what_cannot_be_traced_stays_with_autograd_inside_one_instruction() -> None:
     from shardwise.programs.opaque import Differentiate, Record
 
-    kinds = VjpCache()
+    vjp_cache = VjpCache()
     call = (WithoutFormula.apply, (Ref("0"),), ())
     forms = (form(3, dtype=torch.float64),)
-    backward = kinds.backward(call, forms, (form(3, dtype=torch.float64, requires_grad=False),))
+    backward = vjp_cache.backward(call, forms, (form(3, dtype=torch.float64, requires_grad=False),))
     assert backward.opaque
-    assert kinds.untraceable
+    assert vjp_cache.untraceable
     x = torch.randn(3, dtype=torch.float64)
     result, tape = Record(call, (True,))(x)
     (gradient,) = Differentiate((True,))(tape, torch.ones(3, dtype=torch.float64))

@@ -76,8 +76,8 @@ def test_a_folded_step_is_the_step_of_the_whole_program(graph: Graph, how: str) 
         assert short.step.compute == pytest.approx(whole.step.compute, rel=1e-6)
         # Lifetimes are a pass over the program that keeps all: it is the one that ranks get.
         rules, mesh = planner.factored.rules, candidate.search.mesh
-        program = build_program(graph, rules, whole.choice, mesh, settings, planner.kinds)
-        assert program.busiest == busiest_program(program.spmd, planner.kinds)
+        program = build_program(graph, rules, whole.choice, mesh, settings, planner.vjp_cache)
+        assert program.busiest == busiest_program(program.spmd, planner.vjp_cache)
     assert num_folded, "some were folded"
 
 
@@ -122,7 +122,7 @@ def test_the_price_of_what_waits_on_the_host_has_its_copies(graph: Graph) -> Non
     ((search,), _) = rung.searches
     built = planner._built(candidates([search], "dynamic_programming", planner.limit)[0], whole=True)
     assert built.spmd is not None
-    program = busiest_program(built.spmd, planner.kinds)
+    program = busiest_program(built.spmd, planner.vjp_cache)
     out = [one for one in program.forward if isinstance(one, Copy)]
     copied = sum(program.forms[name].num_bytes for one in out for name in one.operands)
     assert copied > 0

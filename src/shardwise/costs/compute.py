@@ -143,7 +143,7 @@ def profile_of(op: Op, operands: Sequence[Value], results: Sequence[Value]) -> P
 
 
 @lru_cache(maxsize=1)
-def _kinds() -> VjpCache:
+def _vjp_cache() -> VjpCache:
     return VjpCache()
 
 
@@ -155,12 +155,12 @@ def traced_profile(
     num_bytes = float(sum(form.num_bytes for form in (*operands, *results)[_skipped(call) :]))
     flops = float(flops_of(KernelCall(*call), tuple(f.shape for f in operands), tuple(f.shape for f in results)))
     try:
-        forward = _kinds().forward(call, operands)
+        forward = _vjp_cache().forward(call, operands)
         cotangents = tuple(
             Form.contiguous(form.shape, form.dtype) if form.requires_grad and need else None
             for form, need in zip(forward.forms, needed, strict=True)
         )
-        backward = _kinds().backward(call, operands, cotangents)
+        backward = _vjp_cache().backward(call, operands, cotangents)
     except Exception:  # what PyTorch cannot trace on tensors without memory
         return Profile((whole,), assumed_backward(whole, operands), flops, num_bytes)
     names = {str(i): form for i, form in enumerate(operands)}

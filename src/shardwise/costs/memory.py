@@ -47,15 +47,15 @@ class MemoryEstimate:
         return {**stays, "saved": min(self.kept_bytes, self.peak.num_bytes - sum(stays.values()))}
 
 
-def busiest_program(spmd: SpmdProgram, kinds: VjpCache) -> RankProgram:
+def busiest_program(spmd: SpmdProgram, vjp_cache: VjpCache) -> RankProgram:
     """Return the step of the rank that holds most, whose memory and time are reported."""
-    return differentiate(localize(spmd, busiest_rank(spmd)), kinds)
+    return differentiate(localize(spmd, busiest_rank(spmd)), vjp_cache)
 
 
-def memory_of(spmd: SpmdProgram, prices: Prices, *, kinds: VjpCache | None = None) -> MemoryEstimate:
-    """Return the memory of a training step of the rank that holds most. ``kinds``: those traced already, which many
-    programs of a model share."""
-    return memory_of_program(busiest_program(spmd, kinds or VjpCache()), prices)
+def memory_of(spmd: SpmdProgram, prices: Prices, *, vjp_cache: VjpCache | None = None) -> MemoryEstimate:
+    """Return the memory of a training step of the rank that holds most. ``vjp_cache``: traces that the programs of a
+    model share."""
+    return memory_of_program(busiest_program(spmd, vjp_cache or VjpCache()), prices)
 
 
 def memory_of_program(

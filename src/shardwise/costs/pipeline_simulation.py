@@ -171,9 +171,9 @@ def _between(stage: int, stages: Sequence[StageSeconds], place_of: dict[int, int
     return 0.0 if place_of[stage] == place_of[stage + 1] else stages[stage].send
 
 
-def stage_seconds(spmd: SpmdProgram, prices: Prices, send: float, kinds: VjpCache) -> StageSeconds:
+def stage_seconds(spmd: SpmdProgram, prices: Prices, send: float, vjp_cache: VjpCache) -> StageSeconds:
     """Return the seconds of a stage's program on its busiest rank."""
-    program = busiest_program(spmd, kinds)
+    program = busiest_program(spmd, vjp_cache)
     timeline = Timeline(program, prices)
     forward, weight, backward, update = timeline.halves()
     return StageSeconds(forward, backward - weight, weight, send, update * prices.passes)

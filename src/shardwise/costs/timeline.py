@@ -79,9 +79,9 @@ def accumulation_name(source: Source) -> str:
     return f"gradient of {source.names[0]}, added up"
 
 
-def simulate(spmd: SpmdProgram, prices: Prices, kinds: VjpCache | None = None) -> SimulatedStep:
-    """Simulate a step of the busiest rank. ``kinds``: those traced already."""
-    return simulate_program(busiest_program(spmd, kinds or VjpCache()), prices)
+def simulate(spmd: SpmdProgram, prices: Prices, vjp_cache: VjpCache | None = None) -> SimulatedStep:
+    """Simulate a step of the busiest rank. ``vjp_cache``: traces that the programs of a model share."""
+    return simulate_program(busiest_program(spmd, vjp_cache or VjpCache()), prices)
 
 
 def simulate_program(program: RankProgram, prices: Prices) -> SimulatedStep:

@@ -191,7 +191,7 @@ class Planning:
         parallel, cluster = self.request.parallel, self.request.cluster
         planner = Planner.of(graph, self.captured.annotations, cluster, self.meshes(cluster), config)
         if self.call.known is not None:
-            planner = replace(planner, kinds=self.call.known.kinds)
+            planner = replace(planner, vjp_cache=self.call.known.vjp_cache)
         if parallel.recompute == "auto":
             zero = parallel.zero_config
             gathered = None if zero is None else zero.gathered

@@ -25,12 +25,12 @@ from shardwise.search.micro_batch import MicroBatchOptions, MicroBatchOutcome
 class Captures:
     """Cache of what one call of ``sw.plan`` captured. ``graphs``: samples -> the graph; ``passes``: (batch,
     micro-batch, for stages or not) -> the micro-batches of a graph; ``splits``: the part that is the same for all
-    sizes; ``kinds``: the kinds of calls that were traced."""
+    sizes; ``vjp_cache``: the calls that were traced."""
 
     graphs: dict[int, Graph] = field(default_factory=dict)
     passes: dict[tuple[int | None, int, bool], Passes] = field(default_factory=dict)
     splits: dict[tuple[int | None, bool], TimeSplit] = field(default_factory=dict)
-    kinds: VjpCache = field(default_factory=VjpCache)
+    vjp_cache: VjpCache = field(default_factory=VjpCache)
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,7 @@ def plan_captured_pipeline(
     MemoryPolicy.of(
         captured.graph, captured.segments, how.recompute, how.gathered or "held", how.offload
     )  # raises if the policy is impossible
-    kinds = VjpCache() if call.known is None else call.known.kinds
+    vjp_cache = VjpCache() if call.known is None else call.known.vjp_cache
     best: PipelineResult | None = None
     others: list[Plan] = []
     failure: PlanError | None = None
@@ -122,7 +122,7 @@ def plan_captured_pipeline(
         how_of_size = replace(how, settings=replace(settings, passes=len(sizes)))
         try:
             template_of_size = replace(template, micro_batches=len(sizes))
-            planned = plan_pipeline(how_of_size, passes.graphs[sizes[0]], passes, template_of_size, kinds)
+            planned = plan_pipeline(how_of_size, passes.graphs[sizes[0]], passes, template_of_size, vjp_cache)
         except PlanError as error:
             failure = failure or error
             if not by_price:
@@ -220,7 +220,7 @@ def plan_pipeline(
     graph: Graph,
     passes: Passes,
     template: Plan,
-    kinds: VjpCache,
+    vjp_cache: VjpCache,
     parts: Sequence[Sequence[str]] | None = None,
 ) -> PipelineResult:
     """Return the plan of a step's micro-batches, in stages. ``template``: a plan with all settings, whose stages are
@@ -243,11 +243,11 @@ def plan_pipeline(
     check_last(cut, graph)
     _check_parameters(cut)
     limits = [how.limit / how.schedule.stages_per_place] * how.num_stages
-    chooser = StagePlanner(how, kinds, annotated_in_parts(graph, cut.parts, how.annotations))
+    chooser = StagePlanner(how, vjp_cache, annotated_in_parts(graph, cut.parts, how.annotations))
     chosen = chooser.of_all(cut.parts, flying, limits[0])
     for left in reversed(range(MAX_BOUNDARY_TRIES)):
         choices, spmds = _together(cut, chosen, how.settings)
-        timed = timed_stages(how, cut, choices, spmds, kinds) if how.by_price or how.schedule.is_solved else []
+        timed = timed_stages(how, cut, choices, spmds, vjp_cache) if how.by_price or how.schedule.is_solved else []
         over = _excess(how, timed, order, num_passes) if how.by_price else {}
         if not over:
             break
@@ -277,7 +277,7 @@ def plan_pipeline(
     pricing = PricingEntry.of(how.cluster, how.settings.memory_bytes) if how.by_price else None
     plan = replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing)
     how_of_others = replace(how, settings=replace(how.settings, known=inf))  # plan slower ones to the end, too
-    rerun = partial(plan_pipeline, how_of_others, graph, passes, template, kinds)
+    rerun = partial(plan_pipeline, how_of_others, graph, passes, template, vjp_cache)
     searched = tuple(part_choice.searched for part_choice in chosen)
     return PipelineResult(plan, searched, graph, passes.prelude, tuple(map(tuple, parts)), how.marks is not None, rerun)
 

@@ -82,7 +82,7 @@ class StagePlanner:
     after the other."""
 
     how: PipelineConfig
-    kinds: VjpCache
+    vjp_cache: VjpCache
     meant: Meant
     known: dict[Hashable, tuple[GraphForm, StagePlan]] = field(default_factory=dict)
     together: dict[Hashable, int] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class StagePlanner:
             together = self.together.get(form.key, 1)
             settings = replace(self.how.settings, in_flight=in_flight, turns=turns, taken=taken, together=together)
             how = replace(self.how, settings=settings, annotations=annotations)
-            chosen = _choose(how, part, limit, self.kinds)
+            chosen = _choose(how, part, limit, self.vjp_cache)
             self.known[key] = form, chosen
             return chosen
         first, chosen = self.known[key]
@@ -183,7 +183,7 @@ def _with_lifetimes(first: SpmdProgram, spmd: SpmdProgram) -> SpmdProgram:
     return replace(spmd, lifetimes=lifetimes)
 
 
-def _choose(how: PipelineConfig, part: Graph, limit: float, kinds: VjpCache) -> StagePlan:
+def _choose(how: PipelineConfig, part: Graph, limit: float, vjp_cache: VjpCache) -> StagePlan:
     """Search for the choice of a part. ``limit``: the bytes of a device for it."""
     names, annotations = set(part.op_by_name), how.annotations
     segments = [replace(s, operators=s.operators & names) for s in how.segments if s.operators & names]
@@ -198,10 +198,10 @@ def _choose(how: PipelineConfig, part: Graph, limit: float, kinds: VjpCache) -> 
         (mesh,) = how.meshes
         factored, choice = decide(part, annotations, mesh, how.mode)
         choice = apply_layouts(choice, layouts, part, factored, mesh)
-        program = build_program(part, factored.rules, choice, mesh, settings, kinds)
+        program = build_program(part, factored.rules, choice, mesh, settings, vjp_cache)
         return StagePlan(factored, program.choice, program.spmd, memory_policy)
     planner = Planner.of(part, annotations, how.part, how.meshes, replace(settings, memory_bytes=limit))
-    planner = replace(planner, kinds=kinds)
+    planner = replace(planner, vjp_cache=vjp_cache)
     planned = fit_memory(planner, segments, how.gathered, offload) if how.fits_itself else planner.plan()
     if planned.ranking.excess:
         raise nothing_fits(planned.ranking)

@@ -33,7 +33,7 @@ class StageTiming:
 
 
 def timed_stages(
-    how: PipelineConfig, cut: GraphCut, choices: Sequence[Choice], spmds: Sequence[SpmdProgram], kinds: VjpCache
+    how: PipelineConfig, cut: GraphCut, choices: Sequence[Choice], spmds: Sequence[SpmdProgram], vjp_cache: VjpCache
 ) -> list[StageTiming]:
     """Return the timings of all stages."""
     timings: dict[Hashable, StageTiming] = {}
@@ -41,7 +41,7 @@ def timed_stages(
     for number, (part, choice, spmd) in enumerate(zip(cut.parts, choices, spmds, strict=True)):
         key = _without_names(part, choice, spmd)
         if key not in timings:
-            timings[key] = _timed(how, part, spmd, cut.sends(number), kinds)
+            timings[key] = _timed(how, part, spmd, cut.sends(number), vjp_cache)
         timed = timings[key]
         if not number and how.schedule.splits_backward:  # no stage waits for cotangents of the first
             seconds = timed.seconds
@@ -50,15 +50,17 @@ def timed_stages(
     return stages
 
 
-def _timed(how: PipelineConfig, part: Graph, spmd: SpmdProgram, sends: Sequence[str], kinds: VjpCache) -> StageTiming:
+def _timed(
+    how: PipelineConfig, part: Graph, spmd: SpmdProgram, sends: Sequence[str], vjp_cache: VjpCache
+) -> StageTiming:
     prices = Prices(Links(how.part, spmd.mesh), how.settings.optimizer, how.settings.passes)
     prices = prices.with_buckets(part, how.settings.bucket_bytes)
     delivered = delivered_layouts(part, spmd)
     sent = float(sum(delivered[name].max_local_numel * part.by_name[name].dtype.itemsize for name in sends))
     on_links = replace(prices, links=Links(how.cluster, Mesh(device=how.cluster.num_devices)))
     send = send_seconds(on_links, how.part.num_devices, sent) if sends else 0.0
-    memory = memory_of(spmd, prices, kinds=kinds)
-    seconds = stage_seconds(spmd, prices, send, kinds)
+    memory = memory_of(spmd, prices, vjp_cache=vjp_cache)
+    seconds = stage_seconds(spmd, prices, send, vjp_cache)
     peak, kept, rests = map(float, (memory.peak.num_bytes, memory.kept_bytes, sum(memory.rests.values())))
     return StageTiming(seconds, peak, kept, rests, sent)
 

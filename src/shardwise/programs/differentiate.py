@@ -42,7 +42,7 @@ aten = torch.ops.aten
 
 def differentiate(
     local: LocalProgram,
-    kinds: VjpCache,
+    vjp_cache: VjpCache,
     *,
     loss_only: bool = True,
     overlap: bool = True,
@@ -54,13 +54,14 @@ def differentiate(
     whether it gets a cotangent (default: all differentiable ones; for a part of a cut graph the loss and the values
     whose cotangents come from outside); ``with_gradients``: whether to write a backward."""
     delivered = delivered_values(local.spmd, loss_only=loss_only)
-    return finished(_StepWriter(local, kinds, overlap).write(delivered, reached, with_gradients, loss_only))
+    return finished(_StepWriter(local, vjp_cache, overlap).write(delivered, reached, with_gradients, loss_only))
 
 
-def keeping_all(local: LocalProgram, kinds: VjpCache) -> RankProgram:
+def keeping_all(local: LocalProgram, vjp_cache: VjpCache) -> RankProgram:
     """Return the step of a rank without lifetimes: every value that backward reads is kept. ``finished`` applies the
     lifetimes of the program's ``spmd``, which the caller may replace first."""
-    return _StepWriter(local, kinds, overlap=True).write(delivered_values(local.spmd, loss_only=True), None, True, True)
+    delivered = delivered_values(local.spmd, loss_only=True)
+    return _StepWriter(local, vjp_cache, overlap=True).write(delivered, None, True, True)
 
 
 def finished(program: RankProgram) -> RankProgram:
@@ -71,7 +72,7 @@ def finished(program: RankProgram) -> RankProgram:
 @dataclass
 class _StepWriter:
     local: LocalProgram
-    kinds: VjpCache
+    vjp_cache: VjpCache
     overlap: bool
     forms: dict[str, Form] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
@@ -125,7 +126,7 @@ class _StepWriter:
             gradients,
             dict(self.aliases),
             self.forms | self.stored,
-            dict(self.kinds.untraceable),
+            dict(self.vjp_cache.untraceable),
         )
 
     def resolve(self, name: str) -> str:
@@ -184,7 +185,7 @@ class _StepWriter:
 
     def _call(self, local: LocalOp) -> LocalCall:
         call, names = numbered(local.call.target, local.call.args, local.call.kwargs)
-        kind = self.kinds.forward(call, tuple(self.forms[name] for name in names))
+        kind = self.vjp_cache.forward(call, tuple(self.forms[name] for name in names))
         assert len(kind.results) == len(local.results), f"{local.op}: {len(kind.results)} results"
         for result, name, form in zip(local.results, kind.results, kind.forms, strict=True):
             takes_grad = form.requires_grad and self.graph.by_name[result].requires_grad
@@ -346,7 +347,7 @@ class _StepWriter:
             return []
         operands = tuple(self.forms[name] for name in entry.names)
         forms = tuple(None if name is None else self.forms[name] for name in cotangents)
-        kind = self.kinds.backward(entry.call, operands, forms)
+        kind = self.vjp_cache.backward(entry.call, operands, forms)
         entry.backward = kind
         origin = Origin(entry.local.op, entry.local.source, "input")
         late_origin = Origin(entry.local.op, entry.local.source, "weight")

@@ -124,8 +124,8 @@ _BACKWARD: CallCache[BackwardTrace] = CallCache()
 
 @dataclass
 class VjpCache:
-    """Cache of traced kinds; kinds of PyTorch's own operators are traced once per process. ``device``: device type
-    whose kernels are traced."""
+    """Cache of traced kinds of calls; kinds of PyTorch's own operators are traced once per process. ``device``: device
+    type whose kernels are traced."""
 
     device: str = "cpu"
     _forward: dict[object, ForwardTrace] = field(default_factory=dict)

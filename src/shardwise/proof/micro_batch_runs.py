@@ -59,19 +59,19 @@ class RanksMicroBatches(Ranks):
         super().__init__(replace(start, spmd=spmds[passes.sizes[0]]))
         self.passes, self.split = passes, with_samples_in(plan)
         self.gradients: list[dict[str, torch.Tensor]] = []
-        kinds = VjpCache()
-        self.by_size = {size: list(map(repeated, self._programs(spmd, kinds))) for size, spmd in spmds.items()}
+        vjp_cache = VjpCache()
+        self.by_size = {size: list(map(repeated, self._programs(spmd, vjp_cache))) for size, spmd in spmds.items()}
         for parts in chain.from_iterable(self.by_size.values()):
             for program in (parts.ahead, parts.each, parts.behind):
                 check_program(program)
-        self.prelude = None if prelude is None else self._programs(prelude, kinds)
+        self.prelude = None if prelude is None else self._programs(prelude, vjp_cache)
         loss = start.captured.graph.loss
         outputs = [out.name if isinstance(out, Ref) else None for out in start.captured.graph.outputs]
         self.losses = [f"[{i}]" for i, name in enumerate(outputs) if name == loss]
 
-    def _programs(self, spmd: SpmdProgram, kinds: VjpCache) -> list[RankProgram]:
+    def _programs(self, spmd: SpmdProgram, vjp_cache: VjpCache) -> list[RankProgram]:
         ranks = range(spmd.mesh.num_devices)
-        programs = [differentiate(localize(spmd, rank), kinds, loss_only=True) for rank in ranks]
+        programs = [differentiate(localize(spmd, rank), vjp_cache, loss_only=True) for rank in ranks]
         for program in programs:
             check_program(program)
         return programs

@@ -58,9 +58,9 @@ class PipelineRanks:
         self.schedule = schedule_of(plan.schedule, plan.order)
         self.places = tuple(dict.fromkeys(stage.placement.ranks for stage in plan.stages))
         self.order = order_of(self.schedule, len(self.places), len(passes.sizes))
-        kinds = VjpCache()
+        vjp_cache = VjpCache()
         self.clusters = [VirtualCluster(stage.mesh) for stage in plan.stages]
-        plain = {size: [self._programs(spmd, kinds) for spmd in bound.spmds] for size, bound in bounds.items()}
+        plain = {size: [self._programs(spmd, vjp_cache) for spmd in bound.spmds] for size, bound in bounds.items()}
         self.parts = {size: [list(map(repeated, programs)) for programs in stages] for size, stages in plain.items()}
         for parts in (part for stages in self.parts.values() for programs in stages for part in programs):
             for program in (parts.ahead, parts.each, parts.behind):
@@ -92,8 +92,8 @@ class PipelineRanks:
         self.backward_records: list[tuple[Collective, ...]] = [()] * len(plan.stages)
         self.made_in: dict[str, torch.dtype] = {}
 
-    def _programs(self, spmd: SpmdProgram, kinds: VjpCache) -> list[RankProgram]:
-        programs = [differentiate(localize(spmd, device), kinds) for device in range(spmd.mesh.num_devices)]
+    def _programs(self, spmd: SpmdProgram, vjp_cache: VjpCache) -> list[RankProgram]:
+        programs = [differentiate(localize(spmd, device), vjp_cache) for device in range(spmd.mesh.num_devices)]
         for program in programs:
             check_program(program)
         return programs

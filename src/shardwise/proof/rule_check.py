@@ -296,8 +296,8 @@ def _compare(call: _SampleCall, rule: OpRule, strategy: Strategy, mesh: Mesh) ->
     spmd = build_spmd(call.graph, rules, Choice({call.op.name: strategy}, stored), mesh)
     cluster = VirtualCluster(mesh)
     operand_shards = [_scatter(tensor, stored[f"x{i}"], cluster) for i, tensor in enumerate(call.operands)]
-    kinds = VjpCache()
-    programs = [differentiate(localize(spmd, rank), kinds, loss_only=False) for rank in range(mesh.num_devices)]
+    vjp_cache = VjpCache()
+    programs = [differentiate(localize(spmd, rank), vjp_cache, loss_only=False) for rank in range(mesh.num_devices)]
     bindings = [
         {f"x{i}": pieces[rank].clone() for i, pieces in enumerate(operand_shards)} for rank in range(mesh.num_devices)
     ]

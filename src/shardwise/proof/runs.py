@@ -202,10 +202,10 @@ class Ranks:
         self.inputs = [leaf for leaf in flatten((start.args, start.kwargs))[0] if isinstance(leaf, torch.Tensor)]
         spmd = self.spmd
         self.cluster = VirtualCluster(spmd.mesh)
-        kinds = VjpCache()
+        vjp_cache = VjpCache()
         reached = [name == spmd.loss for name in delivered_values(spmd, loss_only=False)]
         self.programs = [
-            differentiate(localize(spmd, rank), kinds, loss_only=False, reached=reached)
+            differentiate(localize(spmd, rank), vjp_cache, loss_only=False, reached=reached)
             for rank in range(spmd.mesh.num_devices)
         ]
         for program in self.programs:

@@ -39,9 +39,9 @@ class StagePass:
 
 def stage_passes(plan: Plan, graph: Graph, prelude: Graph | None) -> tuple[StagePass, ...]:
     """Simulate all stages of a plan. ``graph``: one pass of its step; ``prelude``: the graph that runs once before."""
-    stages, kinds, passes = bound(plan, graph, prelude=prelude, training=plan.training), VjpCache(), []
+    stages, vjp_cache, passes = bound(plan, graph, prelude=prelude, training=plan.training), VjpCache(), []
     for number, (part, spmd) in enumerate(zip(stages.cut.parts, stages.spmds, strict=True)):
-        program, prices = busiest_program(spmd, kinds), prices_of(plan.alone(number))
+        program, prices = busiest_program(spmd, vjp_cache), prices_of(plan.alone(number))
         passes.append(StagePass(part, program, prices, simulate_program(program, prices)))
     return tuple(passes)
 

@@ -360,10 +360,10 @@ class ProgramCache:
             local = _with_streams(local)
             self._announce_kept(local)
         placed = place_on_cpu(local, self.settings.host)
-        kinds = VjpCache(device.type if device.type != "meta" else "cpu")
+        vjp_cache = VjpCache(device.type if device.type != "meta" else "cpu")
 
         def written(**settings: Any) -> tuple[RankProgram, frozenset[str]]:
-            program = differentiate(placed.program, kinds, loss_only=loss_only, **settings)
+            program = differentiate(placed.program, vjp_cache, loss_only=loss_only, **settings)
             return with_copies(program, placed.values)
 
         def emitted(program: RankProgram, on_host: frozenset[str]) -> Emitted:

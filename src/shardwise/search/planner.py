@@ -100,7 +100,7 @@ class Planner:
     cluster: Cluster
     meshes: tuple[Mesh, ...]
     settings: SearchConfig
-    kinds: VjpCache = field(default_factory=VjpCache)
+    vjp_cache: VjpCache = field(default_factory=VjpCache)
     folded: FoldedSteps | None = None
     tables: dict[Mesh, Tables] = field(default_factory=dict)
     programs: dict[Hashable, SimulatedCandidate] = field(default_factory=dict)
@@ -303,7 +303,7 @@ class Planner:
                 key = search.mesh, tuple(candidate.assignment), memory_policy.gathered == "again", names
                 if key not in self.stored:
                     rules = self.factored.rules
-                    self.stored[key] = build_stored_program(graph, rules, choice, search.mesh, settings, self.kinds)
+                    self.stored[key] = build_stored_program(graph, rules, choice, search.mesh, settings, self.vjp_cache)
                 return simulate_program(self.stored[key].with_lifetimes(graph, settings).busiest, prices)
 
             step = self.folded.step(choice, self.settings.memory_policy, search.mesh, short)
@@ -311,7 +311,7 @@ class Planner:
                 return SimulatedCandidate(
                     candidate, choice, None, step.peak, step, self._others(step.peak, step.kept_bytes)
                 )
-        program = build_program(self.graph, self.factored.rules, choice, search.mesh, self.settings, self.kinds)
+        program = build_program(self.graph, self.factored.rules, choice, search.mesh, self.settings, self.vjp_cache)
         choice, spmd = program.choice, program.spmd
         if not simulated:
             memory = memory_of_program(program.busiest, prices)

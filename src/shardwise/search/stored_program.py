@@ -33,12 +33,12 @@ class StoredProgram:
 
     choice: Choice
     spmd: SpmdProgram
-    kinds: VjpCache
+    vjp_cache: VjpCache
 
     @cached_property
     def kept(self) -> RankProgram:
         """Return the step of the busiest rank, before lifetimes are known."""
-        return keeping_all(localize(self.spmd, busiest_rank(self.spmd)), self.kinds)
+        return keeping_all(localize(self.spmd, busiest_rank(self.spmd)), self.vjp_cache)
 
     def with_lifetimes(self, graph: Graph, settings: SearchConfig) -> ProgramWithPolicy:
         """Return the program under the memory policy of some settings. ``graph``: the model's (not lowered)."""
@@ -85,7 +85,7 @@ class ProgramWithPolicy:
 
 
 def build_stored_program(
-    graph: Graph, rules: Mapping[str, OpRule], choice: Choice, mesh: Mesh, settings: SearchConfig, kinds: VjpCache
+    graph: Graph, rules: Mapping[str, OpRule], choice: Choice, mesh: Mesh, settings: SearchConfig, vjp_cache: VjpCache
 ) -> StoredProgram:
     """Return a choice's program before lifetimes. Of the policy it depends only on whether parameters are gathered
     again."""
@@ -98,14 +98,14 @@ def build_stored_program(
         choice = shard_storage(choice, spmd, settings.zero)
         choice = replace(choice, sources={**choice.sources, **fixed})
         spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
-    return StoredProgram(choice, spmd, kinds)
+    return StoredProgram(choice, spmd, vjp_cache)
 
 
 def build_program(
-    graph: Graph, rules: Mapping[str, OpRule], choice: Choice, mesh: Mesh, settings: SearchConfig, kinds: VjpCache
+    graph: Graph, rules: Mapping[str, OpRule], choice: Choice, mesh: Mesh, settings: SearchConfig, vjp_cache: VjpCache
 ) -> ProgramWithPolicy:
     """Return the program of a choice under some settings."""
-    return build_stored_program(graph, rules, choice, mesh, settings, kinds).with_lifetimes(graph, settings)
+    return build_stored_program(graph, rules, choice, mesh, settings, vjp_cache).with_lifetimes(graph, settings)
 
 
 def as_grad_accum(spmd: SpmdProgram, settings: SearchConfig) -> SpmdProgram:
