@@ -112,7 +112,7 @@ def test_a_short_model_stands_for_a_long_one(num_devices: int) -> None:
 
 
 @pytest.mark.parametrize("share", [0.5, 0.7])
-def test_less_memory_takes_about_what_the_search_of_the_rungs_takes(share: float) -> None:
+def test_less_memory_takes_about_what_the_search_of_the_policies_takes(share: float) -> None:
     free = fronts_of(8, SearchConfig(memory_bytes=1e15))
     (mesh,) = free.meshes(free.cluster)
     (search,), _ = Planner.of(free.whole, (), free.cluster, (mesh,), free.settings).searches()
@@ -141,9 +141,9 @@ def test_a_model_without_blocks_that_makes_nothing_again_is_estimated(how: Any) 
         model, x = torch.nn.Linear(64, 64), torch.empty(32, 64)
     graph = capture(model, (x,), loss=lambda output: output.square().mean()).graph
     cluster, mesh = sw.Cluster.load("h100-1x8"), sw.Mesh(dp=8)
-    rungs = ((how, "held"),)
+    policies = ((how, "held"),)
     fronts = StageEstimator(
-        graph, lambda short, size: short, lambda part: (mesh,), cluster, SearchConfig(), rungs=rungs
+        graph, lambda short, size: short, lambda part: (mesh,), cluster, SearchConfig(), policies=policies
     )
     assert not fronts.blocks
     assert fronts.seconds(StageConfig(1, "", 32, 1)) < inf
@@ -276,7 +276,7 @@ def test_parameters_are_gathered_once_a_step_where_that_is_faster() -> None:
     found = sw.plan(model, batch, 4, memory_bytes=limit, **options)
     parts = [own for own in found.parameters if own.once and "@" in own.layout]
     assert parts, "something is stored in parts and gathered once"
-    without = tuple(rung for rung in fit_memory.MEMORY_POLICIES if rung[1] != "once")
+    without = tuple(policy for policy in fit_memory.MEMORY_POLICIES if policy[1] != "once")
     with mock.patch.object(fit_memory, "MEMORY_POLICIES", without):
         each = sw.plan(model, batch, 4, memory_bytes=limit, **options)
     assert found.prediction.planned_seconds < each.prediction.planned_seconds

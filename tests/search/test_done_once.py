@@ -69,7 +69,7 @@ def test_meshes_share_what_depends_on_none_of_them() -> None:
             assert all(np.array_equal(*own) for own in zip(one, other, strict=True) if own[0] is not None)
 
 
-def test_rungs_share_what_tables_are_and_have_those_of_a_graph_by_itself() -> None:
+def test_policies_share_what_tables_are_and_have_those_of_a_graph_by_itself() -> None:
     graph, mesh = graph_of(), MESHES[1]
     planner = Planner.of(graph, (), CLUSTER, (mesh,), SearchConfig(passes=2, in_flight=3))
     known, different = planner, set()
@@ -85,7 +85,7 @@ def test_rungs_share_what_tables_are_and_have_those_of_a_graph_by_itself() -> No
                 assert table is None or np.array_equal(table, by_itself)
         assert cost.transients.keys() == alone.transients.keys()
         different.add(tuple(float(table.sum()) for kind in cost.kinds for table in kind if table is not None))
-    assert len(different) > len(MEMORY_POLICIES) / 2, "the rungs differ in their tables"
+    assert len(different) > len(MEMORY_POLICIES) / 2, "the policies differ in their tables"
     assert len(known.tables) == 1
 
 

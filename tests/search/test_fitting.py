@@ -183,15 +183,15 @@ def test_what_messages_brought_is_brought_again_where_that_is_the_cheapest_that_
     assert again, "messages are sent again"
     assert own.peak_bytes <= limit < free.peak_bytes
     assert own.simulated_seconds >= free.simulated_seconds * (1 - 1e-9)
-    without = tuple(rung for rung in fit_memory.MEMORY_POLICIES if "gathers" not in (rung[0] or ""))
+    without = tuple(policy for policy in fit_memory.MEMORY_POLICIES if "gathers" not in (policy[0] or ""))
     assert len(without) < len(fit_memory.MEMORY_POLICIES)
     monkeypatch.setattr(fit_memory, "MEMORY_POLICIES", without)
     monkeypatch.setattr(fit_memory, "EASIER", {"full": ("cheap",)})
     assert own.simulated_seconds < of_sequences(limit).prediction.simulated_seconds
 
 
-def rung(how: How, fits_at: float, cheapest_fits: bool = False) -> fit_memory._PolicyResult:
-    """A setting of the ladder whose plan that fits has this price, twice that of its cheapest."""
+def policy_result(how: How, fits_at: float, cheapest_fits: bool = False) -> fit_memory._PolicyResult:
+    """A policy whose plan that fits has this price, twice that of its cheapest."""
     found = fit_memory._PolicyResult(
         cast("Planner", SimpleNamespace(settings=SimpleNamespace(memory_policy=MemoryPolicy()))), how, ()
     )
@@ -204,13 +204,14 @@ def rung(how: How, fits_at: float, cheapest_fits: bool = False) -> fit_memory._P
 
 
 def test_what_fits_only_at_a_higher_price_does_not_rule_out_what_makes_more_again() -> None:
-    cheap, full = rung("cheap", 4.0), rung("full", 6.0)
+    cheap, full = policy_result("cheap", 4.0), policy_result("full", 6.0)
     assert full.is_ruled_out(5.0, [cheap])
     assert not full.is_ruled_out(3.0, [cheap])
     assert not cheap.is_ruled_out(9.0, [full]), "it makes less again"
     assert not full.is_ruled_out(9.0, [])
-    assert full.is_ruled_out(3.0, [rung("cheap", 4.0, cheapest_fits=True)]), "its cheapest plan fits, and costs 2"
-    assert not full.is_ruled_out(1.5, [rung("cheap", 4.0, cheapest_fits=True)])
+    cheapest_fits = policy_result("cheap", 4.0, cheapest_fits=True)
+    assert full.is_ruled_out(3.0, [cheapest_fits]), "its cheapest plan fits, and costs 2"
+    assert not full.is_ruled_out(1.5, [cheapest_fits])
 
 
 @pytest.mark.parametrize("shape", ["a line", "nearly", "bent", "steps", "flat, then a cliff"])

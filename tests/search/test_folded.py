@@ -118,15 +118,15 @@ def test_the_price_of_what_waits_on_the_host_has_its_copies(graph: Graph) -> Non
     cluster, settings = sw.Cluster.load("h100-1x8"), SearchConfig(memory_policy=memory_policy(graph, "on the host"))
     planner = Planner.of(graph, (), cluster, (sw.Mesh(dp=8),), settings)
     (cost,) = (planner.cost_graph(mesh) for mesh in planner.meshes)
-    rung = _PolicyResult(planner, None, [cost])
-    ((search,), _) = rung.searches
+    policy = _PolicyResult(planner, None, [cost])
+    ((search,), _) = policy.searches
     built = planner._built(candidates([search], "dynamic_programming", planner.limit)[0], whole=True)
     assert built.spmd is not None
     program = busiest_program(built.spmd, planner.vjp_cache)
     out = [one for one in program.forward if isinstance(one, Copy)]
     copied = sum(program.forms[name].num_bytes for one in out for name in one.operands)
     assert copied > 0
-    assert rung._copies(search) == pytest.approx(2 * copied / cluster.device.host_bandwidth, rel=0.05)
+    assert policy._copies(search) == pytest.approx(2 * copied / cluster.device.host_bandwidth, rel=0.05)
 
 
 def test_a_shorter_graph_computes_the_shorter_model(graph: Graph) -> None:

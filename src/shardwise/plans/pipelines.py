@@ -290,9 +290,9 @@ def _balanced(how: PipelineConfig, graph: Graph, prices: Prices, flying: Sequenc
     if fits or not how.by_price:
         return parts
     settings = replace(how.settings, zero=None)
-    rungs = estimated_policies_of("auto" if how.fits_itself else how.recompute, how.gathered)
+    policies = estimated_policies_of("auto" if how.fits_itself else how.recompute, how.gathered)
     fronts = StageEstimator(
-        graph, lambda short, size: short, lambda part: how.meshes, how.cluster, settings, how.segments, rungs
+        graph, lambda short, size: short, lambda part: how.meshes, how.cluster, settings, how.segments, policies
     )
     setting = StageConfig(how.num_stages, how.schedule.name, 0, how.settings.passes)
     return fronts.parts(setting, flying) or parts

@@ -42,9 +42,9 @@ from shardwise.search.recompute_spec import Gathered
 from shardwise.search.solving import minimise
 from shardwise.search.variables import StorageVariable
 
-# What is recomputed, and whether parameters are gathered again.
-Rung = tuple[How | None, Gathered]
-EstimatedPolicies = tuple[Rung, ...]
+# What is recomputed, and the mode of gathered parameters.
+EstimatedPolicy = tuple[How | None, Gathered]
+EstimatedPolicies = tuple[EstimatedPolicy, ...]
 ESTIMATED_POLICIES: EstimatedPolicies = (
     (None, "held"),
     (None, "once"),
@@ -189,7 +189,7 @@ class StageCuts:
 class StageEstimator:
     """Estimator of steps. ``whole``: the training graph of a step; ``passes``: returns the micro-batch of so many
     samples of a shortened graph; ``meshes``: the candidates for a pipeline rank's devices; ``segments``: what the model
-    asks to recompute; ``rungs``: the memory policies to try."""
+    asks to recompute; ``policies``: the memory policies to try."""
 
     whole: Graph
     passes: Callable[[Graph, int], Graph]
@@ -197,7 +197,7 @@ class StageEstimator:
     cluster: Cluster
     settings: SearchConfig
     segments: tuple[Segment, ...] = ()
-    rungs: EstimatedPolicies = ESTIMATED_POLICIES
+    policies: EstimatedPolicies = ESTIMATED_POLICIES
     known: dict[tuple[int, ...], ParetoFront | None] = field(default_factory=dict)
     graphs: dict[int, Graph | None] = field(default_factory=dict)
 
@@ -260,22 +260,24 @@ class StageEstimator:
     def _front_of(self, graph: Graph, setting: StageConfig) -> ParetoFront | None:
         part = self.cluster.with_devices(self.cluster.num_devices // setting.places)
         planner = Planner.of(graph, (), part, self.meshes(part), replace(self.settings, passes=setting.passes))
-        first = [rung for rung in self.rungs if rung[0] == self.rungs[0][0] and rung[1] != "again"] or self.rungs[:1]
-        others = [rung for rung in self.rungs if rung not in first]
+        weakest, _ = self.policies[0]
+        first = [policy for policy in self.policies if policy[0] == weakest and policy[1] != "again"]
+        first = first or [self.policies[0]]
+        others = [policy for policy in self.policies if policy not in first]
         ways = self._ways(planner, first, setting)
         return ParetoFront(ways, lambda: self._ways(planner, others, setting)) if ways else None
 
-    def _ways(self, planner: Planner, rungs: Sequence[Rung], setting: StageConfig) -> list[MeshOption]:
+    def _ways(self, planner: Planner, policies: Sequence[EstimatedPolicy], setting: StageConfig) -> list[MeshOption]:
         """Return the options of every mesh under some of the policies."""
         graph, settings = planner.graph, planner.settings
         has_blocks = bool(blocks_of(graph))
         names = graph.op_by_name.keys()
         segments = [replace(segment, operators=segment.operators & names) for segment in self.segments]
         ways = []
-        for how, gathered in rungs:
+        for how, gathered in policies:
             if how not in (None, "none") and not has_blocks:
                 continue
-            if gathered == "held" and setting.passes == 1 and (how, "once") in self.rungs:  # the same
+            if gathered == "held" and setting.passes == 1 and (how, "once") in self.policies:  # the same
                 continue
             memory_policy = MemoryPolicy.of(graph, segments, how, gathered)
             with_policy = replace(planner, settings=replace(settings, memory_policy=memory_policy))

@@ -69,54 +69,61 @@ def fit_memory(
     """Return the plan of the first policies that fit. ``segments``: those that the model asks for; ``gathered``,
     ``offload``: the user's choices. If no policy fits (``ranking.excess``), return the plan that needs least. Nothing
     is offloaded if the device is the host. Raises PlanError if no price comes near a known step."""
-    ladder = _memory_policies(planner, segments, gathered, offload)
-    weakest = next(ladder)
-    rungs = [weakest]
+    remaining = _memory_policies(planner, segments, gathered, offload)
+    weakest = next(remaining)
+    policies = [weakest]
     bound = planner.bound_without_limit(weakest.costs)
     if weakest.price > BINDING_LIMIT * bound or weakest.answer.ranking.excess:
-        rungs = [weakest, *ladder]
-        once = (rung for rung in rungs if rung.how is None and rung.planner.settings.memory_policy.gathered == "once")
-        bound = min([bound, *(planner.bound_without_limit(rung.costs) for rung in once)])
+        policies = [weakest, *remaining]
+        once = (
+            policy
+            for policy in policies
+            if policy.how is None and policy.planner.settings.memory_policy.gathered == "once"
+        )
+        bound = min([bound, *(planner.bound_without_limit(policy.costs) for policy in once)])
     fitting: list[_PolicyResult] = []
     refused: list[_PolicyResult] = []
     # Policies are considered in the order of their price. One is searched under the limit when its bound is the least
     # of all that are left.
     cutoff = planner.settings.known / _times(planner.settings)
-    left = [(rung.least if len(rungs) > 1 else 0.0, number, len(rungs) == 1) for number, rung in enumerate(rungs)]
+    left = [
+        (policy.least if len(policies) > 1 else 0.0, number, len(policies) == 1)
+        for number, policy in enumerate(policies)
+    ]
     heapify(left)
     while left:
         price, number, is_settled = heappop(left)
-        rung = rungs[number]
+        policy = policies[number]
         if cutoff <= (least := _at_least(price, [*fitting, *refused])) < inf:
             if not fitting:
                 raise _slower(least, planner.settings)
             break
         if fitting and price >= min(_seconds(other.answer.ranking) for other in fitting):
             break
-        if rung.is_ruled_out(price, fitting):
+        if policy.is_ruled_out(price, fitting):
             continue
         if is_settled:
-            (refused if rung.answer.ranking.excess else fitting).append(rung)
+            (refused if policy.answer.ranking.excess else fitting).append(policy)
         else:
-            heappush(left, (rung.price, number, True))
+            heappush(left, (policy.price, number, True))
     if not fitting:
-        smallest = min(refused, key=lambda rung: rung.answer.ranking.best.num_bytes)
+        smallest = min(refused, key=lambda policy: policy.answer.ranking.best.num_bytes)
         return smallest.planner.planned(smallest.answer)
     eased: list[tuple[_PolicyResult, Planner, CandidateRanking]] = []
-    for rung in sorted(fitting, key=lambda rung: _seconds(rung.answer.ranking)):
-        least = _seconds(rung.answer.ranking) - (rung.price - bound)  # recomputing nothing saves no more
+    for policy in sorted(fitting, key=lambda policy: _seconds(policy.answer.ranking)):
+        least = _seconds(policy.answer.ranking) - (policy.price - bound)  # recomputing nothing saves no more
         fastest = min((_seconds(result) for _, _, result in eased), default=FOLDED_STEP_ERROR * cutoff)
         if least < fastest:
-            eased += [(rung, *pair) for pair in _eased(rung, segments, fastest)]
+            eased += [(policy, *pair) for pair in _eased(policy, segments, fastest)]
     if not eased:
-        raise _slower(min(_seconds(rung.answer.ranking) for rung in fitting), planner.settings)
-    rung, easier, ranking = min(eased, key=lambda candidate: _seconds(candidate[2]))
+        raise _slower(min(_seconds(policy.answer.ranking) for policy in fitting), planner.settings)
+    policy, easier, ranking = min(eased, key=lambda candidate: _seconds(candidate[2]))
     if _seconds(ranking) > FOLDED_STEP_ERROR * cutoff:
         raise _slower(_seconds(ranking), planner.settings)
-    best = easier.planned(SearchResult(ranking, rung.answer.searches))
+    best = easier.planned(SearchResult(ranking, policy.answer.searches))
     if best.ranking.excess and planner.folded is not None:  # the estimate was too low
         return fit_memory(replace(planner, folded=None), segments, gathered, offload)
-    if len(rungs) == 1:
+    if len(policies) == 1:
         return best
     return replace(best, prediction=replace(best.prediction, bound=min(best.prediction.bound, bound)))
 
@@ -124,7 +131,7 @@ def fit_memory(
 def _at_least(price: float, answered: Sequence[_PolicyResult]) -> float:
     """Return the estimated least step of a price, given policies whose steps were simulated: as far above its price as
     the nearest of these, within what is clear."""
-    simulated = [rung.answer.ranking.best for rung in answered]
+    simulated = [policy.answer.ranking.best for policy in answered]
     ratios = [best.step.seconds / best.candidate.additive_price for best in simulated if best.step is not None]
     return price / PRICE_CUTOFF * max(1.0, min(ratios) if len(ratios) >= MIN_POLICIES_FOR_RATIO else 1.0)
 
@@ -219,17 +226,17 @@ def _memory_policies(
 
 
 def _eased(
-    rung: _PolicyResult, segments: Sequence[Segment], fastest: float
+    policy: _PolicyResult, segments: Sequence[Segment], fastest: float
 ) -> Iterator[tuple[Planner, CandidateRanking]]:
     """Yield a policy with as many of its last blocks eased as the limit allows, in every way that may be faster than
     ``fastest``."""
-    ranking, planner = rung.answer.ranking, rung.planner
-    if rung.how is None or ranking.best.step is None:
+    ranking, planner = policy.answer.ranking, policy.planner
+    if policy.how is None or ranking.best.step is None:
         yield planner, ranking
         return
     strong = planner.settings.memory_policy
     requested = {*segments}
-    for weaker in EASIER.get(rung.how, ("none",)):  # by default the segment is kept
+    for weaker in EASIER.get(policy.how, ("none",)):  # by default the segment is kept
         eased = tuple(
             segment if segment in requested or segment.how == "none" else replace(segment, how=weaker)
             for segment in strong.segments
