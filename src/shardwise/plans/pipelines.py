@@ -90,7 +90,7 @@ def plan_captured_pipeline(
         meshes: tuple[Mesh, ...] = (asked.mesh,)
     else:
         meshes = candidate_meshes(part, request.search.max_mesh_axes) if by_price else (Mesh(dp=part.num_devices),)
-    how = PipelineConfig(
+    config = PipelineConfig(
         num_stages,
         schedule,
         marks or None,
@@ -110,19 +110,19 @@ def plan_captured_pipeline(
         by_price and asked.mesh is None,
     )
     MemoryPolicy.of(
-        captured.graph, captured.segments, how.recompute, how.gathered or "held", how.offload
+        captured.graph, captured.segments, config.recompute, config.gathered or "held", config.offload
     )  # raises if the policy is impossible
     vjp_cache = VjpCache() if call.known is None else call.known.vjp_cache
     best: PipelineResult | None = None
     others: list[Plan] = []
     failure: PlanError | None = None
     statistics: frozenset[str] = frozenset()
-    for passes in _divided(call, captured.graph, request.training, how):
+    for passes in _divided(call, captured.graph, request.training, config):
         sizes = passes.sizes
-        how_of_size = replace(how, settings=replace(settings, passes=len(sizes)))
+        config_of_size = replace(config, settings=replace(settings, passes=len(sizes)))
         try:
             template_of_size = replace(template, micro_batches=len(sizes))
-            planned = plan_pipeline(how_of_size, passes.graphs[sizes[0]], passes, template_of_size, vjp_cache)
+            planned = plan_pipeline(config_of_size, passes.graphs[sizes[0]], passes, template_of_size, vjp_cache)
         except PlanError as error:
             failure = failure or error
             if not by_price:
@@ -184,16 +184,16 @@ def _part(cluster: Cluster, num_stages: int, schedule: Schedule) -> Cluster:
     return cluster.with_devices(cluster.num_devices // places)
 
 
-def _divided(call: Example, graph: Graph, asked: TrainingConfig, how: PipelineConfig) -> Iterator[Passes]:
+def _divided(call: Example, graph: Graph, asked: TrainingConfig, config: PipelineConfig) -> Iterator[Passes]:
     """Yield the steps to try, the largest micro-batch first."""
     samples = num_samples(call.arguments)
     if samples is None and asked.micro_batch is None and asked.global_batch is None:
         yield Passes.single(step_graph(graph))
         return
     step = samples if asked.global_batch is None else asked.global_batch
-    batches = batches_of(samples, step, asked.micro_batch, how.part.num_devices, chooses=True)
+    batches = batches_of(samples, step, asked.micro_batch, config.part.num_devices, chooses=True)
     assert batches is not None, "a global batch was given"
-    full = [size for size in batches.candidates if not how.schedule.fault(how.num_places, batches.step // size)]
+    full = [size for size in batches.candidates if not config.schedule.fault(config.num_places, batches.step // size)]
     whole = step_graph(graph if samples == batches.step else call.graph(batches.step))
     for size in full or batches.candidates[-1:]:
         yield Passes.single(whole) if size == batches.step else call.passes(whole, size, staged=True)
@@ -216,7 +216,7 @@ class PipelineResult:
 
 
 def plan_pipeline(
-    how: PipelineConfig,
+    config: PipelineConfig,
     graph: Graph,
     passes: Passes,
     template: Plan,
@@ -226,89 +226,97 @@ def plan_pipeline(
     """Return the plan of a step's micro-batches, in stages. ``template``: a plan with all settings, whose stages are
     ignored; ``parts``: the operators of every stage, if they are given. Raises PlanError if there is none."""
     num_passes = len(passes.sizes)
-    if fault := how.schedule.fault(how.num_places, num_passes):
+    if fault := config.schedule.fault(config.num_places, num_passes):
         raise PlanError(
             problem(fault, fix="choose a smaller micro_batch, or another schedule (GPipe takes any number)")
         )
-    order = how.order(how.schedule, how.num_places, num_passes)
-    flying = _in_flight(how, order)
-    prices = Prices(Links(how.part, how.meshes[0]), how.settings.optimizer, num_passes)
+    order = config.order(config.schedule, config.num_places, num_passes)
+    flying = _in_flight(config, order)
+    prices = Prices(Links(config.part, config.meshes[0]), config.settings.optimizer, num_passes)
     if parts is not None:
         parts = [list(names) for names in parts]
-    elif how.marks is not None:
-        parts = marked_parts(graph, dict(how.marks), how.num_stages)
+    elif config.marks is not None:
+        parts = marked_parts(graph, dict(config.marks), config.num_stages)
     else:
-        parts = _balanced(how, graph, prices, flying)
+        parts = _balanced(config, graph, prices, flying)
     cut = cut_for_stages(graph, parts, passes.prelude)
     check_last(cut, graph)
     _check_parameters(cut)
-    limits = [how.limit / how.schedule.stages_per_place] * how.num_stages
-    chooser = StagePlanner(how, vjp_cache, annotated_in_parts(graph, cut.parts, how.annotations))
+    limits = [config.limit / config.schedule.stages_per_place] * config.num_stages
+    chooser = StagePlanner(config, vjp_cache, annotated_in_parts(graph, cut.parts, config.annotations))
     chosen = chooser.of_all(cut.parts, flying, limits[0])
     for left in reversed(range(MAX_BOUNDARY_TRIES)):
-        choices, spmds = _together(cut, chosen, how.settings)
-        timed = timed_stages(how, cut, choices, spmds, vjp_cache) if how.by_price or how.schedule.is_solved else []
-        over = _excess(how, timed, order, num_passes) if how.by_price else {}
+        choices, spmds = _together(cut, chosen, config.settings)
+        needs_times = config.by_price or config.schedule.is_solved
+        timed = timed_stages(config, cut, choices, spmds, vjp_cache) if needs_times else []
+        over = _excess(config, timed, order, num_passes) if config.by_price else {}
         if not over:
             break
         if not left:
-            raise _too_much(how, cut, flying, over)
+            raise _too_much(config, cut, flying, over)
         # The stages of a pipeline rank first share its excess; if that is not enough, each is reduced by all of it. A
         # stage sends in the layouts of the latest choice for the next one.
-        sharing = how.schedule.stages_per_place if left == MAX_BOUNDARY_TRIES - 1 else 1
+        sharing = config.schedule.stages_per_place if left == MAX_BOUNDARY_TRIES - 1 else 1
         for number, num_bytes in sorted(over.items(), reverse=True):
             limits[number] -= num_bytes / sharing
             following = chosen[number + 1] if number + 1 < len(chosen) else None
             chosen[number] = chooser.of(cut.parts[number], flying[number], limits[number], following)
     ends = zip(chosen, choices, spmds, strict=True)
-    stages = tuple(_listed(how, cut, number, *end) for number, end in enumerate(ends))
-    if how.chooses_mesh:
+    stages = tuple(_listed(config, cut, number, *end) for number, end in enumerate(ends))
+    if config.chooses_mesh:
         doings = zip(cut.parts, chosen, choices, strict=True)
         stages = name_axes_by_role(
             stages,
             [AxisUsage(part, part_choice.factored.rules, choice.strategies) for part, part_choice, choice in doings],
         )
-    schedule = how.schedule
+    schedule = config.schedule
     if schedule.is_solved:
-        schedule = _solved(how, timed, num_passes)
+        schedule = _solved(config, timed, num_passes)
         order = schedule.actions
-    pipeline = _predicted(how, timed, order, num_passes) if how.by_price else None
+    pipeline = _predicted(config, timed, order, num_passes) if config.by_price else None
     lines = format_order(schedule.actions)
-    pricing = PricingEntry.of(how.cluster, how.settings.memory_bytes) if how.by_price else None
+    pricing = PricingEntry.of(config.cluster, config.settings.memory_bytes) if config.by_price else None
     plan = replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing)
-    how_of_others = replace(how, settings=replace(how.settings, known=inf))  # plan slower ones to the end, too
-    rerun = partial(plan_pipeline, how_of_others, graph, passes, template, vjp_cache)
+    config_of_others = replace(config, settings=replace(config.settings, known=inf))  # plan slower ones to the end, too
+    rerun = partial(plan_pipeline, config_of_others, graph, passes, template, vjp_cache)
     searched = tuple(part_choice.searched for part_choice in chosen)
-    return PipelineResult(plan, searched, graph, passes.prelude, tuple(map(tuple, parts)), how.marks is not None, rerun)
+    operators, is_marked = tuple(map(tuple, parts)), config.marks is not None
+    return PipelineResult(plan, searched, graph, passes.prelude, operators, is_marked, rerun)
 
 
-def _balanced(how: PipelineConfig, graph: Graph, prices: Prices, flying: Sequence[int]) -> list[list[str]]:
+def _balanced(config: PipelineConfig, graph: Graph, prices: Prices, flying: Sequence[int]) -> list[list[str]]:
     """Return the operators of every stage. If memory costs no time, the model is cut at any operator. Else, if there
     are prices, it is cut between blocks by their time / memory fronts under the memory of each stage."""
-    per_place = how.schedule.stages_per_place
-    parts, fits = balanced_parts(graph, how.num_stages, prices, how.limit, flying, per_place)
-    if fits or not how.by_price:
+    per_place = config.schedule.stages_per_place
+    parts, fits = balanced_parts(graph, config.num_stages, prices, config.limit, flying, per_place)
+    if fits or not config.by_price:
         return parts
-    settings = replace(how.settings, zero=None)
-    policies = estimated_policies_of("auto" if how.fits_itself else how.recompute, how.gathered)
+    settings = replace(config.settings, zero=None)
+    policies = estimated_policies_of("auto" if config.fits_itself else config.recompute, config.gathered)
     fronts = StageEstimator(
-        graph, lambda short, size: short, lambda part: how.meshes, how.cluster, settings, how.segments, policies
+        graph,
+        lambda short, size: short,
+        lambda part: config.meshes,
+        config.cluster,
+        settings,
+        config.segments,
+        policies,
     )
-    setting = StageConfig(how.num_stages, how.schedule.name, 0, how.settings.passes)
+    setting = StageConfig(config.num_stages, config.schedule.name, 0, config.settings.passes)
     return fronts.parts(setting, flying) or parts
 
 
-def _in_flight(how: PipelineConfig, order: Order) -> tuple[int, ...]:
+def _in_flight(config: PipelineConfig, order: Order) -> tuple[int, ...]:
     """Return, for every stage, how many micro-batches it keeps at once if all took equally long. The inner stages of a
     pipeline rank are about equal and share its memory: each counts as many as they keep on average."""
-    stages = range(how.num_stages)
+    stages = range(config.num_stages)
     in_flight = simulate_pipeline(order, [StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)] * len(stages)).in_flight
     of_place: dict[int, list[int]] = {}
     for stage in stages[1:-1]:
-        of_place.setdefault(how.schedule.place_of(stage, how.num_places), []).append(in_flight[stage])
+        of_place.setdefault(config.schedule.place_of(stage, config.num_places), []).append(in_flight[stage])
     return (
         in_flight[0],
-        *(ceil(fmean(of_place[how.schedule.place_of(stage, how.num_places)])) for stage in stages[1:-1]),
+        *(ceil(fmean(of_place[config.schedule.place_of(stage, config.num_places)])) for stage in stages[1:-1]),
         in_flight[-1],
     )
 
@@ -375,7 +383,7 @@ def _rebuilt(part: Graph, part_choice: StagePlan, choice: Choice, settings: Sear
 
 
 def _listed(
-    how: PipelineConfig, cut: GraphCut, number: int, part_choice: StagePlan, choice: Choice, spmd: SpmdProgram
+    config: PipelineConfig, cut: GraphCut, number: int, part_choice: StagePlan, choice: Choice, spmd: SpmdProgram
 ) -> Stage:
     """Return a part as a stage of the plan."""
     part = cut.parts[number]
@@ -389,66 +397,69 @@ def _listed(
     received = [source.value for source in part.sources if source.kind == "activation"]
     return replace(
         stage,
-        placement=how.place(number, part_choice.mesh),
+        placement=config.place(number, part_choice.mesh),
         receives=tuple(entry(name, choice.sources[name]) for name in received),
         sends=tuple(entry(name, delivered[name]) for name in cut.sends(number)),
     )
 
 
 def _work(
-    how: PipelineConfig, stages: Sequence[StageTiming], num_passes: int, orders: Sequence[Order] = ()
+    config: PipelineConfig, stages: Sequence[StageTiming], num_passes: int, orders: Sequence[Order] = ()
 ) -> OrderProblem:
     """Return the ordering problem. The room of a pipeline rank is its limit less parameters and what a single
     micro-batch takes. Without prices no stage was fitted, so the room is at least what known orders keep."""
-    place_of = tuple(how.schedule.place_of(stage, how.num_places) for stage in range(how.num_stages))
-    fixed = _fixed_bytes(how, stages)
+    place_of = tuple(config.schedule.place_of(stage, config.num_places) for stage in range(config.num_stages))
+    fixed = _fixed_bytes(config, stages)
     kept = tuple(stage.kept for stage in stages)
-    room = tuple(how.limit - num_bytes for num_bytes in fixed)
+    room = tuple(config.limit - num_bytes for num_bytes in fixed)
     work = OrderProblem(tuple(stage.seconds for stage in stages), place_of, num_passes, kept, room)
     peaks = [work.peaks(order) for order in orders]
     return replace(work, room=tuple(map(max, zip(room, *peaks, strict=True)))) if peaks else work
 
 
-def _fixed_bytes(how: PipelineConfig, stages: Sequence[StageTiming]) -> list[float]:
+def _fixed_bytes(config: PipelineConfig, stages: Sequence[StageTiming]) -> list[float]:
     """Return, for every pipeline rank, the bytes of its device that are not kept for backward: what its stages hold
     between micro-batches, and the largest working memory of one of them, as they take turns."""
-    rests, moments = [0.0] * how.num_places, [0.0] * how.num_places
+    rests, moments = [0.0] * config.num_places, [0.0] * config.num_places
     for number, stage in enumerate(stages):
-        place = how.schedule.place_of(number, how.num_places)
+        place = config.schedule.place_of(number, config.num_places)
         rests[place] += stage.rests - stage.kept
         moments[place] = max(moments[place], stage.peak - stage.rests)
     return [rest + moment for rest, moment in zip(rests, moments, strict=True)]
 
 
-def _excess(how: PipelineConfig, stages: Sequence[StageTiming], order: Order, num_passes: int) -> dict[int, float]:
+def _excess(config: PipelineConfig, stages: Sequence[StageTiming], order: Order, num_passes: int) -> dict[int, float]:
     """Return by how many bytes the pipeline rank of a stage exceeds its limit, for stages where it does. Their own
     searches fitted them, but the layouts of what crosses and of shared parameters were settled afterwards."""
-    work = _work(how, stages, num_passes)
+    work = _work(config, stages, num_passes)
     over = [peak - room for peak, room in zip(work.peaks(order), work.room, strict=True)]
     return {stage: over[place] for stage, place in enumerate(work.place_of) if over[place] > 0}
 
 
-def _too_much(how: PipelineConfig, cut: GraphCut, flying: Sequence[int], over: Mapping[int, float]) -> NothingFits:
+def _too_much(config: PipelineConfig, cut: GraphCut, flying: Sequence[int], over: Mapping[int, float]) -> NothingFits:
     """Return the error for stages that do not fit once their ends agree."""
     number = max(over, key=over.__getitem__)
     return NothingFits(
-        f"stage {number} fits alone, but its pipeline rank needs {format_bytes(int(how.limit + over[number]))} per "
-        f"device with {flying[number]} micro-batches in flight (limit {format_bytes(int(how.limit))}): boundary "
+        f"stage {number} fits alone, but its pipeline rank needs {format_bytes(int(config.limit + over[number]))} per "
+        f"device with {flying[number]} micro-batches in flight (limit {format_bytes(int(config.limit))}): boundary "
         "activations and tied weights add the rest",
         [("begins", f"with {cut.parts[number].ops[0].name}")],
         "choose a smaller micro_batch, more stages, or a mesh of fewer axes",
     )
 
 
-def _solved(how: PipelineConfig, stages: Sequence[StageTiming], num_passes: int) -> Schedule:
+def _solved(config: PipelineConfig, stages: Sequence[StageTiming], num_passes: int) -> Schedule:
     """Return the schedule with an order solved for these stages, from torch's orders for the same placement."""
-    others = (s for s in SCHEDULES.values() if s.folded and not s.is_solved and not s.fault(how.num_places, num_passes))
-    orders = [how.order(schedule, how.num_places, num_passes) for schedule in others]
-    work = _work(how, stages, num_passes, () if how.by_price else orders)
-    return replace(how.schedule, actions=solve_order(work, orders).order)
+    others = [s for s in SCHEDULES.values() if s.folded and not s.is_solved]
+    others = [schedule for schedule in others if not schedule.fault(config.num_places, num_passes)]
+    orders = [config.order(schedule, config.num_places, num_passes) for schedule in others]
+    work = _work(config, stages, num_passes, () if config.by_price else orders)
+    return replace(config.schedule, actions=solve_order(work, orders).order)
 
 
-def _predicted(how: PipelineConfig, timed: Sequence[StageTiming], order: Order, num_passes: int) -> PipelinePrediction:
+def _predicted(
+    config: PipelineConfig, timed: Sequence[StageTiming], order: Order, num_passes: int
+) -> PipelinePrediction:
     """Simulate a step."""
     step = simulate_pipeline(order, [stage.seconds for stage in timed])
     stages = tuple(
@@ -457,16 +468,16 @@ def _predicted(how: PipelineConfig, timed: Sequence[StageTiming], order: Order, 
             stage.seconds.input + stage.seconds.weight,
             stage.peak + (step.in_flight[number] - 1) * stage.kept,
             stage.sent,
-            step.bubble(how.schedule.place_of(number, how.num_places)),
+            step.bubble(config.schedule.place_of(number, config.num_places)),
             stage.seconds.weight,
             stage.seconds.send,
             stage.seconds.update,
         )
         for number, stage in enumerate(timed)
     )
-    work = _work(how, timed, num_passes)
+    work = _work(config, timed, num_passes)
     bound = min(least_seconds(work), step.seconds)  # their sums round differently
-    peaks = [sum(parts) for parts in zip(work.peaks(order), _fixed_bytes(how, timed), strict=True)]
+    peaks = [sum(parts) for parts in zip(work.peaks(order), _fixed_bytes(config, timed), strict=True)]
     return PipelinePrediction(step.seconds, step.bubbles, bound, stages, max(peaks))
 
 

@@ -81,7 +81,7 @@ class StagePlanner:
     the first part with it, and its choice; ``together``: form of a part -> how many equal ones a pipeline rank runs one
     after the other."""
 
-    how: PipelineConfig
+    config: PipelineConfig
     vjp_cache: VjpCache
     meant: Meant
     known: dict[Hashable, tuple[GraphForm, StagePlan]] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class StagePlanner:
         most: dict[Hashable, int] = {}
         for form, count in zip(forms, in_flight, strict=True):
             most[form.key] = max(most.get(form.key, 0), count)
-        place_of = partial(self.how.schedule.place_of, num_places=self.how.num_places)
+        place_of = partial(self.config.schedule.place_of, num_places=self.config.num_places)
         counts = Counter((form.key, place_of(stage)) for stage, form in enumerate(forms))
         for (key, _), count in counts.items():
             self.together[key] = max(self.together.get(key, 0), count)
@@ -111,19 +111,19 @@ class StagePlanner:
         taken = {name: boundary_layout(sources[name]) for name in part.cotangents or () if name in sources}
         place = {name: number for number, name in enumerate(form.ops)}
         segments = [
-            (s.how, s.messages, sorted(place[n] for n in s.operators & place.keys())) for s in self.how.segments
+            (s.how, s.messages, sorted(place[n] for n in s.operators & place.keys())) for s in self.config.segments
         ]
-        layouts = self.how.settings.layouts
+        layouts = self.config.settings.layouts
         kept = [next((layouts[name] for name in s.names if name in layouts), None) for s in part.sources]
         ends = tuple(taken.get(name) for name in part.cotangents or ())
         annotations = self._annotations(part)
         key = form.key, in_flight, limit, str(segments), str(kept), ends, annotations
         if key not in self.known:
-            turns = self.how.schedule.stages_per_place
+            turns = self.config.schedule.stages_per_place
             together = self.together.get(form.key, 1)
-            settings = replace(self.how.settings, in_flight=in_flight, turns=turns, taken=taken, together=together)
-            how = replace(self.how, settings=settings, annotations=annotations)
-            chosen = _choose(how, part, limit, self.vjp_cache)
+            settings = replace(self.config.settings, in_flight=in_flight, turns=turns, taken=taken, together=together)
+            config = replace(self.config, settings=settings, annotations=annotations)
+            chosen = _choose(config, part, limit, self.vjp_cache)
             self.known[key] = form, chosen
             return chosen
         first, chosen = self.known[key]
@@ -134,7 +134,7 @@ class StagePlanner:
         names, scopes = part.op_by_name.keys(), {op.scope for op in part.ops}
         return tuple(
             annotation
-            for annotation in self.how.annotations
+            for annotation in self.config.annotations
             if annotation.scope in scopes and (annotation not in self.meant or names & self.meant[annotation])
         )
 
@@ -164,7 +164,7 @@ class StagePlanner:
             called = {new_name: name for name, new_name in value_of.items()}
             names |= {source.names[0]: sources[called[source.value]].names[0] for source in part.sources}
             searched = StageSearchResult(chosen.searched.search, names)
-        bucket_bytes, by_block = self.how.settings.bucket_bytes, memory_policy.gathered == "again"
+        bucket_bytes, by_block = self.config.settings.bucket_bytes, memory_policy.gathered == "again"
         spmd = build_spmd(part, rules, choice, chosen.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
         return StagePlan(factored, choice, _with_lifetimes(chosen.spmd, spmd), memory_policy, searched)
 
@@ -183,26 +183,26 @@ def _with_lifetimes(first: SpmdProgram, spmd: SpmdProgram) -> SpmdProgram:
     return replace(spmd, lifetimes=lifetimes)
 
 
-def _choose(how: PipelineConfig, part: Graph, limit: float, vjp_cache: VjpCache) -> StagePlan:
+def _choose(config: PipelineConfig, part: Graph, limit: float, vjp_cache: VjpCache) -> StagePlan:
     """Search for the choice of a part. ``limit``: the bytes of a device for it."""
-    names, annotations = set(part.op_by_name), how.annotations
-    segments = [replace(s, operators=s.operators & names) for s in how.segments if s.operators & names]
+    names, annotations = set(part.op_by_name), config.annotations
+    segments = [replace(s, operators=s.operators & names) for s in config.segments if s.operators & names]
     source_names = {name for source in part.sources for name in source.names}
     has_blocks = bool(blocks_of(part))  # a part with only an embedding has none
-    offload = "auto" if how.offload == "all" and not has_blocks else how.offload
-    recompute = how.recompute if has_blocks or segments else None
-    memory_policy = MemoryPolicy.of(part, segments, recompute, how.gathered or "held", offload)
-    layouts = {name: layout for name, layout in how.settings.layouts.items() if name in source_names}
-    settings = replace(how.settings, memory_policy=memory_policy, layouts=layouts)
-    if not how.by_price:
-        (mesh,) = how.meshes
-        factored, choice = decide(part, annotations, mesh, how.mode)
+    offload = "auto" if config.offload == "all" and not has_blocks else config.offload
+    recompute = config.recompute if has_blocks or segments else None
+    memory_policy = MemoryPolicy.of(part, segments, recompute, config.gathered or "held", offload)
+    layouts = {name: layout for name, layout in config.settings.layouts.items() if name in source_names}
+    settings = replace(config.settings, memory_policy=memory_policy, layouts=layouts)
+    if not config.by_price:
+        (mesh,) = config.meshes
+        factored, choice = decide(part, annotations, mesh, config.mode)
         choice = apply_layouts(choice, layouts, part, factored, mesh)
         program = build_program(part, factored.rules, choice, mesh, settings, vjp_cache)
         return StagePlan(factored, program.choice, program.spmd, memory_policy)
-    planner = Planner.of(part, annotations, how.part, how.meshes, replace(settings, memory_bytes=limit))
+    planner = Planner.of(part, annotations, config.part, config.meshes, replace(settings, memory_bytes=limit))
     planner = replace(planner, vjp_cache=vjp_cache)
-    planned = fit_memory(planner, segments, how.gathered, offload) if how.fits_itself else planner.plan()
+    planned = fit_memory(planner, segments, config.gathered, offload) if config.fits_itself else planner.plan()
     if planned.ranking.excess:
         raise nothing_fits(planned.ranking)
     called = [*(op.name for op in part.ops), *(source.names[0] for source in part.sources)]

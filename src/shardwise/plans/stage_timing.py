@@ -33,7 +33,7 @@ class StageTiming:
 
 
 def timed_stages(
-    how: PipelineConfig, cut: GraphCut, choices: Sequence[Choice], spmds: Sequence[SpmdProgram], vjp_cache: VjpCache
+    config: PipelineConfig, cut: GraphCut, choices: Sequence[Choice], spmds: Sequence[SpmdProgram], vjp_cache: VjpCache
 ) -> list[StageTiming]:
     """Return the timings of all stages."""
     timings: dict[Hashable, StageTiming] = {}
@@ -41,9 +41,9 @@ def timed_stages(
     for number, (part, choice, spmd) in enumerate(zip(cut.parts, choices, spmds, strict=True)):
         key = _without_names(part, choice, spmd)
         if key not in timings:
-            timings[key] = _timed(how, part, spmd, cut.sends(number), vjp_cache)
+            timings[key] = _timed(config, part, spmd, cut.sends(number), vjp_cache)
         timed = timings[key]
-        if not number and how.schedule.splits_backward:  # no stage waits for cotangents of the first
+        if not number and config.schedule.splits_backward:  # no stage waits for cotangents of the first
             seconds = timed.seconds
             timed = replace(timed, seconds=replace(seconds, input=0.0, weight=seconds.input + seconds.weight))
         stages.append(timed)
@@ -51,14 +51,14 @@ def timed_stages(
 
 
 def _timed(
-    how: PipelineConfig, part: Graph, spmd: SpmdProgram, sends: Sequence[str], vjp_cache: VjpCache
+    config: PipelineConfig, part: Graph, spmd: SpmdProgram, sends: Sequence[str], vjp_cache: VjpCache
 ) -> StageTiming:
-    prices = Prices(Links(how.part, spmd.mesh), how.settings.optimizer, how.settings.passes)
-    prices = prices.with_buckets(part, how.settings.bucket_bytes)
+    prices = Prices(Links(config.part, spmd.mesh), config.settings.optimizer, config.settings.passes)
+    prices = prices.with_buckets(part, config.settings.bucket_bytes)
     delivered = delivered_layouts(part, spmd)
     sent = float(sum(delivered[name].max_local_numel * part.by_name[name].dtype.itemsize for name in sends))
-    on_links = replace(prices, links=Links(how.cluster, Mesh(device=how.cluster.num_devices)))
-    send = send_seconds(on_links, how.part.num_devices, sent) if sends else 0.0
+    on_links = replace(prices, links=Links(config.cluster, Mesh(device=config.cluster.num_devices)))
+    send = send_seconds(on_links, config.part.num_devices, sent) if sends else 0.0
     memory = memory_of(spmd, prices, vjp_cache=vjp_cache)
     seconds = stage_seconds(spmd, prices, send, vjp_cache)
     peak, kept, rests = map(float, (memory.peak.num_bytes, memory.kept_bytes, sum(memory.rests.values())))
