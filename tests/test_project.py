@@ -101,7 +101,7 @@ MOST_PARAMETERS = 8  # what else a function takes belongs into a dataclass
 # Those that others' signatures decide, and what users call with names.
 OF_THE_DIALECT = "mindspore/"  # MindSpore's own
 AS_OPERATORS_ARE = {
-    "graph/operators.py": {"dropout", "uniform", "stream_dropout", "stream_uniform"},
+    "graph/custom_operators.py": {"dropout", "uniform", "stream_dropout", "stream_uniform"},
     "graph/to_float64.py": {"_attention"},
     "graph/attention_within.py": {"_attention_within"},
     "rules/attention_kernels.py": {"_attention_rows"},

@@ -11,10 +11,10 @@ from torch import nn
 
 from graph.against_eager import check_against_eager, operators, run_graph
 from shardwise.graph.capture import capture
+from shardwise.graph.custom_operators import dropout_mask
 from shardwise.graph.normalize import NORMALIZATIONS, _drop
 from shardwise.graph.normalize_layers import layer_normalizations
 from shardwise.graph.normalize_random import RANDOM_NORMALIZATIONS
-from shardwise.graph.operators import dropout_mask
 
 aten = torch.ops.aten
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from shardwise.graph.custom_operators import dropout
 from shardwise.graph.emitter import Emitter
 from shardwise.graph.ir import Graph, Op, Ref, Value
-from shardwise.graph.operators import dropout
 from shardwise.graph.schema import arguments
 from shardwise.rules.arguments import dims_of
 

@@ -21,8 +21,8 @@ import shardwise as sw
 from launch.gloo_ranks import wait_for_all_ranks
 from shardwise import api
 from shardwise.errors import LaunchError, ShardwiseError
+from shardwise.graph.custom_operators import splitmix64
 from shardwise.graph.normalize_random import SEED
-from shardwise.graph.operators import splitmix64
 from shardwise.runtime.local_shards import shard
 
 # Sums of at most 16 rows and 12 columns of float64, in another order: some units in the last place of numbers below 10.

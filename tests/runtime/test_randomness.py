@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.graph.capture import capture
+from shardwise.graph.custom_operators import stream_dropout, stream_uniform
 from shardwise.graph.interpret import interpret
 from shardwise.graph.normalize_random import SEED
-from shardwise.graph.operators import stream_dropout, stream_uniform
 from shardwise.runtime.local_shards import shard
 
 RunRanks = Callable[..., list[Any]]

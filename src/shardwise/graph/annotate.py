@@ -21,7 +21,7 @@ import torch.fx.traceback
 from torch import nn
 
 from shardwise.errors import ShardwiseError, problem
-from shardwise.graph.operators import mark
+from shardwise.graph.custom_operators import mark
 
 Strategy = str | tuple[tuple[int, ...], ...]
 Target = TypeVar("Target", bound=Callable[..., Any])

@@ -23,10 +23,10 @@ from typing import Literal
 
 import torch
 
+from shardwise.graph.custom_operators import STREAMS
 from shardwise.graph.emitter import Emitter
 from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.ir import Arg, Graph, Op, Ref, map_refs, refs
-from shardwise.graph.operators import STREAMS
 from shardwise.graph.schema import arguments, is_random
 
 aten = torch.ops.aten

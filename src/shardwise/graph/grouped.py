@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.graph.operators import global_indices
+from shardwise.graph.custom_operators import global_indices
 
 _PARTS = "int[] sizes, int[] offsets, int[] lengths"
 

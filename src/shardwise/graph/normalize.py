@@ -15,14 +15,14 @@ from torch._ops import OpOverload
 
 from shardwise.errors import CaptureError, problem
 from shardwise.graph.batch_norm import batch_norm_with_statistics
+from shardwise.graph.custom_operators import dropout as dropout_operator
+from shardwise.graph.custom_operators import mark as mark_operator
 from shardwise.graph.einsum import diagonals
 from shardwise.graph.emitter import Emitter, Rewrite, rewrite_graph
 from shardwise.graph.ir import Arg, Graph, Op, Ref
 from shardwise.graph.normalize_layers import foreign_normalizations, layer_normalizations
 from shardwise.graph.normalize_losses import LOSS_NORMALIZATIONS
 from shardwise.graph.normalize_random import RANDOM_NORMALIZATIONS, next_random_call
-from shardwise.graph.operators import dropout as dropout_operator
-from shardwise.graph.operators import mark as mark_operator
 from shardwise.graph.schema import arguments, is_random, operator_name
 
 aten = torch.ops.aten

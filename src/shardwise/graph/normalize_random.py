@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from shardwise.graph.custom_operators import uniform as uniform_operator
 from shardwise.graph.emitter import Emitter, Rewrite
 from shardwise.graph.ir import Arg, Op, Ref, Source, Value
-from shardwise.graph.operators import uniform as uniform_operator
 from shardwise.graph.schema import arguments
 
 aten = torch.ops.aten

@@ -20,10 +20,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError, problem
+from shardwise.graph.custom_operators import dropout_mask, uniform
 from shardwise.graph.infer import TypeInference
 from shardwise.graph.ir import Arg, Graph, Op
 from shardwise.graph.normalize_random import alpha_scale
-from shardwise.graph.operators import dropout_mask, uniform
 from shardwise.graph.segments import keep_checkpointed_values
 from shardwise.graph.switches import default_dtype
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from shardwise.graph.operators import STREAMS
+from shardwise.graph.custom_operators import STREAMS
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.activation_offload import offloaded
 from shardwise.programs.comm_schedule import legs_ahead

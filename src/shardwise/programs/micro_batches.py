@@ -19,10 +19,10 @@ from torch.nn import Module
 
 from shardwise.errors import PlanError, problem
 from shardwise.graph.batch import batch_size
+from shardwise.graph.custom_operators import STREAMS
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.infer import TypeInference
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_refs
-from shardwise.graph.operators import STREAMS
 from shardwise.graph.schema import arguments
 from shardwise.layouts.choice import ShardPosition, ShardPositions, Split
 from shardwise.programs.time_axis import FIX, TimeSplit, buffer_names, split_in_time

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
+from shardwise.graph.custom_operators import dropout, uniform
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.operators import dropout, uniform
 from shardwise.graph.schema import arguments
 from shardwise.rules.arguments import flat_pieces, replace_arguments
 from shardwise.rules.binding import RuleTable, build, dim_names, single

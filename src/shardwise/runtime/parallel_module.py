@@ -11,8 +11,8 @@ from typing import Any, Self
 import torch
 
 from shardwise.errors import PlanWarning
+from shardwise.graph.custom_operators import splitmix64
 from shardwise.graph.normalize_random import SEED
-from shardwise.graph.operators import splitmix64
 from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.layout import Layout
 from shardwise.plans.plan import Plan

@@ -18,10 +18,10 @@ from shardwise.graph.batch import with_samples
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.closure_guards import ClosureGuards
 from shardwise.graph.code_reachability import reachable_code
+from shardwise.graph.custom_operators import STREAMS
 from shardwise.graph.fakes import deep_copy
 from shardwise.graph.ir import Graph, Ref
 from shardwise.graph.normalize_random import SEED
-from shardwise.graph.operators import STREAMS
 from shardwise.graph.segments import announce_kept
 from shardwise.graph.trees import call_constants, flatten_with_path, leaf_name
 from shardwise.layouts.layout import Layout

@@ -10,8 +10,8 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import parse_cuts
 from shardwise.programs.spmd import Choice
 from shardwise.rules.atoms import Factored
-from shardwise.search.cuts import stored_as_cut, with_cuts
 from shardwise.search.modes import choose
+from shardwise.search.uneven_splits import stored_as_cut, with_cuts
 from shardwise.search.user_choices import annotated_ops, annotated_rules, fixed_choices
 from shardwise.search.user_layouts import sum_whole
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rules.samples.calls import Sample, call, plain, unsplit, x
-from shardwise.graph.operators import dropout, uniform
+from shardwise.graph.custom_operators import dropout, uniform
 
 aten = torch.ops.aten
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.graph.operators import dropout, dropout_mask, splitmix64
+from shardwise.graph.custom_operators import dropout, dropout_mask, splitmix64
 
 
 def test_the_hash_is_splitmix64():
