@@ -203,8 +203,8 @@ def suggest_changes(request: PlanRequest, plan: Plan) -> Iterator[Variant]:
     )
     yield from _clusters(request, most=2)
     if request.parallel.mesh is None:
-        part = request.cluster.with_devices(plan.stages[0].mesh.num_devices)
-        meshes = candidate_meshes(part, request.search.max_mesh_axes)
+        stage_cluster = request.cluster.with_devices(plan.stages[0].mesh.num_devices)
+        meshes = candidate_meshes(stage_cluster, request.search.max_mesh_axes)
         others = [mesh for mesh in meshes if any([*_sizes(mesh)] != [*_sizes(stage.mesh)] for stage in plan.stages)]
         for mesh in others[:_MOST_MESHES]:
             axes = ", ".join(f"{name}={size}" for name, size in mesh.axes)

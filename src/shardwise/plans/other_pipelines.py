@@ -48,7 +48,7 @@ def rank_pipelines(
             break
         for changed, parts in _moved(pipeline, distance):
             try:
-                others.append(_ranked(pipeline.again(parts).plan, changed))
+                others.append(_ranked(pipeline.replan(parts).plan, changed))
             except PlanError:
                 refused += 1
     best = sorted(others, key=lambda other: other.step_seconds)[: k - 1]

@@ -23,16 +23,16 @@ OrderOf = Callable[[Schedule, int, int], Order]
 @dataclass(frozen=True)
 class PipelineConfig:
     """Configuration of the planning of a pipeline. ``marks``: path of a module -> its stage; None: stages are balanced.
-    ``cluster``: all devices; ``part``: the devices of one stage; ``meshes``: the candidates for a stage. ``by_price``:
-    whether layouts are searched; ``recompute``, ``gathered``, ``offload``: as in ``sw.plan``; ``fits_itself``: choose
-    recomputation if nothing fits. ``order``: see ``OrderOf``; ``chooses_mesh``: the user gave no mesh, so axes are
-    named by role."""
+    ``cluster``: all devices; ``stage_cluster``: the devices of one stage; ``meshes``: the candidates for a stage.
+    ``by_price``: whether layouts are searched; ``recompute``, ``gathered``, ``offload``: as in ``sw.plan``;
+    ``fits_itself``: choose recomputation if nothing fits. ``order``: see ``OrderOf``; ``chooses_mesh``: the user gave
+    no mesh, so axes are named by role."""
 
     num_stages: int
     schedule: Schedule
     marks: Mapping[str, int] | None
     cluster: Cluster
-    part: Cluster
+    stage_cluster: Cluster
     meshes: tuple[Mesh, ...]
     annotations: tuple[Annotation, ...]
     segments: tuple[Segment, ...]
@@ -50,7 +50,7 @@ class PipelineConfig:
     def limit(self) -> float:
         """Return the memory limit of a device in bytes."""
         memory_bytes = self.settings.memory_bytes
-        return self.part.device.usable_bytes if memory_bytes is None else memory_bytes
+        return self.stage_cluster.device.usable_bytes if memory_bytes is None else memory_bytes
 
     @property
     def num_places(self) -> int:
@@ -58,7 +58,7 @@ class PipelineConfig:
 
     def place(self, stage: int, mesh: Mesh) -> Placement:
         """Return the placement of a stage on consecutive ranks."""
-        size = self.part.num_devices
+        size = self.stage_cluster.num_devices
         first = size * self.schedule.place_of(stage, self.num_places)
         return Placement(mesh, tuple(range(first, first + size)))
 

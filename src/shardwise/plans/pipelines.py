@@ -77,25 +77,26 @@ def plan_captured_pipeline(
     schedule = schedule_of(asked.schedule or "1F1B")
     marks = marks_of(call.module)
     num_stages = _num_stages(asked.stages, marks)
-    part = _part(cluster, num_stages, schedule)
-    if asked.mesh is not None and asked.mesh.num_devices != part.num_devices:
+    stage_cluster = _stage_cluster(cluster, num_stages, schedule)
+    if asked.mesh is not None and asked.mesh.num_devices != stage_cluster.num_devices:
         raise PlanError(
             problem(
-                f"{asked.mesh} has {asked.mesh.num_devices} devices, a stage has {part.num_devices} of the cluster's "
-                f"{cluster.num_devices}",
+                f"{asked.mesh} has {asked.mesh.num_devices} devices, a stage has {stage_cluster.num_devices} of the "
+                f"cluster's {cluster.num_devices}",
                 fix="with stages, mesh is that of a stage",
             )
         )
+    meshes: tuple[Mesh, ...] = (Mesh(dp=stage_cluster.num_devices),)
     if asked.mesh is not None:
-        meshes: tuple[Mesh, ...] = (asked.mesh,)
-    else:
-        meshes = candidate_meshes(part, request.search.max_mesh_axes) if by_price else (Mesh(dp=part.num_devices),)
+        meshes = (asked.mesh,)
+    elif by_price:
+        meshes = candidate_meshes(stage_cluster, request.search.max_mesh_axes)
     config = PipelineConfig(
         num_stages,
         schedule,
         marks or None,
         cluster,
-        part,
+        stage_cluster,
         meshes,
         captured.annotations,
         captured.segments,
@@ -162,7 +163,7 @@ def _checked(stages: int | str) -> int:
     return stages
 
 
-def _part(cluster: Cluster, num_stages: int, schedule: Schedule) -> Cluster:
+def _stage_cluster(cluster: Cluster, num_stages: int, schedule: Schedule) -> Cluster:
     """Return the devices of one stage."""
     places, rest = divmod(num_stages, schedule.stages_per_place)
     if rest or places < 2:
@@ -191,7 +192,7 @@ def _divided(call: Example, graph: Graph, asked: TrainingConfig, config: Pipelin
         yield Passes.single(step_graph(graph))
         return
     step = samples if asked.global_batch is None else asked.global_batch
-    batches = batches_of(samples, step, asked.micro_batch, config.part.num_devices, chooses=True)
+    batches = batches_of(samples, step, asked.micro_batch, config.stage_cluster.num_devices, chooses=True)
     assert batches is not None, "a global batch was given"
     full = [size for size in batches.candidates if not config.schedule.fault(config.num_places, batches.step // size)]
     whole = step_graph(graph if samples == batches.step else call.graph(batches.step))
@@ -203,7 +204,7 @@ def _divided(call: Example, graph: Graph, asked: TrainingConfig, config: Pipelin
 class PipelineResult:
     """A plan and the search for each of its stages. ``graph``: of a micro-batch of its step; ``prelude``: what the step
     computes ahead of its micro-batches; ``parts``: the operators of every stage; ``others``: plans with other
-    micro-batch sizes that were considered; ``again``: plans the same step with other parts."""
+    micro-batch sizes that were considered; ``replan``: plans the same step with other operators in the stages."""
 
     plan: Plan
     searched: tuple[StageSearchResult | None, ...]
@@ -211,7 +212,7 @@ class PipelineResult:
     prelude: Graph | None
     parts: tuple[tuple[str, ...], ...]
     is_marked: bool
-    again: Callable[[Sequence[Sequence[str]]], PipelineResult]
+    replan: Callable[[Sequence[Sequence[str]]], PipelineResult]
     others: tuple[Plan, ...] = ()
 
 
@@ -232,7 +233,7 @@ def plan_pipeline(
         )
     order = config.order(config.schedule, config.num_places, num_passes)
     flying = _in_flight(config, order)
-    prices = Prices(Links(config.part, config.meshes[0]), config.settings.optimizer, num_passes)
+    prices = Prices(Links(config.stage_cluster, config.meshes[0]), config.settings.optimizer, num_passes)
     if parts is not None:
         parts = [list(names) for names in parts]
     elif config.marks is not None:
@@ -278,10 +279,10 @@ def plan_pipeline(
     pricing = PricingEntry.of(config.cluster, config.settings.memory_bytes) if config.by_price else None
     plan = replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing)
     config_of_others = replace(config, settings=replace(config.settings, known=inf))  # plan slower ones to the end, too
-    rerun = partial(plan_pipeline, config_of_others, graph, passes, template, vjp_cache)
+    replan = partial(plan_pipeline, config_of_others, graph, passes, template, vjp_cache)
     searched = tuple(part_choice.searched for part_choice in chosen)
     operators, is_marked = tuple(map(tuple, parts)), config.marks is not None
-    return PipelineResult(plan, searched, graph, passes.prelude, operators, is_marked, rerun)
+    return PipelineResult(plan, searched, graph, passes.prelude, operators, is_marked, replan)
 
 
 def _balanced(config: PipelineConfig, graph: Graph, prices: Prices, flying: Sequence[int]) -> list[list[str]]:
@@ -296,7 +297,7 @@ def _balanced(config: PipelineConfig, graph: Graph, prices: Prices, flying: Sequ
     fronts = StageEstimator(
         graph,
         lambda short, size: short,
-        lambda part: config.meshes,
+        lambda stage_cluster: config.meshes,
         config.cluster,
         settings,
         config.segments,

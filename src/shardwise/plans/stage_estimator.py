@@ -258,8 +258,9 @@ class StageEstimator:
         return self.known[key]
 
     def _front_of(self, graph: Graph, setting: StageConfig) -> ParetoFront | None:
-        part = self.cluster.with_devices(self.cluster.num_devices // setting.places)
-        planner = Planner.of(graph, (), part, self.meshes(part), replace(self.settings, passes=setting.passes))
+        stage_cluster = self.cluster.with_devices(self.cluster.num_devices // setting.places)
+        meshes, settings = self.meshes(stage_cluster), replace(self.settings, passes=setting.passes)
+        planner = Planner.of(graph, (), stage_cluster, meshes, settings)
         weakest, _ = self.policies[0]
         first = [policy for policy in self.policies if policy[0] == weakest and policy[1] != "again"]
         first = first or [self.policies[0]]

@@ -200,7 +200,7 @@ def _choose(config: PipelineConfig, part: Graph, limit: float, vjp_cache: VjpCac
         choice = apply_layouts(choice, layouts, part, factored, mesh)
         program = build_program(part, factored.rules, choice, mesh, settings, vjp_cache)
         return StagePlan(factored, program.choice, program.spmd, memory_policy)
-    planner = Planner.of(part, annotations, config.part, config.meshes, replace(settings, memory_bytes=limit))
+    planner = Planner.of(part, annotations, config.stage_cluster, config.meshes, replace(settings, memory_bytes=limit))
     planner = replace(planner, vjp_cache=vjp_cache)
     planned = fit_memory(planner, segments, config.gathered, offload) if config.fits_itself else planner.plan()
     if planned.ranking.excess:

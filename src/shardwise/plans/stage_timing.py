@@ -53,12 +53,12 @@ def timed_stages(
 def _timed(
     config: PipelineConfig, part: Graph, spmd: SpmdProgram, sends: Sequence[str], vjp_cache: VjpCache
 ) -> StageTiming:
-    prices = Prices(Links(config.part, spmd.mesh), config.settings.optimizer, config.settings.passes)
+    prices = Prices(Links(config.stage_cluster, spmd.mesh), config.settings.optimizer, config.settings.passes)
     prices = prices.with_buckets(part, config.settings.bucket_bytes)
     delivered = delivered_layouts(part, spmd)
     sent = float(sum(delivered[name].max_local_numel * part.by_name[name].dtype.itemsize for name in sends))
     on_links = replace(prices, links=Links(config.cluster, Mesh(device=config.cluster.num_devices)))
-    send = send_seconds(on_links, config.part.num_devices, sent) if sends else 0.0
+    send = send_seconds(on_links, config.stage_cluster.num_devices, sent) if sends else 0.0
     memory = memory_of(spmd, prices, vjp_cache=vjp_cache)
     seconds = stage_seconds(spmd, prices, send, vjp_cache)
     peak, kept, rests = map(float, (memory.peak.num_bytes, memory.kept_bytes, sum(memory.rests.values())))
