@@ -119,8 +119,8 @@ def test_less_memory_takes_about_what_the_search_of_the_policies_takes(share: fl
     limit = share * float(search.outcome.components[BYTES])
     planner = Planner.of(free.whole, (), free.cluster, (mesh,), SearchConfig(memory_bytes=limit))
     prices = []
-    for how, gathered in ESTIMATED_POLICIES:
-        memory_policy = MemoryPolicy.of(free.whole, (), how, gathered)
+    for how, reshard_mode in ESTIMATED_POLICIES:
+        memory_policy = MemoryPolicy.of(free.whole, (), how, reshard_mode)
         searches, _ = replace(planner, settings=replace(planner.settings, memory_policy=memory_policy)).searches()
         prices += [own.outcome.seconds for own in searches]
     estimate = fronts_of(8, SearchConfig(memory_bytes=limit / ESTIMATED_MEMORY_SHARE)).seconds(

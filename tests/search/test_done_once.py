@@ -73,8 +73,8 @@ def test_policies_share_what_tables_are_and_have_those_of_a_graph_by_itself() ->
     graph, mesh = graph_of(), MESHES[1]
     planner = Planner.of(graph, (), CLUSTER, (mesh,), SearchConfig(passes=2, in_flight=3))
     known, different = planner, set()
-    for how, gathered, _ in MEMORY_POLICIES:
-        settings = replace(planner.settings, memory_policy=MemoryPolicy.of(graph, (), how, gathered))
+    for how, reshard_mode, _ in MEMORY_POLICIES:
+        settings = replace(planner.settings, memory_policy=MemoryPolicy.of(graph, (), how, reshard_mode))
         cost = replace(known, settings=settings).cost_graph(mesh)
         alone = Planner.of(graph, (), CLUSTER, (mesh,), settings).cost_graph(mesh)
         assert cost.factors == alone.factors

@@ -25,7 +25,7 @@ from shardwise.search.auto import cost_graph
 from shardwise.search.cost_graph import BYTES, EXPOSED, TRAFFIC, Components
 from shardwise.search.memory_policy import MemoryPolicy
 from shardwise.search.planner import least_that_fits
-from shardwise.search.recompute_spec import Gathered, RecomputeSpec
+from shardwise.search.recompute_spec import RecomputeSpec, ReshardMode
 from shardwise.search.rules import rules_of
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def test_what_no_setting_makes_fit_is_refused_with_the_least() -> None:
         plan(1e5)
 
 
-def tables_of_storage(passes: int, *ways: Gathered, trains: bool = True) -> list[list[Components]]:
+def tables_of_storage(passes: int, *ways: ReshardMode, trains: bool = True) -> list[list[Components]]:
     """Of a weight, the components between how it is stored and how operators use it, under every way of gathering."""
     module = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32, bias=False))
     module[1].requires_grad_(trains)
@@ -99,7 +99,7 @@ def tables_of_storage(passes: int, *ways: Gathered, trains: bool = True) -> list
     weight = next(source.value for source in graph.sources if source.names == ("1.weight",))
     found = []
     for way in ways:
-        cost = cost_graph(graph, factored, {}, Axes.of(MESH), prices, RecomputeSpec(gathered=way))
+        cost = cost_graph(graph, factored, {}, Axes.of(MESH), prices, RecomputeSpec(reshard_mode=way))
         storage = cost.number["storage", weight]
         found.append([cost.kinds[kind] for scope, kind in cost.factors if scope[0] == storage and len(scope) == 2])
     return found

@@ -144,7 +144,7 @@ class Planning:
         parallel, zero = request.parallel, request.parallel.zero_config
         recompute = None if parallel.recompute == "auto" else parallel.recompute
         memory_policy = MemoryPolicy.of(
-            graph, self.captured.segments, recompute, "held" if zero is None else zero.gathered, parallel.offload
+            graph, self.captured.segments, recompute, "held" if zero is None else zero.reshard_mode, parallel.offload
         )
         if memory_policy.moves_to_host:
             _announce_one_memory(request.cluster)
@@ -194,8 +194,8 @@ class Planning:
             planner = replace(planner, vjp_cache=self.call.known.vjp_cache)
         if parallel.recompute == "auto":
             zero = parallel.zero_config
-            gathered = None if zero is None else zero.gathered
-            searched = fit_memory(planner, self.captured.segments, gathered, parallel.offload)
+            reshard_mode = None if zero is None else zero.reshard_mode
+            searched = fit_memory(planner, self.captured.segments, reshard_mode, parallel.offload)
         else:
             searched = planner.plan()
         if searched.ranking.excess:
@@ -257,7 +257,7 @@ class Planning:
         config = SearchConfig(
             self.search, request.training.optimizer, 1, request.search.memory_bytes, request.parallel.bucket_bytes
         )
-        policies = estimated_policies_of(request.parallel.recompute, None if zero is None else zero.gathered)
+        policies = estimated_policies_of(request.parallel.recompute, None if zero is None else zero.reshard_mode)
         return StageEstimator(
             whole, graph_of_pass, self.meshes, request.cluster, config, self.captured.segments, policies
         )

@@ -14,7 +14,7 @@ from shardwise.layouts.placement import Placement
 from shardwise.plans.schedule import Schedule
 from shardwise.search.config import SearchConfig
 from shardwise.search.memory_policy import Offload
-from shardwise.search.recompute_spec import Gathered
+from shardwise.search.recompute_spec import ReshardMode
 
 # Returns the actions of a schedule for a number of pipeline ranks and of micro-batches.
 OrderOf = Callable[[Schedule, int, int], Order]
@@ -24,9 +24,9 @@ OrderOf = Callable[[Schedule, int, int], Order]
 class PipelineConfig:
     """Configuration of the planning of a pipeline. ``marks``: path of a module -> its stage; None: stages are balanced.
     ``cluster``: all devices; ``stage_cluster``: the devices of one stage; ``meshes``: the candidates for a stage.
-    ``by_price``: whether layouts are searched; ``recompute``, ``gathered``, ``offload``: as in ``sw.plan``;
-    ``fits_itself``: choose recomputation if nothing fits. ``order``: see ``OrderOf``; ``chooses_mesh``: the user gave
-    no mesh, so axes are named by role."""
+    ``by_price``: whether layouts are searched; ``recompute``, ``offload``: as in ``sw.plan``; ``reshard_mode``: None
+    where the user left it free; ``fits_itself``: choose recomputation if nothing fits. ``order``: see ``OrderOf``;
+    ``chooses_mesh``: the user gave no mesh, so axes are named by role."""
 
     num_stages: int
     schedule: Schedule
@@ -41,7 +41,7 @@ class PipelineConfig:
     settings: SearchConfig
     fits_itself: bool
     recompute: How | None
-    gathered: Gathered | None
+    reshard_mode: ReshardMode | None
     offload: Offload
     order: OrderOf
     chooses_mesh: bool

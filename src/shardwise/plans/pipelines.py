@@ -105,13 +105,13 @@ def plan_captured_pipeline(
         settings,
         asked.recompute == "auto" and by_price,
         None if asked.recompute == "auto" else asked.recompute,
-        None if asked.zero_config is None else asked.zero_config.gathered,
+        None if asked.zero_config is None else asked.zero_config.reshard_mode,
         asked.offload,
         order,
         by_price and asked.mesh is None,
     )
     MemoryPolicy.of(
-        captured.graph, captured.segments, config.recompute, config.gathered or "held", config.offload
+        captured.graph, captured.segments, config.recompute, config.reshard_mode or "held", config.offload
     )  # raises if the policy is impossible
     vjp_cache = VjpCache() if call.known is None else call.known.vjp_cache
     best: PipelineResult | None = None
@@ -293,7 +293,7 @@ def _balanced(config: PipelineConfig, graph: Graph, prices: Prices, flying: Sequ
     if fits or not config.by_price:
         return parts
     settings = replace(config.settings, zero=None)
-    policies = estimated_policies_of("auto" if config.fits_itself else config.recompute, config.gathered)
+    policies = estimated_policies_of("auto" if config.fits_itself else config.recompute, config.reshard_mode)
     fronts = StageEstimator(
         graph,
         lambda short, size: short,

@@ -38,12 +38,12 @@ from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGr
 from shardwise.search.elimination import Scope, TooWide
 from shardwise.search.memory_policy import MemoryPolicy, blocks_of, ends_of
 from shardwise.search.planner import Planner
-from shardwise.search.recompute_spec import Gathered
+from shardwise.search.recompute_spec import ReshardMode
 from shardwise.search.solving import minimise
 from shardwise.search.variables import StorageVariable
 
-# What is recomputed, and the mode of gathered parameters.
-EstimatedPolicy = tuple[How | None, Gathered]
+# What is recomputed, and the reshard mode of gathered parameters.
+EstimatedPolicy = tuple[How | None, ReshardMode]
 EstimatedPolicies = tuple[EstimatedPolicy, ...]
 ESTIMATED_POLICIES: EstimatedPolicies = (
     (None, "held"),
@@ -275,12 +275,12 @@ class StageEstimator:
         names = graph.op_by_name.keys()
         segments = [replace(segment, operators=segment.operators & names) for segment in self.segments]
         ways = []
-        for how, gathered in policies:
+        for how, reshard_mode in policies:
             if how not in (None, "none") and not has_blocks:
                 continue
-            if gathered == "held" and setting.passes == 1 and (how, "once") in self.policies:  # the same
+            if reshard_mode == "held" and setting.passes == 1 and (how, "once") in self.policies:  # the same
                 continue
-            memory_policy = MemoryPolicy.of(graph, segments, how, gathered)
+            memory_policy = MemoryPolicy.of(graph, segments, how, reshard_mode)
             with_policy = replace(planner, settings=replace(settings, memory_policy=memory_policy))
             ways += [self._way(with_policy.cost_graph(mesh), setting.stages) for mesh in planner.meshes]
         return [way for way in ways if way is not None]
@@ -356,13 +356,15 @@ def _stays(cost: CostGraph, scope: Scope, components: Floats) -> bool:
     return is_stored and (len(scope) == 1 or not components[TRAFFIC])
 
 
-def estimated_policies_of(recompute: How | Literal["auto"] | None, gathered: Gathered | None) -> EstimatedPolicies:
-    """Return the memory policies to try. ``gathered``: None if the user left it free; parameters are then held, unless
-    ``recompute`` is free as well."""
+def estimated_policies_of(
+    recompute: How | Literal["auto"] | None, reshard_mode: ReshardMode | None
+) -> EstimatedPolicies:
+    """Return the memory policies to try. ``reshard_mode``: None if the user left it free; parameters are then held,
+    unless ``recompute`` is free as well."""
     if recompute != "auto":
-        return ((recompute, gathered or "held"),)
+        return ((recompute, reshard_mode or "held"),)
     ways = dict.fromkeys(how for how, _ in ESTIMATED_POLICIES)
-    return ESTIMATED_POLICIES if gathered is None else tuple((how, gathered) for how in ways)
+    return ESTIMATED_POLICIES if reshard_mode is None else tuple((how, reshard_mode) for how in ways)
 
 
 def _turns(setting: StageConfig) -> int:

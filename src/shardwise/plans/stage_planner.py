@@ -164,7 +164,7 @@ class StagePlanner:
             called = {new_name: name for name, new_name in value_of.items()}
             names |= {source.names[0]: sources[called[source.value]].names[0] for source in part.sources}
             searched = StageSearchResult(chosen.searched.search, names)
-        bucket_bytes, by_block = self.config.settings.bucket_bytes, memory_policy.gathered == "again"
+        bucket_bytes, by_block = self.config.settings.bucket_bytes, memory_policy.reshard_mode == "again"
         spmd = build_spmd(part, rules, choice, chosen.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
         return StagePlan(factored, choice, _with_lifetimes(chosen.spmd, spmd), memory_policy, searched)
 
@@ -191,7 +191,7 @@ def _choose(config: PipelineConfig, part: Graph, limit: float, vjp_cache: VjpCac
     has_blocks = bool(blocks_of(part))  # a part with only an embedding has none
     offload = "auto" if config.offload == "all" and not has_blocks else config.offload
     recompute = config.recompute if has_blocks or segments else None
-    memory_policy = MemoryPolicy.of(part, segments, recompute, config.gathered or "held", offload)
+    memory_policy = MemoryPolicy.of(part, segments, recompute, config.reshard_mode or "held", offload)
     layouts = {name: layout for name, layout in config.settings.layouts.items() if name in source_names}
     settings = replace(config.settings, memory_policy=memory_policy, layouts=layouts)
     if not config.by_price:
@@ -202,7 +202,7 @@ def _choose(config: PipelineConfig, part: Graph, limit: float, vjp_cache: VjpCac
         return StagePlan(factored, program.choice, program.spmd, memory_policy)
     planner = Planner.of(part, annotations, config.stage_cluster, config.meshes, replace(settings, memory_bytes=limit))
     planner = replace(planner, vjp_cache=vjp_cache)
-    planned = fit_memory(planner, segments, config.gathered, offload) if config.fits_itself else planner.plan()
+    planned = fit_memory(planner, segments, config.reshard_mode, offload) if config.fits_itself else planner.plan()
     if planned.ranking.excess:
         raise nothing_fits(planned.ranking)
     called = [*(op.name for op in part.ops), *(source.names[0] for source in part.sources)]

@@ -88,7 +88,7 @@ class FoldedSteps:
         if not long or short * (1 + len(long)) + sum(sizes.values()) > MAX_FOLDED_SHARE * len(self.graph.ops):
             return None
         kept = tuple(keys[run[0]] if run in long else tuple(map(keys.__getitem__, run)) for run in runs)
-        on = mesh, memory_policy.gathered, memory_policy.offloads
+        on = mesh, memory_policy.reshard_mode, memory_policy.offloads
         key = *on, self._outside(choice, memory_policy), kept
         if key not in self.known:
             self.known[key] = self._simulated(removed, memory_policy, simulate)

@@ -47,7 +47,7 @@ class _TableConditions:
     brought them."""
 
     def __init__(self, graph: Graph, again: RecomputeSpec, in_flight: int) -> None:
-        self.again, self.gathered, self.in_flight = again, again.gathered, in_flight
+        self.again, self.reshard_mode, self.in_flight = again, again.reshard_mode, in_flight
         away = again.operators | again.offloaded
         self.dropped = {name for op in graph.ops if op.name in away for name in op.results}
         self.local = {name for op in graph.ops if op.name in again.local for name in op.results}
@@ -122,7 +122,7 @@ class Tables:
             kind = kinds.get(key)
             if kind is None:
                 kind = kinds[key] = len(cost.kinds)
-                for_all = key, conditions.gathered, in_flight
+                for_all = key, conditions.reshard_mode, in_flight
                 if for_all not in self._made:
                     self._made[for_all] = table(conditions, key[1])
                 cost.kinds.append(self._made[for_all])
@@ -263,7 +263,7 @@ class Tables:
 
     def _is_dropped(self, name: str, conditions: _TableConditions) -> bool:
         """Return whether the converted value is not held for backward."""
-        return name in conditions.dropped or (conditions.gathered == "again" and name in self.parameter)
+        return name in conditions.dropped or (conditions.reshard_mode == "again" and name in self.parameter)
 
     def _kept_by(self, name: str) -> set[str]:
         """Return the operators that keep a value for their backward."""
@@ -364,10 +364,10 @@ class Tables:
         passes = self.domains.prices.passes
         if not is_once or passes == 1:
             return 1.0
-        if conditions.gathered == "once":
+        if conditions.reshard_mode == "once":
             return np.full((len(starts), len(nodes)), 1 / passes)
         is_once_a_step = keeps_size(routes, starts, nodes)
-        if conditions.gathered == "again":
+        if conditions.reshard_mode == "again":
             is_once_a_step &= ~is_brought(routes, starts, nodes)
         return np.where(is_once_a_step, 1 / passes, 1.0)
 
@@ -376,7 +376,7 @@ class Tables:
     ) -> Floats | float:
         """Return [starts, nodes] how often a parameter's conversions send: those that bring what a device does not have
         are repeated in backward, if the policy asks for that."""
-        if not traffic or conditions.gathered != "again":
+        if not traffic or conditions.reshard_mode != "again":
             return 1.0
         return np.where(is_brought(routes, starts, nodes), REGATHER_TRAFFIC, 1.0)
 
@@ -386,7 +386,7 @@ class Tables:
         """Return ``larger_gradients`` of a parameter, in its stored dtype: its gradient adds up over the micro-batches
         in a larger layout than the stored one, which takes a step more seconds."""
         routes, is_one_pass = self.domains.routes(name), self.domains.prices.passes == 1
-        if not is_once or is_one_pass or not routes.tensor.differentiable or conditions.gathered != "once":
+        if not is_once or is_one_pass or not routes.tensor.differentiable or conditions.reshard_mode != "once":
             return None
         return larger_gradients(routes, starts, nodes, self.graph.by_name[name].kept_dtype.itemsize)
 

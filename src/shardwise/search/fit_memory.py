@@ -24,11 +24,11 @@ from shardwise.search.cost_graph import BYTES, CostGraph
 from shardwise.search.memory_policy import MemoryPolicy, Offload, blocks_of
 from shardwise.search.planner import Planner, PlannerResult, SearchResult
 from shardwise.search.ranking import CandidateRanking
-from shardwise.search.recompute_spec import Gathered
+from shardwise.search.recompute_spec import ReshardMode
 
-# How the blocks of the model are recomputed (None: as it asks itself), the mode of gathered parameters, and whether
-# saved values of the blocks are offloaded.
-MEMORY_POLICIES: tuple[tuple[How | None, Gathered, Offload], ...] = (
+# How the blocks of the model are recomputed (None: as it asks itself), the reshard mode of gathered parameters, and
+# whether saved values of the blocks are offloaded.
+MEMORY_POLICIES: tuple[tuple[How | None, ReshardMode, Offload], ...] = (
     (None, "held", "auto"),
     (None, "once", "auto"),
     ("gathers", "held", "auto"),
@@ -60,16 +60,17 @@ STRENGTH: dict[How | None, frozenset[str]] = {
 EASIER: dict[How, tuple[How, ...]] = {
     "full": ("cheap", "cheap+gathers"), "cheap+gathers": ("cheap", "gathers")
 }  # fmt: skip
-GATHERS: dict[Gathered, int] = {"once": 0, "held": 1, "again": 2}
+# Reshard modes in the order of what they repeat.
+RESHARD_STRENGTH: dict[ReshardMode, int] = {"once": 0, "held": 1, "again": 2}
 
 
 def fit_memory(
-    planner: Planner, segments: Sequence[Segment], gathered: Gathered | None = None, offload: Offload = "auto"
+    planner: Planner, segments: Sequence[Segment], reshard_mode: ReshardMode | None = None, offload: Offload = "auto"
 ) -> PlannerResult:
-    """Return the plan of the first policies that fit. ``segments``: those that the model asks for; ``gathered``,
+    """Return the plan of the first policies that fit. ``segments``: those that the model asks for; ``reshard_mode``,
     ``offload``: the user's choices. If no policy fits (``ranking.excess``), return the plan that needs least. Nothing
     is offloaded if the device is the host. Raises PlanError if no price comes near a known step."""
-    remaining = _memory_policies(planner, segments, gathered, offload)
+    remaining = _memory_policies(planner, segments, reshard_mode, offload)
     weakest = next(remaining)
     policies = [weakest]
     bound = planner.bound_without_limit(weakest.costs)
@@ -78,7 +79,7 @@ def fit_memory(
         once = (
             policy
             for policy in policies
-            if policy.how is None and policy.planner.settings.memory_policy.gathered == "once"
+            if policy.how is None and policy.planner.settings.memory_policy.reshard_mode == "once"
         )
         bound = min([bound, *(planner.bound_without_limit(policy.costs) for policy in once)])
     fitting: list[_PolicyResult] = []
@@ -122,7 +123,7 @@ def fit_memory(
         raise _slower(_seconds(ranking), planner.settings)
     best = easier.planned(SearchResult(ranking, policy.answer.searches))
     if best.ranking.excess and planner.folded is not None:  # the estimate was too low
-        return fit_memory(replace(planner, folded=None), segments, gathered, offload)
+        return fit_memory(replace(planner, folded=None), segments, reshard_mode, offload)
     if len(policies) == 1:
         return best
     return replace(best, prediction=replace(best.prediction, bound=min(best.prediction.bound, bound)))
@@ -198,7 +199,7 @@ class _PolicyResult:
         memory_policy, weaker = self.planner.settings.memory_policy, other.planner.settings.memory_policy
         if self.how not in STRENGTH or other.how not in STRENGTH or memory_policy.offloads != weaker.offloads:
             return False
-        gathers = GATHERS[memory_policy.gathered] >= GATHERS[weaker.gathered]
+        gathers = RESHARD_STRENGTH[memory_policy.reshard_mode] >= RESHARD_STRENGTH[weaker.reshard_mode]
         return STRENGTH[self.how].issuperset(STRENGTH[other.how]) and gathers
 
     @cached_property
@@ -209,18 +210,18 @@ class _PolicyResult:
 
 
 def _memory_policies(
-    planner: Planner, segments: Sequence[Segment], gathered: Gathered | None, offload: Offload
+    planner: Planner, segments: Sequence[Segment], reshard_mode: ReshardMode | None, offload: Offload
 ) -> Iterator[_PolicyResult]:
     has_blocks = bool(blocks_of(planner.graph))
     decided = offload != "auto" or not planner.cluster.device.host_bandwidth
-    for how, gathers, moved in MEMORY_POLICIES:
-        if (gathered is not None and gathers != gathered) or (how is not None and not has_blocks):
+    for how, mode, moved in MEMORY_POLICIES:
+        if (reshard_mode is not None and mode != reshard_mode) or (how is not None and not has_blocks):
             continue
-        if gathers == "once" and gathered is None and planner.settings.passes == 1:  # the same as held
+        if mode == "once" and reshard_mode is None and planner.settings.passes == 1:  # the same as held
             continue
         if decided and (how == "offload" or moved != "auto"):
             continue
-        memory_policy = MemoryPolicy.of(planner.graph, segments, how, gathers, moved if offload == "auto" else offload)
+        memory_policy = MemoryPolicy.of(planner.graph, segments, how, mode, moved if offload == "auto" else offload)
         with_policy = replace(planner, settings=replace(planner.settings, memory_policy=memory_policy))
         yield _PolicyResult(with_policy, how, [with_policy.cost_graph(mesh) for mesh in with_policy.meshes])
 

@@ -26,7 +26,7 @@ from shardwise.programs.pass_list import memories
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.spmd import Lifetimes, SpmdProgram
 from shardwise.search.constants import MIN_RESEND_SAVING
-from shardwise.search.recompute_spec import Gathered, RecomputeSpec
+from shardwise.search.recompute_spec import RecomputeSpec, ReshardMode
 
 Offload = Literal["auto", "all", "none"]
 OFFLOADS: tuple[Offload, ...] = ("auto", "all", "none")
@@ -38,16 +38,16 @@ CUTS: Mapping[How, tuple[bool, bool]] = {
 
 @dataclass(frozen=True)
 class MemoryPolicy:
-    """Memory policy of a program. ``segments``: parts of the model that are recomputed or offloaded; ``gathered``:
+    """Memory policy of a program. ``segments``: parts of the model that are recomputed or offloaded; ``reshard_mode``:
     whether gathered parameters are held from forward to backward, gathered again, or gathered once a step
     (``search.recompute_spec``); ``offloads``: whether saved values of the repeated blocks are offloaded."""
 
     segments: tuple[Segment, ...] = ()
-    gathered: Gathered = "held"
+    reshard_mode: ReshardMode = "held"
     offloads: bool = False
 
     def __bool__(self) -> bool:
-        away = self.gathered == "again" or self.offloads
+        away = self.reshard_mode == "again" or self.offloads
         return away or any(segment.how != "none" for segment in self.segments)
 
     @property
@@ -65,7 +65,7 @@ class MemoryPolicy:
         graph: Graph,
         segments: Sequence[Segment],
         recompute: How | None = None,
-        gathered: Gathered = "held",
+        reshard_mode: ReshardMode = "held",
         offload: Offload = "auto",
     ) -> MemoryPolicy:
         """Return the policy that a user asks for. ``segments``: those that the model asks for; ``recompute``: how its
@@ -82,9 +82,10 @@ class MemoryPolicy:
                 )
             )
         if recompute == "none":
-            return MemoryPolicy(tuple(segment for segment in segments if segment.how == "offload"), gathered, offloads)
+            offloaded = tuple(segment for segment in segments if segment.how == "offload")
+            return MemoryPolicy(offloaded, reshard_mode, offloads)
         if recompute is None:
-            return MemoryPolicy(tuple(segments), gathered, offloads)
+            return MemoryPolicy(tuple(segments), reshard_mode, offloads)
         taken = {name for segment in segments for name in segment.operators}
         blocks = [Segment(block.name, recompute, block.operators - taken) for block in blocks_of(graph)]
         if not blocks and not segments:
@@ -94,7 +95,7 @@ class MemoryPolicy:
                     fix="name the parts: sw.recompute(model.encoder)",
                 )
             )
-        return MemoryPolicy((*segments, *(block for block in blocks if block.operators)), gathered, offloads)
+        return MemoryPolicy((*segments, *(block for block in blocks if block.operators)), reshard_mode, offloads)
 
     def priced(self, graph: Graph) -> RecomputeSpec:
         """Return the recomputation that the search prices: all inner values of full segments, all but products of cheap
@@ -120,7 +121,7 @@ class MemoryPolicy:
                     resent |= segment.operators
         return RecomputeSpec(
             frozenset(operators),
-            self.gathered,
+            self.reshard_mode,
             frozenset(waiting - operators),
             frozenset(local - waiting),
             frozenset(resent),
@@ -157,7 +158,7 @@ def with_memory_policy(kept: RankProgram, graph: Graph, memory_policy: MemoryPol
     operators: set[str] = set()
     conversions: set[str] = set()
     parameters = {source.value for source in graph.sources if source.kind == "parameter"}
-    if memory_policy.gathered == "again":
+    if memory_policy.reshard_mode == "again":
         conversions.update(c.result for c in spmd.conversions if c.origin in parameters and c.collectives())
     lowered = lowered_by_model(graph, spmd.graph)
     for segment in memory_policy.segments:

@@ -300,7 +300,7 @@ class Planner:
             def short(graph: Graph, memory_policy: MemoryPolicy) -> SimulatedStep:
                 settings = replace(self.settings, memory_policy=memory_policy)
                 names = tuple(op.name for op in graph.ops)
-                key = search.mesh, tuple(candidate.assignment), memory_policy.gathered == "again", names
+                key = search.mesh, tuple(candidate.assignment), memory_policy.reshard_mode == "again", names
                 if key not in self.stored:
                     rules = self.factored.rules
                     self.stored[key] = build_stored_program(graph, rules, choice, search.mesh, settings, self.vjp_cache)

@@ -89,7 +89,7 @@ def build_stored_program(
 ) -> StoredProgram:
     """Return a choice's program before lifetimes. Of the policy it depends only on whether parameters are gathered
     again."""
-    by_block = settings.memory_policy.gathered == "again"
+    by_block = settings.memory_policy.reshard_mode == "again"
     if settings.zero is not None:
         choice = reduce_at_parameter(choice, graph, rules, mesh)
     spmd = build_spmd(graph, rules, choice, mesh, bucket_bytes=settings.bucket_bytes, by_block=by_block)
@@ -112,5 +112,6 @@ def as_grad_accum(spmd: SpmdProgram, settings: SearchConfig) -> SpmdProgram:
     """Return the program with the conversions that a step of several micro-batches makes once."""
     if settings.passes == 1:
         return spmd
-    scattered = settings.memory_policy.gathered == "once" or (settings.zero is not None and settings.zero.stage == 1)
+    is_stage_1 = settings.zero is not None and settings.zero.stage == 1
+    scattered = settings.memory_policy.reshard_mode == "once" or is_stage_1
     return with_once(spmd, scattered=scattered)

@@ -20,7 +20,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy
 from shardwise.programs.spmd import Choice, SpmdProgram
 from shardwise.rules.rule import OpRule
-from shardwise.search.recompute_spec import Gathered
+from shardwise.search.recompute_spec import ReshardMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +48,10 @@ class Zero:
             raise ShardwiseError(problem(f"whole_below is {self.whole_below!r}", fix="a number of elements from 0"))
 
     @property
-    def gathered(self) -> Gathered:
+    def reshard_mode(self) -> ReshardMode:
         """Return the reshard-after-forward mode of gathered parameters."""
-        ways: dict[int, Gathered] = {1: "once", 2: "held", 3: "again"}
-        return ways[self.stage]
+        modes: dict[int, ReshardMode] = {1: "once", 2: "held", 3: "again"}
+        return modes[self.stage]
 
     @staticmethod
     def of(zero: int | Zero | None) -> Zero | None:
