@@ -73,22 +73,22 @@ def plan_captured_pipeline(
     """Return the plan of a pipeline for a captured call; of several micro-batch sizes the one with the shortest
     predicted step. ``template``: a plan with all settings. Raises PlanError for what cannot be cut, divided or
     scheduled."""
-    asked, cluster = request.parallel, request.cluster
-    schedule = schedule_of(asked.schedule or "1F1B")
+    parallel, cluster = request.parallel, request.cluster
+    schedule = schedule_of(parallel.schedule or "1F1B")
     marks = marks_of(call.module)
-    num_stages = _num_stages(asked.stages, marks)
+    num_stages = _num_stages(parallel.stages, marks)
     stage_cluster = _stage_cluster(cluster, num_stages, schedule)
-    if asked.mesh is not None and asked.mesh.num_devices != stage_cluster.num_devices:
+    if parallel.mesh is not None and parallel.mesh.num_devices != stage_cluster.num_devices:
         raise PlanError(
             problem(
-                f"{asked.mesh} has {asked.mesh.num_devices} devices, a stage has {stage_cluster.num_devices} of the "
-                f"cluster's {cluster.num_devices}",
+                f"{parallel.mesh} has {parallel.mesh.num_devices} devices, a stage has {stage_cluster.num_devices} of "
+                f"the cluster's {cluster.num_devices}",
                 fix="with stages, mesh is that of a stage",
             )
         )
     meshes: tuple[Mesh, ...] = (Mesh(dp=stage_cluster.num_devices),)
-    if asked.mesh is not None:
-        meshes = (asked.mesh,)
+    if parallel.mesh is not None:
+        meshes = (parallel.mesh,)
     elif by_price:
         meshes = candidate_meshes(stage_cluster, request.search.max_mesh_axes)
     config = PipelineConfig(
@@ -103,12 +103,12 @@ def plan_captured_pipeline(
         template.mode,
         by_price,
         settings,
-        asked.recompute == "auto" and by_price,
-        None if asked.recompute == "auto" else asked.recompute,
-        None if asked.zero_config is None else asked.zero_config.reshard_mode,
-        asked.offload,
+        parallel.recompute == "auto" and by_price,
+        None if parallel.recompute == "auto" else parallel.recompute,
+        None if parallel.zero_config is None else parallel.zero_config.reshard_mode,
+        parallel.offload,
         order,
-        by_price and asked.mesh is None,
+        by_price and parallel.mesh is None,
     )
     MemoryPolicy.of(
         captured.graph, captured.segments, config.recompute, config.reshard_mode or "held", config.offload
@@ -185,14 +185,14 @@ def _stage_cluster(cluster: Cluster, num_stages: int, schedule: Schedule) -> Clu
     return cluster.with_devices(cluster.num_devices // places)
 
 
-def _divided(call: Example, graph: Graph, asked: TrainingConfig, config: PipelineConfig) -> Iterator[Passes]:
+def _divided(call: Example, graph: Graph, training: TrainingConfig, config: PipelineConfig) -> Iterator[Passes]:
     """Yield the steps to try, the largest micro-batch first."""
     samples = num_samples(call.arguments)
-    if samples is None and asked.micro_batch is None and asked.global_batch is None:
+    if samples is None and training.micro_batch is None and training.global_batch is None:
         yield Passes.single(step_graph(graph))
         return
-    step = samples if asked.global_batch is None else asked.global_batch
-    batches = batches_of(samples, step, asked.micro_batch, config.stage_cluster.num_devices, chooses=True)
+    step = samples if training.global_batch is None else training.global_batch
+    batches = batches_of(samples, step, training.micro_batch, config.stage_cluster.num_devices, chooses=True)
     assert batches is not None, "a global batch was given"
     full = [size for size in batches.candidates if not config.schedule.fault(config.num_places, batches.step // size)]
     whole = step_graph(graph if samples == batches.step else call.graph(batches.step))
