@@ -53,9 +53,9 @@ class Prices:
 
     # -- bytes ---------------------------------------------------------------------------------------------------------
 
-    def state_bytes(self, value: Value, updated: bool) -> int:
-        """Bytes per element of a parameter that a device keeps from step to step: itself, and its gradient and states
-        if the optimizer updates it."""
+    def resident_bytes_per_element(self, value: Value, updated: bool) -> int:
+        """Return the bytes per element of a parameter that a device keeps from step to step: itself, and its gradient
+        and states if the optimizer updates it."""
         itemsize = value.kept_dtype.itemsize
         return itemsize * (2 + self.states_on_device) if updated else itemsize
 

@@ -151,7 +151,7 @@ class Tables:
             seconds = numel * domains.prices.casts(value, 1.0, updated)
             if updated:
                 seconds += [domains.prices.update(value, count) for count in numel.tolist()]
-            return seconds, None, None, numel * domains.prices.state_bytes(value, updated)
+            return seconds, None, None, numel * domains.prices.resident_bytes_per_element(value, updated)
 
         dtypes = value.dtype, value.stored, value.reduced
         self._factor((variable,), ("store", id(routes), dtypes, updated, nodes.tobytes()), _always, table)

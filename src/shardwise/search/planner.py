@@ -446,7 +446,8 @@ def _as_stored(prediction: Prediction, best: SimulatedCandidate, search: MeshSea
     for source in graph.sources:
         if source.kind == "parameter":
             numel = best.choice.sources[source.value].max_local_numel - sources[source.value].max_local_numel
-            more += numel * prices.state_bytes(graph.by_name[source.value], source.value in graph.updated)
+            updated = source.value in graph.updated
+            more += numel * prices.resident_bytes_per_element(graph.by_name[source.value], updated)
     price = max(prediction.additive_price, prediction.pass_seconds)
     return replace(prediction, num_bytes=prediction.num_bytes + more, additive_price=price)
 

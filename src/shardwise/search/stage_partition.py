@@ -70,7 +70,7 @@ def _weigh(graph: Graph, prices: Prices) -> _OperatorCosts:
     values, devices = graph.by_name, prices.links.mesh.num_devices
     parameters = {s.value for s in graph.sources if s.kind == "parameter"}
     last = {name: i for i, op in enumerate(ops) for name in op.operands}
-    seconds, state_bytes, kept = np.zeros(len(ops)), np.zeros(len(ops)), np.zeros(len(ops))
+    seconds, resident_bytes, kept = np.zeros(len(ops)), np.zeros(len(ops)), np.zeros(len(ops))
     change = np.zeros(len(ops) + 1)
     seen: set[str] = set()
     for i, op in enumerate(ops):
@@ -80,14 +80,15 @@ def _weigh(graph: Graph, prices: Prices) -> _OperatorCosts:
         for name in op.operands:
             if name in parameters and name not in seen:
                 seen.add(name)
-                state_bytes[i] += values[name].numel * prices.state_bytes(values[name], name in graph.updated)
+                per_element = prices.resident_bytes_per_element(values[name], name in graph.updated)
+                resident_bytes[i] += values[name].numel * per_element
         kept[i] = sum(value.num_bytes for value in results if value.requires_grad)
         for name in op.results:
             if name in last and last[name] > i:
                 change[i + 1] += values[name].num_bytes
                 change[last[name] + 1] -= values[name].num_bytes
     reads = np.array([float(any(name in parameters for name in op.operands)) for op in ops])
-    return _OperatorCosts(tuple(op.name for op in ops), seconds, state_bytes, kept, np.cumsum(change)[:-1], reads)
+    return _OperatorCosts(tuple(op.name for op in ops), seconds, resident_bytes, kept, np.cumsum(change)[:-1], reads)
 
 
 def _positions(weights: _OperatorCosts, num_stages: int) -> list[int]:
