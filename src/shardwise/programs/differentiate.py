@@ -117,7 +117,7 @@ class _StepWriter:
         self.backward: list[Instruction] = []
         self.parameter_values: set[str] = set()  # values that depend on parameters only
 
-    # -- the step -----------------------------------------------------------------------------------------------------
+    # -- the step ------------------------------------------------------------------------------------------------------
 
     def write(
         self, delivered: tuple[str, ...], reached: Sequence[bool] | None, with_gradients: bool, prune: bool

@@ -63,8 +63,8 @@ def rule(
         operator: The result of ``torch.library.custom_op``, ``torch.ops.mylib.scale`` (one overload, if it has
             several), or the name ``"mylib::scale"``. It must not write to its operands.
         how: The factors of every tensor operand and result, in the order of the schema. Commas separate tensors, blanks
-            separate dims. A dim is a factor (``n``), a product of factors, major first (``(h d)``), ``1`` for a
-            broadcast dim of size 1, or ``...`` for any leading dims; ``()`` is a scalar. If the factors depend on the
+            separate dims. A dim is a factor (``n``) or a product of factors, major first (``(h d)``). ``1`` is a
+            broadcast dim of size 1, ``...`` any leading dims, ``()`` a scalar. If the factors depend on the
             arguments, pass a function ``how(op, graph)`` without keywords. It returns an ``OpRule``, made with
             ``shardwise.rules.binding.build``, or None for a call that runs unsplit.
         reduction: Factors that no result has, with the reduction that combines the parts: ``"sum"``, ``"max"``,
