@@ -1,28 +1,34 @@
 """Seconds of collectives: latency + bandwidth, over the levels that a group of devices really spans.
 
 **Which links.** Ranks are numbered row-major over the mesh, the last axis closest, and neighbours fill nodes. With
-nodes of 8, a group over the outer axis of ``Mesh(dp=16, tp=8)`` has one member in each of 16 nodes; a group over ``tp``
-has all its members in one. ``Span`` holds these numbers. All groups over the same axes communicate at the same time, so
-of the links of a level a group has the share of its members: eight groups over ``dp`` have one of a node's eight
-network cards each (or an eighth of the only one).
+nodes of 8, a group over the outer axis of ``Mesh(dp=16, tp=8)`` has one member in each of 16 nodes. A group over ``tp``
+has all its members in one node. ``Span`` holds these numbers. All groups over the same axes communicate at the same
+time. So the links of a level are shared among groups by their members. Each of the eight groups over ``dp`` has one of
+a node's eight network cards (or an eighth of the only one).
 
-**Rings** (``_ring``). Of a message of ``b`` bytes on ``n`` devices, an all-gather or a reduce-scatter carries
-``b (n - 1) / n`` over every link of a ring, an all-reduce twice that (Patarasu and Yuan, "Bandwidth optimal all-reduce
-algorithms", 2009). The slowest level sets the pace. There are ``n - 1`` or ``2 (n - 1)`` steps, of which as many cross
-a level as there are units on it, as in NCCL's own model of itself (NVIDIA/nccl, src/graph/tuning.cc).
+**Rings** (``_ring``). Let a message have ``b`` bytes on ``n`` devices. An all-gather or a reduce-scatter carries
+``b (n - 1) / n`` over every link of a ring, an all-reduce twice that. (Patarasu and Yuan, "Bandwidth optimal all-reduce
+algorithms", 2009.) The slowest level sets the pace. There are ``n - 1`` or ``2 (n - 1)`` steps. As many of them cross a
+level as it has units, as in NCCL's model of itself (NVIDIA/nccl, src/graph/tuning.cc).
 
-**Trees** (``_tree``). Over several nodes an all-reduce may also take the double binary tree (Sanders, Speck and Traeff,
-2009), whose latency grows with the logarithm of the nodes.
+**Trees** (``_tree``). Over several nodes an all-reduce may also take the double binary tree. Its latency grows with the
+logarithm of the number of nodes (Sanders, Speck and Traeff, 2009).
 
-**Switches** (``_switch``) that reduce themselves (NVLS): a device sends its message once and a share of the result.
+**Switches** (``_switch``). A switch may reduce by itself (NVLS). A device then sends its message once, and a share of
+the result.
 
-**Hierarchies** (``_hierarchy``), where a level says that its library works so: reduce-scatter on the inner levels,
-all-reduce of the slices across, all-gather inside. Only a slice of the message crosses.
+**Hierarchies** (``_hierarchy``). If a level is ``hierarchical``, its library works level by level. It runs a
+reduce-scatter on the inner levels, an all-reduce of the slices across, and an all-gather inside. Only a slice of the
+message crosses.
 
 **Cross-sections** (``_all_to_all``). Of a rank's ``b`` bytes, the part for devices of other units crosses that level.
 
-Each algorithm is affine in the bytes; the cheapest is taken, as NCCL does. Where a level was calibrated with just such
-groups, the line that was fitted to them counts instead of all that (``Level.lines``).
+Each algorithm is affine in the bytes; the cheapest is taken, as NCCL does. If a level was calibrated with groups of
+this size, the fitted line replaces all algorithms (``Level.lines``).
+
+Start here to see where a collective is priced. ``affine_terms`` lists the algorithms of a kind of collective for a
+group, and ``Links.seconds`` takes the least. ``Prices`` (``costs/prices.py``) is what searches and simulations call.
+``Level`` (``costs/cluster.py``) has the figures of a level.
 """
 
 from __future__ import annotations
@@ -39,13 +45,13 @@ from shardwise.errors import PlanError, problem
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 
-# How fast a tree is beside a ring: "busBw*.9" in NVIDIA/nccl, src/graph/tuning.cc (v2.8).
+# Bandwidth of a tree relative to a ring: "busBw*.9" in NVIDIA/nccl, src/graph/tuning.cc (v2.8).
 TREE_PACE = 0.9
 
 # How many times a ring carries (n - 1) / n of the message.
 _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 
-# A kind without figures of its own has those of the kind that sends in the same way.
+# A kind without figures of its own takes those of the kind that sends in the same way.
 _LIKE = {"halo_exchange": "collective_permute"}
 
 KINDS = (*_PASSES, "all_to_all", "collective_permute", "halo_exchange")
@@ -55,8 +61,13 @@ Affine = tuple[float, float]  # seconds, seconds per byte
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Where the members of a group are. ``units[l]``: how many units of the level below ``l`` have any (``units[0]`` is
-    the number of members, ``units[1]`` that of nodes); the last entry is 1."""
+    """Describes how a group of devices spreads over the levels of a cluster.
+
+    ``units[0]`` is the number of members. ``units[l]``, for l > 0, is the number of units of level l - 1 that contain
+    members: ``units[1]`` counts nodes. The last entry is 1, the cluster. So links of level l join ``units[l]`` units
+    into ``units[l + 1]``. With 16 nodes of 8, a group of one device per node has ``(16, 16, 1)``. A group that fills
+    one node has ``(8, 1, 1)``.
+    """
 
     units: tuple[int, ...]
 
@@ -65,30 +76,34 @@ class Span:
         return self.units[0]
 
     def members(self, level: int) -> float:
-        """Members in one unit of the level below: 1 for level 0, members per node for level 1."""
+        """Return the number of members in each unit that this level joins: 1 for level 0, a node's for level 1."""
         return self.size / self.units[level]
 
     def branches(self, level: int) -> float:
-        """Return the number of units of the level below connected to one unit of this level."""
+        """Return the number of units of the level below that this level joins into one of its units."""
         return self.units[level] / self.units[level + 1]
 
     def used(self) -> tuple[int, ...]:
-        """Return the levels on which members meet: whose units have several of the units below."""
+        """Return the levels whose links join members: they join several units into one."""
         return tuple(level for level in range(len(self.units) - 1) if self.units[level] > self.units[level + 1])
 
     def passed(self) -> tuple[int, ...]:
-        """Return the levels whose links messages take. What leaves a pod has left a node before, by the same network;
-        the links inside a node are others."""
+        """Return the levels whose links carry messages of the group.
+
+        These are all levels up to the farthest one used, since a message that leaves a pod also takes the network links
+        of its node. Level 0, the links inside a node, counts only if members share a node.
+        """
         farthest = self.used()[-1]
         return tuple(level for level in range(farthest + 1) if level > 0 or self.used()[0] == 0)
 
 
 @dataclass(frozen=True)
 class Links:
-    """The links of a cluster as the groups of a mesh see them. ``ranks``: the global ranks of the mesh's devices; none:
-    the mesh has the whole cluster.
+    """Prices the collectives of a mesh's groups on the links of a cluster.
 
-    Raises PlanError if the mesh has another number of devices than the cluster, or ranks that the cluster has not.
+    ``ranks``: the global ranks of the mesh's devices. Empty: the mesh has the whole cluster.
+
+    Raises PlanError if the mesh and the cluster have different numbers of devices, or if a rank is not in the cluster.
     """
 
     cluster: Cluster
@@ -117,19 +132,22 @@ class Links:
             raise PlanError(problem(what, fix=f"choose axes whose sizes multiply to {self.cluster.num_devices}"))
 
     def seconds(self, kind: str, axes: tuple[str, ...], num_bytes: float) -> float:
-        """Seconds of a collective over the product of sub-axes, of ``num_bytes`` as ``Collective.num_bytes`` counts
-        them, while all other groups over these axes do the same."""
+        """Return the seconds of a collective over the product of sub-axes, by the fastest algorithm.
+
+        All other groups over these axes run the same collective at the same time. ``num_bytes`` is counted as in
+        ``Collective.num_bytes``.
+        """
         return min(fixed + slope * num_bytes for fixed, slope in self.algorithms(kind, axes))
 
     def algorithms(self, kind: str, axes: tuple[str, ...]) -> tuple[Affine, ...]:
-        """(seconds, seconds per byte) of each algorithm."""
+        """Return the (seconds, seconds per byte) of each algorithm, cached."""
         algorithms = self._algorithms.get((kind, axes))
         if algorithms is None:
             algorithms = self._algorithms[kind, axes] = affine_terms(kind, self.cluster.levels, self.span(axes))
         return algorithms
 
     def span(self, axes: Iterable[str]) -> Span:
-        """Return where the members of the groups over some (sub-)axes lie; of the most spread group if they differ."""
+        """Return the span of the groups over some (sub-)axes. If they differ, units are those of the most spread."""
         group = [self._strides[part] for axis in axes for part in self.mesh.expand(axis)]
         rest = [stride for part, stride in self._strides.items() if stride not in group]
         units, unit = [prod(size for _, size in group)], 1
@@ -160,7 +178,7 @@ class Links:
 
     @cached_property
     def _strides(self) -> dict[str, tuple[int, int]]:
-        """Sub-axis -> (distance of neighbours along it, in ranks; size)."""
+        """Map each sub-axis to (stride, size). The stride is the difference of ranks between neighbours along it."""
         strides, stride = {}, 1
         for axis in reversed(self.mesh.sub_axes):
             strides[axis] = stride, self.mesh.sizes[axis]
@@ -177,14 +195,14 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class LinkPrice:
-    """Prices one direction of a move in seconds (``layouts.redistribute.Price``)."""
+    """Prices one direction of a move in seconds (a ``Price`` of ``layouts.redistribute``)."""
 
     links: Links
     itemsize: int
 
     def __call__(self, primitive: str, axes: tuple[str, ...], elements: float) -> tuple[float]:
-        """``elements``: those that the busiest rank sends, as ``Move.num_sent`` counts them."""
-        kind = "halo_exchange" if primitive == "halo_add" else primitive  # the way back
+        """Return the seconds. ``elements``: those that the busiest rank sends, as ``Move.num_sent`` counts them."""
+        kind = "halo_exchange" if primitive == "halo_add" else primitive  # its backward sends the same rows
         if kind not in KINDS:
             return (0.0,)
         whole = elements / share_sent(kind, self.links.mesh.size_of(axes))
@@ -194,8 +212,11 @@ class LinkPrice:
 def _num_units(
     group: list[tuple[int, int]], rest: list[tuple[int, int]], unit: int, ranks: tuple[int, ...] = ()
 ) -> int:
-    """Return the number of blocks of ``unit`` neighbouring ranks that a group of (stride, size) sub-axes touches.
-    ``ranks``: those of the devices, where they are not counted from 0."""
+    """Return the number of units that the most spread group over some sub-axes touches.
+
+    A unit is a block of ``unit`` neighbouring ranks. ``group`` and ``rest`` are the (stride, size) of the sub-axes in
+    the group and of the others. ``ranks``: global ranks of the mesh's devices; empty: 0, 1, 2, ...
+    """
     if ranks:
         members, starts = _offsets(group), _offsets(rest)
         return max(len({ranks[start + member] // unit for member in members}) for start in starts)
@@ -214,7 +235,7 @@ def _offsets(axes: list[tuple[int, int]]) -> list[int]:
 
 
 def num_steps(kind: str, num_members: int) -> int:
-    """Messages that follow one another in a collective inside one level."""
+    """Return the number of successive messages of a collective inside one level."""
     if kind in _PASSES:
         return _PASSES[kind] * (num_members - 1)
     return {"all_to_all": num_members - 1, "collective_permute": 1, "halo_exchange": 2}[kind]
@@ -228,7 +249,7 @@ def share_sent(kind: str, num_members: int) -> float:
 
 
 def affine_terms(kind: str, levels: tuple[Level, ...], span: Span) -> tuple[Affine, ...]:
-    """(seconds, seconds per byte) of each algorithm that a group may use for a kind of collective."""
+    """Return the (seconds, seconds per byte) of each algorithm that a group may use for a kind of collective."""
     if kind not in KINDS:
         raise ValueError(f"{kind!r} is not one of {', '.join(KINDS)}")
     if span.size == 1:
@@ -259,14 +280,16 @@ def _launch(kind: str, levels: tuple[Level, ...], span: Span) -> float:
 
 
 def _rate(kind: str, levels: tuple[Level, ...], span: Span, level: int) -> float:
-    """B/s that one device gets from the links of a level, when all devices use them."""
+    """Return the B/s that one device gets from the links of a level while all devices use them."""
     times = levels[level]
     return times.link_bandwidth(span.branches(level)) * _figure(times.efficiency, kind, 1.0) / times.shared_by
 
 
 def _pace(kind: str, levels: tuple[Level, ...], span: Span) -> float:
-    """B/s of a ring through all members, or of neighbours in a line: the slowest level's. Of the links that connect
-    two units, the group has those of its members there."""
+    """Return the B/s of a ring or a line through all members: those of the slowest level.
+
+    Between two units, the group uses the links of all its members in a unit.
+    """
     return min(_rate(kind, levels, span, level) * span.members(level) for level in span.passed())
 
 
@@ -278,7 +301,7 @@ def _ring(kind: str, levels: tuple[Level, ...], span: Span) -> Affine:
 
 
 def _tree(levels: tuple[Level, ...], span: Span) -> Affine:
-    """Up and down: a chain inside a node, a double binary tree across."""
+    """Return the line of a tree all-reduce: a chain inside each node, a double binary tree across, up and down."""
     depth = sum(log2(span.branches(level)) * levels[level].latency for level in span.used() if level > 0)
     chain = (span.members(1) - 1) * levels[0].latency
     return _launch("all_reduce", levels, span) + 2 * (chain + depth), 2 / (
@@ -287,13 +310,16 @@ def _tree(levels: tuple[Level, ...], span: Span) -> Affine:
 
 
 def _switch(level: Level, ring: Affine, span: Span) -> Affine:
-    """Return the line of an in-switch all-reduce: each device sends its message and its share of the sum, 1 + 1/n
-    against the 2 (n - 1) / n of a ring. It starts no sooner than a ring does."""
+    """Return the line of an in-switch all-reduce. It starts no sooner than a ring.
+
+    Each device sends its message and its share of the sum. That is 1 + 1/n of the message, against 2 (n - 1) / n in a
+    ring.
+    """
     return ring[0], (1 + 1 / span.size) * level.shared_by / (level.in_switch * level.link_bandwidth(span.size))
 
 
 def _hierarchy(kind: str, levels: tuple[Level, ...], span: Span) -> Affine:
-    """A ring per level, each over the slice that the levels inside leave to a device."""
+    """Return the line of a hierarchy of rings, one per level. Each reduces the slice that inner levels leave."""
     passes, fixed, slope = _PASSES[kind], 0.0, 0.0
     for level in span.used():
         units = span.branches(level)
@@ -305,7 +331,7 @@ def _hierarchy(kind: str, levels: tuple[Level, ...], span: Span) -> Affine:
 
 
 def _all_to_all(levels: tuple[Level, ...], span: Span) -> Affine:
-    """Every rank has a part for every other; it leaves through each level's link what is for devices behind it."""
+    """Return the line of an all-to-all. The links of each level carry the parts for devices beyond them."""
     fixed, slope = _launch("all_to_all", levels, span), 0.0
     for level in span.passed():
         inside, here = span.members(level), span.members(level + 1)
@@ -316,8 +342,11 @@ def _all_to_all(levels: tuple[Level, ...], span: Span) -> Affine:
 
 
 def _neighbours(kind: str, levels: tuple[Level, ...], span: Span) -> Affine:
-    """A permutation, in which all members may send across the same level; or an exchange with both neighbours, in which
-    only those at the ends of a unit do."""
+    """Return the line of a permutation or of a halo exchange.
+
+    In a permutation all members may send across the same level. In a halo exchange only members at the ends of a unit
+    send across, so it has the bandwidth of a line through all members.
+    """
     farthest = span.used()[-1]
     if kind == "halo_exchange":
         return _launch(kind, levels, span) + 2 * levels[farthest].latency, 1 / _pace(kind, levels, span)

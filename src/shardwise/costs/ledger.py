@@ -1,4 +1,4 @@
-"""Which memory is live: storages with those who hold them, by category, and the most there was in each phase."""
+"""Ledger of live memory: reference-counted storages by category, and the peak of each phase of a step."""
 
 from __future__ import annotations
 
@@ -23,8 +23,14 @@ CATEGORIES: tuple[Category, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most bytes that are live at once: in which ``phase`` ("forward", "backward" or "update"), at which operator,
-    and what they are made of (the sum is ``num_bytes``)."""
+    """The most bytes that are live at once, and where.
+
+    Attributes:
+        num_bytes: The bytes.
+        phase: "forward", "backward" or "update".
+        op: Name of the operator that runs then, or "".
+        parts: Category -> bytes; their sum is ``num_bytes``.
+    """
 
     num_bytes: int
     phase: str
@@ -36,18 +42,18 @@ class Peak:
         return f"{self.phase} of {self.op}" if self.op else self.phase
 
 
-# What a micro-batch neither saves nor holds for a moment.
+# Categories that stay for the whole step. The others are saved from forward to backward, or temporary.
 STAYING: tuple[Category, ...] = ("parameters", "gradients", "optimizer states", "inputs")
 
 
 def static_bytes(peak: Peak) -> int:
-    """Bytes of a peak that are no micro-batch's saved values and not there for a moment."""
+    """Return the bytes of a peak that stay for the whole step: parameters, gradients, optimizer states and inputs."""
     return sum(peak.parts.get(name, 0) for name in STAYING)
 
 
 @dataclass(eq=False, slots=True)
 class Storage:
-    """``owners``: names and messages that hold it."""
+    """A block of memory. ``owners``: number of names and messages that refer to it."""
 
     num_bytes: int
     category: Category
@@ -56,7 +62,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class LedgerTensor:
-    """A tensor, and the storage that it is (a view on)."""
+    """A tensor: its form, and the storage that it owns or views."""
 
     form: Form
     storage: Storage
@@ -64,8 +70,16 @@ class LedgerTensor:
 
 @dataclass
 class Ledger:
-    """``phase`` and ``op``: what goes on; ``live``: bytes per category; ``peaks``: the most so far, per phase;
-    ``held``: per phase and operator; ``over``: the most at every operator in turn, if a list is given for that."""
+    """Counts live bytes while a program's instructions are walked in order.
+
+    Attributes:
+        phase: The current phase: "forward", "backward" or "update".
+        op: The current operator.
+        live: Category -> bytes that are live now.
+        peaks: Phase -> its peak so far.
+        held: (phase, operator) -> its most live bytes so far.
+        over: The peak of every operator, in the order of execution. None: not recorded.
+    """
 
     phase: str = "forward"
     op: str = ""
@@ -75,24 +89,25 @@ class Ledger:
     over: list[Peak] | None = None
 
     def new(self, num_bytes: int, category: Category = "temporaries") -> Storage:
-        """Create a storage that has no owner yet."""
+        """Create a storage without owners, count its bytes as live, and record a peak if there is one."""
         storage = Storage(num_bytes, category)
         self.live[category] += num_bytes
         self.note()
         return storage
 
     def hold(self, storage: Storage) -> Storage:
+        """Add an owner to a storage, and return the storage."""
         storage.owners += 1
         return storage
 
     def drop(self, storage: Storage) -> None:
-        """One holder less; the last one frees it."""
+        """Remove an owner of a storage. The last owner frees it."""
         storage.owners -= 1
         if not storage.owners:
             self.live[storage.category] -= storage.num_bytes
 
     def note(self, transient: int = 0) -> None:
-        """Record the live bytes plus ``transient`` as a candidate for the peak."""
+        """Update the peaks with the live bytes plus ``transient`` temporary bytes."""
         total = sum(self.live.values()) + transient
         where = self.phase, self.op
         if total > self.held.get(where, -1):
@@ -108,6 +123,7 @@ class Ledger:
                 self.over[-1] = self._now(total, transient)
 
     def _now(self, total: int, transient: int) -> Peak:
+        """Return the current state as a peak of ``total`` bytes."""
         parts: dict[str, int] = {name: self.live[name] for name in CATEGORIES}
         parts["temporaries"] += transient
         return Peak(total, self.phase, self.op, parts)

@@ -1,12 +1,16 @@
-"""What optimizers hold: states from step to step, and tensors of their own while they update.
+"""Memory and work of optimizers: their states between steps, and the temporaries and kernels of an update.
 
-``torch.optim`` has up to three ways to update. *foreach* goes through all parameters at once, operator by operator, so
-that a temporary is as large as all of them: the default on GPUs. *single* goes from parameter to parameter, the default
-on CPUs; Python's loop keeps the last one's temporaries until those of the next replace them. *fused* is one kernel and
-has none. Clipping by ``clip_grad_norm_`` scales gradients in place, and holds a number per parameter in any of them.
+``torch.optim`` has up to three variants of an update:
 
-An optimizer is described by its name, its way to update where that is not torch's default, and ``on host`` where its
-states wait in the memory of the host from step to step: ``"adamw"``, ``"adamw fused"``, ``"adamw fused on host"``.
+* *foreach*, the default on GPUs, runs each operator on all parameters at once. A temporary is as large as all of them.
+* *single*, the default on CPUs, loops over the parameters. Python keeps the temporaries of the last parameter until
+  those of the next one replace them.
+* *fused* is one kernel without temporaries.
+
+``clip_grad_norm_`` scales gradients in place, and holds one number per parameter in each variant.
+
+A text describes an optimizer: its name, its variant if that is not torch's default, and ``on host`` if its states stay
+in host memory between steps. Examples are ``"adamw"``, ``"adamw fused"`` and ``"adamw fused on host"``.
 """
 
 from __future__ import annotations
@@ -23,9 +27,16 @@ ON_HOST = " on host"
 
 @dataclass(frozen=True, slots=True)
 class OptimizerMemory:
-    """Copies of a parameter, in its dtype: ``states`` that stay; temporaries of foreach (of all parameters);
-    ``single``: of the last parameter and of the one that is updated, at the moments when there are most of them.
-    ``passes``: how often elements are read or written where an update goes operator by operator."""
+    """Memory of an optimizer, in tensors of a parameter's shape and dtype.
+
+    Attributes:
+        states: States per parameter that stay between steps.
+        foreach: Temporaries per parameter of the variant foreach, held for all parameters at once.
+        single: Temporaries of the variant single, as pairs (of the last parameter, of the current one). There is one
+            pair for each moment that may be the peak.
+        passes: Reads and writes of every element in an update of several operators. 0: unknown, ``update_of`` assumes
+            three times those of one kernel.
+    """
 
     states: int
     foreach: int = 0
@@ -33,10 +44,9 @@ class OptimizerMemory:
     passes: int = 0
 
 
-# From the source of torch.optim 2.13; tests/costs/test_optimizers.py measures what is held. Passes are the reads and
-# writes of mul, lerp, addcmul, sqrt, div, add and addcdiv; where none stand here, three times those of one kernel.
-# Defaults of all arguments, but for SGD's momentum. torch has no Lion: as it is usually written, with one temporary, in
-# any variant.
+# From the source of torch.optim 2.13, with the default of every argument except SGD's momentum.
+# tests/costs/test_optimizers.py measures the memory. Passes count the reads and writes of mul, lerp, addcmul, sqrt,
+# div, add and addcdiv. torch has no Lion: the figures are those of its usual code, with one temporary in any variant.
 HELD: Mapping[str, OptimizerMemory] = {
     "adamw": OptimizerMemory(2, 1, ((1, 2),), 20),
     "adam": OptimizerMemory(2, 1, ((1, 2),), 18),
@@ -54,13 +64,15 @@ HELD: Mapping[str, OptimizerMemory] = {
 
 
 def is_on_host(optimizer: str) -> bool:
-    """Return whether the states are on the host from step to step."""
+    """Return whether the states stay in host memory between steps."""
     return isinstance(optimizer, str) and optimizer.endswith(ON_HOST)
 
 
 def parse_optimizer(optimizer: str) -> tuple[str, str]:
-    """Return the name and the variant of ``"adamw"`` or ``"adamw fused"``, wherever its states are; an empty variant is
-    torch's default on the device. Raises ShardwiseError."""
+    """Return the name and the variant of an optimizer's text: ``("adamw", "fused")`` for ``"adamw fused on host"``.
+
+    An empty variant means torch's default on the device. Raises ShardwiseError if the text is not an optimizer.
+    """
     if not isinstance(optimizer, str):
         kind = optimizer if isinstance(optimizer, type) else type(optimizer)
         name = "momentum" if getattr(optimizer, "defaults", {}).get("momentum") else kind.__name__.lower()
@@ -88,8 +100,13 @@ def states_of(optimizer: str) -> int:
 
 
 def temporary_bytes(optimizer: str, num_bytes: Sequence[int], *, foreach: bool) -> int:
-    """Return the most that an update holds besides parameters, gradients and states. ``num_bytes``: of the parameters,
-    in their order; ``foreach``: whether that is the device's default."""
+    """Return the most bytes of temporaries that an update holds.
+
+    Args:
+        optimizer: The optimizer's text.
+        num_bytes: Bytes of each parameter, in the order of the update.
+        foreach: Whether foreach is the default variant on the device.
+    """
     name, variant = parse_optimizer(optimizer)
     need, variant = HELD[name], variant or ("foreach" if foreach else "single")
     if variant == "foreach":
@@ -102,8 +119,14 @@ def temporary_bytes(optimizer: str, num_bytes: Sequence[int], *, foreach: bool) 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """``passes``: reads and writes of every element; ``scalars``: elements per element that go one by one, where one
-    kernel does it all; ``kernels``: started for every parameter by itself; ``fresh``: temporaries of its size.
+    """Work of the update of one parameter.
+
+    Attributes:
+        passes: Reads and writes of every element, in the parameter's dtype.
+        scalars: Elements that the fused kernel handles one by one, at ``Device.scalar_rate``, per element of the
+            parameter.
+        kernels: Kernels that are launched for this parameter alone. 0: a kernel updates all parameters.
+        fresh: Temporaries of the parameter's size.
     """
 
     passes: int
@@ -112,8 +135,8 @@ class Update:
     fresh: int = 0
 
 
-# Elements per state that the fused kernel takes one by one: fitted to AdamW in bf16 on an H100, 268 million elements in
-# 2.35 ms at 350 G/s. In float32 its traffic is slower than that.
+# ``Update.scalars`` of the fused kernel per state. Fitted to AdamW in bf16 on an H100: 268 million elements take
+# 2.35 ms at 350 G/s. In float32 the kernel is bound by its traffic instead.
 _SCALARS_OF_STATE = 1.5
 # Reads and writes of one operator of an update: SGD 3 in 1, with momentum 8 in 3, AdamW 20 in 8. On a CPU they take
 # 1.6, 5.1 and 17.7 us per tensor of 1,000 elements (2-core AMD EPYC 9005, torch 2.13), fused AdamW 3.4.
@@ -121,7 +144,7 @@ _PASSES_OF_KERNEL = 2.5
 
 
 def update_of(optimizer: str, *, foreach: bool) -> Update:
-    """Return the work of an update per element. ``foreach``: whether that is the device's default."""
+    """Return the work of an update per parameter. ``foreach``: whether foreach is the device's default variant."""
     name, variant = parse_optimizer(optimizer)
     need, variant = HELD[name], variant or ("foreach" if foreach else "single")
     once = 3 + 2 * need.states  # parameter, gradient and states are read, parameter and states written

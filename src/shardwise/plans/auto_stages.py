@@ -1,11 +1,13 @@
 """Joint search over the number of stages, the schedule and the micro-batch size.
 
 For every such *setting* the price-based searches choose the rest: the mesh of a stage, strategies, storage layouts,
-recomputation and offloading. Settings are planned in the order of a rough estimate of their step. A setting is skipped
-if its *lower bound* is not below the best step so far. The bound is the time of the step's products at the peak of all
-devices together, plus the time that a pipeline needs to fill and drain. Planning of a setting stops early if its prices
-are clearly above the best step (``search.fit_memory``). Within the accuracy of prices the result is that of planning
-all settings, unless more than ``MAX_PLANNED_SETTINGS`` are left. Those left out are printed with their bound.
+recomputation and offloading. Where the stages of a setting begin is decided in ``plans.pipelines``.
+
+Settings are planned in the order of an estimate of their step. A setting is skipped if its *lower bound* is not below
+the best step so far. The bound is the time of the step's products at the peak of all devices together. A pipeline adds
+the time to fill and drain. Planning of a setting stops early if its prices are clearly above the best step
+(``search.fit_memory``). Within the accuracy of prices, the result is that of planning all settings. The exception is a
+model with more settings than the limit (``tries_of``). The settings left out are printed with their bound.
 """
 
 from __future__ import annotations
@@ -59,8 +61,14 @@ _AnyPlan = TypeVar("_AnyPlan", bound=Plan | PlanningResult)
 
 @dataclass(frozen=True, slots=True)
 class StageConfig:
-    """A setting. ``stages``: 1 means no pipeline and no ``schedule``; ``micro_batch``: samples of each of the
-    ``passes`` micro-batches of a step."""
+    """A setting of the joint search.
+
+    Attributes:
+        stages: Number of stages in the whole pipeline; 1: no pipeline.
+        schedule: Name of the schedule; "" without a pipeline.
+        micro_batch: Samples of a micro-batch.
+        passes: Micro-batches of a step.
+    """
 
     stages: int
     schedule: str
@@ -79,11 +87,20 @@ class StageConfig:
 
 @dataclass(frozen=True, slots=True)
 class SettingOutcome:
-    """A setting and its outcome. ``bound``: lower bound of its step; ``step_seconds``, ``num_bytes``: of its plan, and
-    of the device that holds most; ``refused``: why it has no plan; ``pruned``: seconds of an earlier step that its
-    bound is not below. If none of these is set, the setting was left out because the limit on planned settings was
-    reached. ``estimate``: estimated seconds of a step (0: not estimated; infinite: nothing seems to fit); ``text``:
-    the step and memory of its plan, with intervals."""
+    """A setting and its outcome: planned, refused, pruned, or left out.
+
+    If ``step_seconds``, ``refused`` and ``pruned`` are not set, it was left out: the limit on plans was reached.
+
+    Attributes:
+        setting: The setting.
+        bound: Lower bound of its step, in seconds.
+        step_seconds: Seconds of a step of its plan.
+        num_bytes: Bytes of the device that holds most under its plan.
+        refused: Why it has no plan.
+        pruned: Seconds of an earlier plan's step, which the bound is not below.
+        estimate: Estimated seconds of a step (0: not estimated; infinite: nothing seems to fit).
+        text: Step and memory of its plan, with intervals.
+    """
 
     setting: StageConfig
     bound: float
@@ -112,7 +129,7 @@ class SettingOutcome:
 
 @dataclass(frozen=True)
 class AutoStagesReport:
-    """The settings of a joint search in the order in which they were considered, and the setting that was taken."""
+    """The settings of a joint search in the order in which they were considered, and the one with the best plan."""
 
     considered: tuple[SettingOutcome, ...]
     taken: StageConfig
@@ -142,9 +159,15 @@ class AutoStagesReport:
 
 @dataclass(frozen=True)
 class LowerBound:
-    """Lower bounds of every plan of a model. ``seconds``: of the products of a step at the peak of all devices
-    together; ``kernels``: operators of a micro-batch, forward and backward; ``parameter_bytes``: of all parameters;
-    ``blocks``: number of repeated blocks, which no stage splits."""
+    """Figures of a model from which the step of any setting is bounded and roughly estimated.
+
+    Attributes:
+        seconds: Seconds of the products of a step at the peak of all devices together.
+        kernels: Operators of a micro-batch, forward and backward.
+        parameter_bytes: Bytes of all parameters.
+        blocks: Number of repeated blocks. ``estimate`` assumes that every stage has whole blocks. ``bound`` does not,
+            because a cut may split a block (``plans.pipelines._balanced``).
+    """
 
     seconds: float
     kernels: int
@@ -153,7 +176,7 @@ class LowerBound:
 
     @staticmethod
     def of(graph: Graph, share: float, cluster: Cluster) -> LowerBound:
-        """Return the bounds of a graph. ``share``: how many times the samples of the graph are in a step."""
+        """Return the figures of a graph. ``share``: samples of a step divided by samples of the graph."""
         device = cluster.device
         products = [(op, format_dtype(graph.by_name[op.operands[0]].dtype)) for op in graph.ops if op.target in FLOPS]
         seconds = sum(_least_flops(op, graph) / device.peak_flops(dtype) for op, dtype in products)
@@ -162,18 +185,24 @@ class LowerBound:
         return LowerBound(seconds, 3 * len(graph.ops), float(parameter_bytes), len(blocks_of(graph)))
 
     def bound(self, setting: StageConfig) -> float:
-        """Return a lower bound of the step of a setting, in seconds. However the work is divided, a pipeline rank waits
-        for the first micro-batch to arrive and for the cotangents of the last to leave (``least_share``). Schedules
-        that split backward can fill this wait with weight gradients, so it is not counted for them."""
+        """Return a lower bound of the step of a setting, in seconds, over all divisions of the work among stages.
+
+        A pipeline rank waits for the first micro-batch to arrive, and for the cotangents of the last one to leave
+        (``least_share``). Schedules that split backward can fill this wait with weight gradients. For them, and without
+        a pipeline, the wait is not counted.
+        """
         if setting.stages == 1 or schedule_of(setting.schedule).splits_backward:
             return self.seconds
         places, passes = setting.places, setting.passes
         return self.seconds * places / passes * least_share(places, setting.stages, passes)
 
     def estimate(self, setting: StageConfig, cluster: Cluster) -> float:
-        """Return the estimated seconds of a step from products, one reduction of gradients, kernel launches and
-        bubbles. If more devices share a sample than the innermost level has, products are scaled for the messages. If
-        blocks do not divide evenly among stages, all stages wait for those that have more."""
+        """Return the rough estimate of a step, in seconds: the largest of three times, extended by the bubbles.
+
+        These are the products, one reduction of the gradients, and the kernel launches. Two factors scale the products.
+        One is for messages, if more devices share a sample than the innermost level has. The other is for whole blocks:
+        if they do not divide evenly among stages, all stages wait for those with more.
+        """
         places, stages = setting.places, setting.stages
         per_place = stages // places
         level = cluster.levels[-1]
@@ -188,18 +217,26 @@ class LowerBound:
 
 
 def least_share(places: int, stages: int, passes: int) -> float:
-    """Return the least step of stages that together take one second per micro-batch, over all ways to divide it.
+    """Return the least step of stages that together take one second per micro-batch, over all divisions of the second.
 
-    A pipeline rank (of at least two) runs every ``places``-th stage. The first micro-batch reaches a stage after all
-    earlier stages; the cotangents of the last one go back through them. In between the rank runs all micro-batches
-    through this stage and its later ones. So a step is at least ``before + passes * (its own + its later ones)``, where
-    ``before`` is the seconds of the earlier stages. The largest of these sums is least where all are equal. From the
-    last stage backwards: a stage of the last round takes ``passes / (passes - 1)`` of the next one; a stage of an
-    earlier round takes the sum of the ``places - 1`` behind it, divided by ``passes - 1``.
+    There are at least two pipeline ranks (``places``), and stage i runs on rank i modulo ``places``. The first
+    micro-batch reaches stage i after all earlier stages. The cotangents of the last one go back through them. In
+    between, the rank runs all micro-batches through stage i and its own later stages. With t[i] seconds of stage i, a
+    step therefore takes at least, for every i::
+
+        f(i) = t[0] + ... + t[i - 1] + passes * (t[i] + t[i + places] + t[i + 2 * places] + ...)
+
+    The largest f is least if all are equal. The last ``places`` stages are the last round. There f(i) = f(i + 1), and
+    in earlier rounds f(i) = f(i + places). So, from the last stage backwards::
+
+        t[i] = t[i + 1] * passes / (passes - 1)                         in the last round
+        t[i] = (t[i + 1] + ... + t[i + places - 1]) / (passes - 1)      in earlier rounds
+
+    The result is f of the last stage, if the t[i] are scaled to the sum 1.
     """
     if passes == 1:
         return 1.0
-    shares = [1.0]  # of the stages, the last one first
+    shares = [1.0]  # t, the last stage first, up to a factor
     while len(shares) < stages:
         in_last_round = len(shares) < places
         shares.append((shares[-1] * passes if in_last_round else sum(shares[1 - places :])) / (passes - 1))
@@ -207,8 +244,11 @@ def least_share(places: int, stages: int, passes: int) -> float:
 
 
 def _least_flops(op: Op, graph: Graph) -> float:
-    """Return the least FLOPs of a product, forward and backward. Attention counts only pairs that may be seen, as ring
-    attention skips the others, and computes no score twice."""
+    """Return the least FLOPs of a product, forward and backward.
+
+    Attention counts only the pairs that its mask lets through, since ring attention skips the others. It counts every
+    score once, though kernels compute scores again in backward.
+    """
     operands, results = ([graph.by_name[name] for name in names] for names in (op.operands, op.results))
     forward_flops = flops_of(op, tuple(v.shape for v in operands), tuple(v.shape for v in results))
     flowing = [value.requires_grad for value in operands]
@@ -220,9 +260,9 @@ def _least_flops(op: Op, graph: Graph) -> float:
 
 
 def _visible_share(op: Op, graph: Graph) -> float:
-    """Return the share of its scores that attention has to compute."""
+    """Return the share of the scores that attention cannot skip, by its mask."""
     named, (query, key) = arguments(op), (graph.by_name[name].shape for name in op.operands[:2])
-    if op.target is ATTENTION_WITHIN:  # its blocks are counted
+    if op.target is ATTENTION_WITHIN:  # its FLOPs count the pairs of its blocks only
         counted = num_pairs(named["rows"], named["firsts"], named["ends"]) / (query[-2] * key[-2])
         return min(1.0, band_between(named["first"], named["end"], graph).share(query[-2], key[-2]) / counted)
     mask = named.get("attn_mask")
@@ -231,12 +271,12 @@ def _visible_share(op: Op, graph: Graph) -> float:
 
 
 def tries_of(graph: Graph) -> int:
-    """Return how many settings of a model are planned at most."""
+    """Return the largest number of settings of a model that are planned."""
     return min(MAX_PLANNED_SETTINGS, max(2, MAX_PLANNED_OPERATORS // len(graph.ops)))
 
 
 def check_joint(module: torch.nn.Module, *, by_price: bool) -> None:
-    """Raise PlanError for what leaves a joint search no choice."""
+    """Raise PlanError if there is nothing to choose: no prices, or stages that are marked."""
     if not by_price:
         raise PlanError(
             problem(
@@ -256,9 +296,20 @@ def check_joint(module: torch.nn.Module, *, by_price: bool) -> None:
 def settings_of(
     graph: Graph, batches: MicroBatchOptions, num_devices: int, schedule: str | None, mesh_devices: int | None
 ) -> tuple[StageConfig, ...]:
-    """Return all settings: every number of pipeline ranks that divides the devices, every schedule, and every
-    micro-batch size that fills it. Stages are at most the repeated blocks plus what is before and after them (without
-    blocks: the operators with parameters). ``mesh_devices``: the devices of a stage, if they are given."""
+    """Return all settings: numbers of pipeline ranks, schedules, and micro-batch sizes.
+
+    The number of pipeline ranks divides the devices, and the micro-batches fill the schedule. There are at most as many
+    stages as repeated blocks, plus one each for the operators before and after them if these read parameters. In a
+    model without blocks, the limit is the number of operators that read parameters. It limits the number only: where
+    stages begin is decided later (``plans.pipelines``).
+
+    Args:
+        graph: The model's graph.
+        batches: The samples of a step, and the candidates for a micro-batch.
+        num_devices: Devices of the cluster.
+        schedule: The user's schedule, or None for all of SCHEDULES.
+        mesh_devices: Devices of the user's mesh of a stage, or None.
+    """
     parameters = {s.value for s in graph.sources if s.kind == "parameter"}
     free = free_values(graph)
     readers = [op for op in graph.ops if parameters.intersection(op.operands) and not free.issuperset(op.results)]
@@ -284,7 +335,7 @@ def settings_of(
 
 
 def _is_needless(schedule: Schedule, places: int, passes: int, schedules: Sequence[Schedule]) -> bool:
-    """Return whether another schedule of the same stages is as fast and holds less: 1F1B instead of GPipe."""
+    """Return whether another schedule is as fast and holds less: 1F1B in place of GPipe."""
     others = [other for other in schedules if other.name == "1F1B"]
     return schedule.name == "GPipe" and any(not other.fault(places, passes) for other in others)
 
@@ -298,11 +349,22 @@ def joint_search(
     tries: int = MAX_PLANNED_SETTINGS,
     estimates: Sequence[Callable[[StageConfig], float]] = (),
 ) -> tuple[_AnyPlan, AutoStagesReport]:
-    """The plan of the shortest step over all settings, and what was looked at. ``plan_setting``: takes a
-    setting and the seconds of the best step so far, and raises PlanError where there is no plan, or surely no better
-    one; ``tries``: how many are planned at most; ``estimates``: of the seconds of a step, each better than the one
-    before, and slower to be had (``plans.stage_estimator``): a setting is planned when its last is the least of all.
-    Raises PlanError where no setting has one."""
+    """Return the plan with the shortest step over all settings, and a report of the settings that were considered.
+
+    Args:
+        settings: The settings.
+        floor: The figures of the model, for bounds and rough estimates.
+        cluster: The cluster.
+        plan_setting: Plans a setting, given the seconds of the best step so far. It raises PlanError if there is no
+            plan, or if no plan can be expected to be faster.
+        tries: The largest number of settings that are planned.
+        estimates: Estimates of the seconds of a step, from the cheapest to the most accurate
+            (``plans.stage_estimator``). A setting is planned when its last estimate is the least of all. They are used
+            only if there are more settings than tries.
+
+    Raises:
+        PlanError: No setting has a plan.
+    """
     best: tuple[float, StageConfig, _AnyPlan] | None = None
     failure: PlanError | None = None
     seen: list[SettingOutcome] = []
@@ -337,10 +399,19 @@ def joint_search(
 
 
 class _Queue:
-    """Priority queue of settings by estimated step. When the turn of a setting comes, it gets the next of
-    ``estimates``, unless too many sizes were estimated, and is queued again. ``heap``: (whether it comes last, seconds,
-    its number, how many estimates it has had); ``learned``: (places, samples of a device) -> ratio of the first
-    estimate to the rough one."""
+    """Priority queue of settings by their estimated step.
+
+    A setting enters with its rough estimate. When it is the least, it gets the next of ``estimates`` and is queued
+    again. It is returned once it is the least with its last estimate. A setting is returned after all others if its
+    estimate is infinite, or if too many sizes were estimated before it.
+
+    Attributes:
+        settings: All settings, those of few stages and micro-batches first.
+        sizes: The (pipeline ranks, samples of a micro-batch) that were estimated, at most MAX_REFINED_ESTIMATES.
+        learned: (pipeline ranks, samples of a device) -> least ratio of the first estimate to the rough one.
+        rough: The rough estimate of every setting.
+        heap: (comes last, seconds, number of the setting, how many of ``estimates`` it has had).
+    """
 
     def __init__(
         self,
@@ -358,8 +429,12 @@ class _Queue:
         heapify(self.heap)
 
     def pop(self, *, refines: bool, first: bool) -> tuple[StageConfig, float]:
-        """Return the next setting and its last estimate (0: it does not have that). ``first``: nothing was planned yet,
-        so of settings that are about equally fast the one that is planned fastest comes first."""
+        """Return the next setting and its last estimate, or 0 if it has not had all of ``estimates``.
+
+        Args:
+            refines: Whether to compute further estimates. If not, return the least setting as it is.
+            first: Nothing was planned yet. Of about equally fast settings, return the one that is planned fastest.
+        """
         while True:
             is_last, seconds, number, done = heappop(self.heap)
             setting = self.settings[number]
@@ -384,8 +459,10 @@ class _Queue:
             heappush(self.heap, (seconds == inf, seconds, number, done + 1))
 
     def _simplest(self, number: int, seconds: float, done: int) -> tuple[StageConfig, float]:
-        """Return the setting with the fewest stages of the fully estimated ones about as fast as ``seconds``. The
-        others stay queued."""
+        """Return the setting of the fewest stages among those estimated to be about as fast as ``seconds``.
+
+        Only settings with all of ``estimates`` count. The others stay queued.
+        """
         candidates = [
             item
             for item in self.heap
@@ -400,7 +477,7 @@ class _Queue:
         return self.settings[fewest[2]], fewest[1]
 
     def _learned(self, number: int) -> float:
-        """Return the seconds of a step that the estimates of other settings suggest."""
+        """Return the seconds of a step suggested by estimates of settings with as many ranks and samples, or more."""
         places, samples = self._size_of_device(self.settings[number])
         longer = (
             ratio
@@ -414,7 +491,7 @@ class _Queue:
 
 
 def figures(planned: Plan | PlanningResult) -> tuple[float, float]:
-    """Return the seconds of a step, and the bytes of the device that holds most."""
+    """Return the predicted seconds of a step, and the bytes of the device that holds most."""
     plan: Plan = plan_of(planned)
     if plan.pipeline is not None:
         return plan.pipeline.step_seconds, plan.pipeline.memory_bytes

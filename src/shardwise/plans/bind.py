@@ -1,4 +1,4 @@
-"""The choice and the program of a plan for a graph of its model, without prices or a search."""
+"""Binds a plan to a graph of its model: derives the choice and the program, without prices or a search."""
 
 from __future__ import annotations
 
@@ -46,12 +46,19 @@ def program_of(
 ) -> SpmdProgram:
     """Return the program of a plan of one stage for a graph of its model.
 
-    For the inputs and the mode of the plan (``training``, if the caller knows it) the program makes the conversions
-    that the plan lists, in its buckets, and is compared with the list. For inputs of other sizes, and for evaluation,
-    values take the listed paths where these apply, and else the paths that send the fewest bytes. ``original``: the
-    graph in the model's own dtypes, where ``graph`` computes in float64; ``constants``: those of the call, if the
-    caller knows them (``for_call``). Raises PlanError if the graph does not fit, or if the program differs from what
-    the plan lists.
+    For the inputs and the mode of the plan, the program has the conversions and buckets that the plan lists. It is
+    checked against the list. For inputs of other sizes, and for evaluation, values take the listed paths where these
+    apply. Otherwise they take the paths that send the fewest bytes.
+
+    Args:
+        plan: A plan of one stage.
+        graph: The graph of a call of its model.
+        training: The mode of the call, if the caller knows it.
+        original: The graph in the model's own dtypes, if ``graph`` computes in float64.
+        constants: The constants of the call, if the caller knows them (``for_call``).
+
+    Raises:
+        PlanError: The graph does not fit the plan, or the program differs from what the plan lists.
     """
 
     def program(training: bool | None) -> SpmdProgram:
@@ -64,8 +71,11 @@ def program_of(
 def for_call(
     plan: Plan, constants: tuple[str, ...] | None, training: bool | None, make: Callable[[bool | None], T]
 ) -> T:
-    """Return ``make(training)``. If that fails and the call has other constants than the plan's (a flag that adds
-    operators, or other outputs), treat it as a call that the plan does not list, as for inputs of other sizes."""
+    """Return ``make(training)``. If it fails for a call with other constants, return ``make(not plan.training)``.
+
+    A constant, such as a flag, can add operators or outputs, and the plan does not list such a call. A mode that is not
+    the plan's makes ``bind`` treat the call like inputs of other sizes, without comparing it with the list.
+    """
     try:
         return make(training)
     except PlanError:
@@ -83,7 +93,7 @@ def program_of_choice(
     training: bool | None = None,
     original: Graph | None = None,
 ) -> SpmdProgram:
-    """Return the program of a choice that ``bind`` made. Raises as ``program_of`` does."""
+    """Return the program of a choice that ``bind`` returned. Raises as ``program_of`` does."""
     stage, is_planned = plan.only_stage, is_planned_for(plan, graph, training)
     placed, lowered = place_ops(graph, factored.rules, choice.strategies, stage.mesh)
     route = ListedPaths.of(stage, lowered, sizes_match=is_planned)
@@ -108,13 +118,16 @@ def program_of_choice(
 
 
 def is_planned_for(plan: Plan, graph: Graph, training: bool | None) -> bool:
-    """Return whether the graph is the one that the plan was made for."""
+    """Return whether the graph has the plan's mode, inputs and operators."""
     same_mode = training in (None, plan.training)
     return same_mode and same_inputs(plan, graph) and {op.name for op in graph.ops} == plan.strategies.keys()
 
 
 def _listed_buckets(stage: Stage, spmd: SpmdProgram) -> list[Bucket]:
-    """Return the conversions of a program without buckets that the stage lists as one bucket, or as overlapping."""
+    """Return the buckets that the stage lists, of the conversions of a program without buckets.
+
+    A listed conversion that overlaps without sharing messages is a bucket of its own.
+    """
     by_entry = {(value_name(c.origin, spmd.graph), format_layout(c.target)): c for c in spmd.conversions}
     members: dict[object, list[ConversionEntry]] = {}
     for number, entry in enumerate(stage.conversions or ()):
@@ -130,9 +143,14 @@ def _listed_buckets(stage: Stage, spmd: SpmdProgram) -> list[Bucket]:
 
 
 def _lifetimes(stage: Stage, spmd: SpmdProgram, graph: Graph, *, listed: bool) -> Lifetimes:
-    """Return what backward recomputes and what is offloaded to the host. ``listed``: the stage lists the conversions of
-    this program. In another program backward repeats conversions that are listed so, that lead to recomputed operators,
-    or that gather parameters which are gathered again."""
+    """Return the memory policy that the stage lists, without ``once`` (``_with_once``).
+
+    ``listed``: the stage lists the conversions of exactly this program. Then backward repeats the conversions that are
+    listed with ``again``. In any other program (other sizes, evaluation) it repeats:
+
+    * of a parameter, the conversions if the stage gathers the parameter again;
+    * of any other value, a conversion for a recomputed operator, or one that is listed with ``again``.
+    """
     operators = lowered_operators({entry.name for entry in stage.operators if entry.again}, graph, spmd.graph)
     waiting = lowered_operators({entry.name for entry in stage.operators if entry.offloaded}, graph, spmd.graph)
     listed_again = [entry for entry in stage.conversions or () if entry.again]
@@ -152,8 +170,10 @@ def _lifetimes(stage: Stage, spmd: SpmdProgram, graph: Graph, *, listed: bool) -
 
 
 def _with_once(stage: Stage, spmd: SpmdProgram, graph: Graph, *, listed: bool) -> SpmdProgram:
-    """Return the program with the parameters that the stage converts once a step, as far as possible. ``listed`` (as in
-    ``_lifetimes``): raise PlanError unless all of them can be."""
+    """Return the program with ``lifetimes.once``: the parameters that the stage converts once a step, where possible.
+
+    ``listed``: as in ``_lifetimes``. Then PlanError is raised if one of them cannot be converted once.
+    """
     listed_once = {entry.name for entry in stage.parameters if entry.once}
     if not listed_once:
         return spmd
@@ -170,7 +190,7 @@ def _with_once(stage: Stage, spmd: SpmdProgram, graph: Graph, *, listed: bool) -
 
 
 def _check_strategies(stage: Stage, graph: Graph, choice: Choice) -> None:
-    """Raise PlanError unless the program has the strategies that the stage lists."""
+    """Raise PlanError unless every operator has the strategy that the stage lists."""
     faults = []
     for op in graph.ops:
         text = choice.strategies[op.name].format(stage.mesh)
@@ -183,12 +203,20 @@ def _check_strategies(stage: Stage, graph: Graph, choice: Choice) -> None:
 
 
 def bind(plan: Plan, graph: Graph, *, training: bool | None = None, widened: bool = False) -> tuple[Factored, Choice]:
-    """Return the choice that a plan makes for a graph of its model.
+    """Return the divided rules of a graph, and the choice that a plan makes for it.
 
-    For the inputs and the mode of the plan (``training``, if the caller knows it) the graph must have the plan's
-    operators, and every strategy must fit. For inputs of other sizes, and for evaluation, operators that still exist
-    keep their strategies where these still apply, and the rest follows them. ``widened``: the graph computes in
-    float64, whatever the plan says. Raises PlanError listing what does not fit.
+    For the inputs and the mode of the plan, the graph must have the plan's operators, and every strategy must fit. For
+    inputs of other sizes, and for evaluation, operators that still exist keep their strategies where these still apply.
+    Strategies of the other operators are chosen to match these.
+
+    Args:
+        plan: A plan of one stage.
+        graph: The graph of a call of its model.
+        training: The mode of the call, if the caller knows it.
+        widened: The graph computes in float64, whatever dtypes the plan has.
+
+    Raises:
+        PlanError: Lists everything that does not fit.
     """
     _check_sources(plan, graph, widened)
     same = same_inputs(plan, graph)
@@ -224,8 +252,10 @@ def bind(plan: Plan, graph: Graph, *, training: bool | None = None, widened: boo
 
 
 def _unread(plan: Plan, graph: Graph) -> dict[str, tuple[tuple[int, ...], ...]]:
-    """Return the atoms of parameters and buffers that the graph does not read. Nothing in it says how they are divided,
-    so they stay as the plan keeps them."""
+    """Return the atoms of parameters and buffers that the graph does not read.
+
+    No operator determines how they are divided, so they keep the atoms that they have in the plan.
+    """
     atoms: dict[str, tuple[tuple[int, ...], ...]] = {}
     for source in graph.sources:
         layout = None if graph.consumers[source.value] else plan.layouts.get(source.names[0])
@@ -235,7 +265,10 @@ def _unread(plan: Plan, graph: Graph) -> dict[str, tuple[tuple[int, ...], ...]]:
 
 
 def _stored_as_planned(choice: Choice, plan: Plan, graph: Graph) -> Choice:
-    """Return the choice with the uneven splits in which the plan keeps parameters and buffers."""
+    """Return the choice with the plan's uneven splits of parameters and buffers.
+
+    Raises PlanError if such a split is of a dim that the choice divides in another way.
+    """
     sources = dict(choice.sources)
     for source in graph.sources:
         planned = plan.layouts.get(source.names[0])
@@ -254,7 +287,7 @@ def _stored_as_planned(choice: Choice, plan: Plan, graph: Graph) -> Choice:
 
 
 def _shared(plan: Plan, graph: Graph) -> dict[str, Layout]:
-    """Return the shared layouts of a plan, for values that have the plan's shape."""
+    """Return the plan's shared layouts (``Choice.shared``) of the values that have the planned shape."""
     planned = {entry.name: parse_layout(entry.layout, plan.mesh) for entry in plan.shared}
     names = {value_name(value.name, graph): value for value in graph.values} if planned else {}
     return {
@@ -265,7 +298,10 @@ def _shared(plan: Plan, graph: Graph) -> dict[str, Layout]:
 
 
 def _parse(text: str, rule: OpRule, mesh: Mesh) -> dict[str, AxisChoice]:
-    """Return the choice of every axis of a strategy's text (others: invariant). Raises unless the rule allows it."""
+    """Return the choice of every axis in a strategy's text. Axes that it does not name are invariant.
+
+    Raises LayoutError if the rule does not allow the strategy.
+    """
     check_strategy(rule, Strategy.parse(text, mesh), mesh)
     choices = parse_choices(text, mesh)
     for axis, choice in choices.items():
@@ -276,7 +312,7 @@ def _parse(text: str, rule: OpRule, mesh: Mesh) -> dict[str, AxisChoice]:
 
 
 def same_inputs(plan: Plan, graph: Graph) -> bool:
-    """Return whether the graph has the inputs of the plan (and, if it is a part, its received values)."""
+    """Return whether the graph has the names and shapes of the plan's inputs and, in a stage, of received values."""
 
     def shapes(kind: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
         return tuple((s.names[0], graph.by_name[s.value].shape) for s in graph.sources if s.kind == kind)
@@ -287,7 +323,11 @@ def same_inputs(plan: Plan, graph: Graph) -> bool:
 
 
 def _check_sources(plan: Plan, graph: Graph, widened: bool) -> None:
-    """Raise PlanError unless parameters and buffers are the plan's, and inputs have its dtypes and numbers of dims."""
+    """Raise PlanError unless the parameters, buffers and inputs of a graph fit the plan.
+
+    Parameters must have the plan's names. Parameters, and the buffers that both have, must have its shapes and dtypes.
+    Inputs must have its dtypes and numbers of dims.
+    """
     faults: list[str] = []
     near = _Near()
     for kind, entries in (("parameter", plan.parameters), ("buffer", plan.buffers)):
@@ -309,7 +349,7 @@ def _check_sources(plan: Plan, graph: Graph, widened: bool) -> None:
 
 
 def _check_operators(plan: Plan, graph: Graph) -> None:
-    """Raise PlanError unless the operators are those of the plan."""
+    """Raise PlanError unless the graph has exactly the plan's operators, by name and target."""
     have = {op.name: op for op in graph.ops}
     want = {entry.name: entry for entry in plan.operators}
     near, others = _Near(), have.keys() - want.keys()
@@ -328,8 +368,10 @@ def _check_operators(plan: Plan, graph: Graph) -> None:
 
 
 class _Near:
-    """Suggests the similar name of the model for a missing one. It does so for the first few only: comparing all with
-    all takes minutes if the plan is of another model."""
+    """Suggests the most similar name of the model for a missing one.
+
+    It does so only for the first few, since comparing all names takes minutes if the plan is of another model.
+    """
 
     def __init__(self) -> None:
         self._left = _NUM_SHOWN
@@ -353,8 +395,10 @@ def _raise_faults(faults: list[str]) -> None:
 def input_faults(
     plan: Plan, inputs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], widened: bool = False
 ) -> list[str]:
-    """Return the faults of the inputs (name -> dtype and shape) of a call under a plan. A missing input is no fault:
-    evaluation goes without labels."""
+    """Return the faults of a call's inputs (name -> dtype and shape) under a plan.
+
+    A missing input is no fault, since evaluation has no labels.
+    """
     faults: list[str] = []
     for entry in plan.inputs:
         if entry.name not in inputs:
@@ -372,8 +416,11 @@ def input_faults(
 def _storage(
     plan: Plan, names: tuple[str, ...], atoms: tuple[tuple[int, ...], ...], shape: tuple[int, ...]
 ) -> dict[str, Where]:
-    """Return where the plan keeps a source, over the graph's atoms. An input of another size is split over the same
-    axes of the same dims."""
+    """Return where the plan keeps a source, over the graph's atoms.
+
+    A source of another size than planned is split over the same axes in the same dims. A source that the plan lacks is
+    invariant.
+    """
     layout = plan.layouts.get(names[0])
     if layout is None:
         return dict.fromkeys(plan.mesh.sub_axes, "I")

@@ -1,8 +1,16 @@
-"""Planning of pipelines: the model is cut, every part gets its own plan, and the step is simulated.
+"""Plans pipelines: cuts the model into stages, plans every stage, and simulates the step.
 
-The parts are planned by the searches for whole models, each on the mesh and the devices of its stage. Then their ends
-are made to agree: a value crosses in the receiver's layout, and a parameter of several stages has one layout in all of
-them.
+Start here to see who decides where a stage begins (``plan_pipeline``):
+
+* the user, with ``stages="marked"`` (``graph.stage_marks``);
+* else ``search.stage_partition``, before any operator, if memory costs no time or there are no prices;
+* else ``plans.stage_estimator``, between repeated blocks, by time and memory. If that finds no cut, e.g. in a model
+  without repeated blocks, ``search.stage_partition`` decides as above.
+
+``plans.auto_stages`` chooses only the number of stages, the schedule and the micro-batch.
+
+The searches for whole models plan each part, on the mesh and the devices of its stage. Then the ends of stages are made
+to agree. A value crosses in the receiver's layout. A parameter of several stages has the same layout in all of them.
 """
 
 from __future__ import annotations
@@ -286,8 +294,12 @@ def plan_pipeline(
 
 
 def _balanced(config: PipelineConfig, graph: Graph, prices: Prices, flying: Sequence[int]) -> list[list[str]]:
-    """Return the operators of every stage. If memory costs no time, the model is cut at any operator. Else, if there
-    are prices, it is cut between blocks by their time / memory fronts under the memory of each stage."""
+    """Return the operators of every stage, if the user has not marked them.
+
+    If memory costs no time, or without prices, a cut may be before any operator, also inside a repeated block. If
+    memory binds, cuts are between blocks, by the time / memory fronts of stages. If no such cut is found, a cut may
+    again be before any operator.
+    """
     per_place = config.schedule.stages_per_place
     parts, fits = balanced_parts(graph, config.num_stages, prices, config.limit, flying, per_place)
     if fits or not config.by_price:

@@ -1,13 +1,24 @@
-"""Estimates of the settings of a joint search, from searches for a model with few of its equal blocks.
+"""Estimates of the step of pipeline settings, from searches over a model shortened to two blocks of each run.
 
-Time and memory of a stage grow linearly with its equal blocks. So the model is shortened to two blocks of each run, and
-searched for the devices of a pipeline rank and the samples of a micro-batch. This is repeated for every memory policy,
-and for several prices of a second of traffic and of a byte. Every result is a *point*: per block its seconds, the bytes
-that stay, and those that are kept of a micro-batch. A stage takes the fastest point that fits for its blocks. Dynamic
-programming cuts between blocks so that the slowest stage is as fast as possible.
+Time and memory of a stage are linear in the number of its equal blocks. So the model is shortened to the first and the
+last block of each run of equal blocks. This short model is searched on the devices of one pipeline rank, with the
+micro-batch of the setting. There is one search per mesh, memory policy, price of a second of traffic and price of a
+byte.
 
-The estimate only decides which settings are planned, and in which order. A plan itself is searched, built and simulated
-as a whole.
+The result of a search is a *point*. Per block it has the seconds by component, the bytes that stay for the whole step,
+and the bytes that a micro-batch keeps for backward. For a stage with blocks i to j, sums over these blocks give::
+
+    seconds(point, i, j) = exposed + max(compute, traffic)
+    bytes(point, i, j)   = stays + kept * (micro-batches that the stage keeps at once)
+    stage(s, i, j)       = least seconds of the points whose bytes fit stage s
+
+The cut makes the slowest stage as fast as possible (``StageCuts.of``). Let T(s, j) be the slowest of the first s
+stages, which together have the first j blocks::
+
+    T(s, j) = min over i of max(T(s - 1, i), stage(s, i, j - 1))
+
+Estimates choose which settings are planned, and in which order (``plans.auto_stages``). They also place the cuts of a
+pipeline if memory binds (``plans.pipelines``). Plans themselves are searched, built and simulated as a whole.
 """
 
 from __future__ import annotations
@@ -42,7 +53,7 @@ from shardwise.search.recompute_spec import ReshardMode
 from shardwise.search.solving import minimise
 from shardwise.search.variables import StorageVariable
 
-# What is recomputed, and the reshard mode of gathered parameters.
+# A memory policy: what is recomputed, and when parameters are gathered (``search.recompute_spec``).
 EstimatedPolicy = tuple[How | None, ReshardMode]
 EstimatedPolicies = tuple[EstimatedPolicy, ...]
 ESTIMATED_POLICIES: EstimatedPolicies = (
@@ -55,22 +66,33 @@ ESTIMATED_POLICIES: EstimatedPolicies = (
     ("full", "once"),
     ("full", "again"),
 )
+# Columns of a point, after EXPOSED, COMPUTE and TRAFFIC. They divide the component BYTES.
 STAYS, KEPT = 3, 4
 
 
 @dataclass(frozen=True, eq=False)
 class BlockSpans:
-    """Time and memory of a stage with a range of the blocks, for every point. ``seconds``: [points, first block, last
-    block], of a micro-batch; ``held``: the same, [..., 2], of bytes that stay and of bytes that are kept."""
+    """Time and memory of a stage with a range of the blocks, for every point.
+
+    Attributes:
+        seconds: [points, first block, last block] seconds of a micro-batch; infinite if last is before first.
+        held: [points, first block, last block, 2] bytes that stay, and bytes kept per micro-batch.
+    """
 
     seconds: Floats
     held: Floats
 
     @staticmethod
     def of(points: Floats) -> BlockSpans:
-        """Return the spans of points. ``points``: [points, 1 + blocks + 1, 5] of what is ahead of all blocks, of each,
-        and of what is behind: seconds of a micro-batch by component, bytes that stay, and bytes kept per micro-batch.
-        What is ahead belongs to the stage with the first block, what is behind to that with the last."""
+        """Return the spans of points.
+
+        The stage with the first block also gets what is ahead of it. The stage with the last block also gets what is
+        behind it.
+
+        Args:
+            points: [points, 1 + blocks + 1, 5] costs of what is ahead of all blocks, of each block, and of what is
+                behind. The columns are EXPOSED, COMPUTE, TRAFFIC (seconds of a micro-batch), STAYS and KEPT (bytes).
+        """
         summed = np.cumsum(points, axis=1)
         starts = np.concatenate([np.zeros_like(summed[:, :1]), summed[:, 1:-2]], axis=1)
         ends = np.concatenate([summed[:, 1:-2], summed[:, -1:]], axis=1)
@@ -81,7 +103,12 @@ class BlockSpans:
         return BlockSpans(np.where(has_some, seconds, inf), added[..., [STAYS, KEPT]])
 
     def fastest(self, limit: float, kept: float) -> Floats:
-        """Return [first block, last block] the least seconds that fit, with ``kept`` micro-batches kept."""
+        """Return [first block, last block] the least seconds of the points that fit; infinite if none does.
+
+        Args:
+            limit: Bytes of a stage.
+            kept: Number of micro-batches that the stage keeps for backward at once.
+        """
         fits = self.held[..., 0] + kept * self.held[..., 1] <= limit
         fastest: Floats = np.where(fits, self.seconds, inf).min(axis=0)
         return fastest
@@ -89,34 +116,54 @@ class BlockSpans:
 
 @dataclass(eq=False)
 class MeshOption:
-    """A mesh of a pipeline rank under one memory policy. ``spans``: of the known points, at first those where bytes
-    have no price; ``others``: computes those of all prices, which takes longer (None: they are known)."""
+    """A mesh of a pipeline rank under one memory policy.
+
+    Attributes:
+        spans: The spans of the known points. At first these are the points where bytes have no price, the fastest ones.
+        others: Computes the points of all prices, which takes longer. None: ``spans`` has them.
+    """
 
     spans: BlockSpans
     others: Callable[[], Floats] | None
 
     def price(self) -> None:
-        """Compute all points."""
+        """Compute the points of all prices, if they are not known yet."""
         if self.others is not None:
             self.spans, self.others = BlockSpans.of(self.others()), None
 
 
 @dataclass(eq=False)
 class ParetoFront:
-    """Time / memory Pareto front of the stages of one device count and micro-batch size. ``ways``: the options so far;
-    ``others``: lazily computes the rest, which are no faster if memory suffices (None: they are known)."""
+    """Time / memory Pareto front of the stages of one device count and micro-batch size, computed lazily.
+
+    Attributes:
+        ways: The options so far: those of the memory policies that recompute least.
+        others: Computes the options of the other policies. They are no faster if memory suffices. None: ``ways`` has
+            them.
+    """
 
     ways: list[MeshOption]
     others: Callable[[], list[MeshOption]] | None
 
     def least(self, places: int) -> float:
-        """Return a lower bound of the seconds of a micro-batch on the slowest stage, whatever the memory."""
+        """Return a lower bound of the seconds of a micro-batch on the slowest stage, without a memory limit.
+
+        ``places``: the number of stages.
+        """
         return self._cut(inf, (0.0,) * places)[0].slowest
 
     def cut(self, limit: float, in_flight: Sequence[float]) -> StageCuts:
-        """Return where the stages begin (``StageCuts.of``). ``limit``: bytes for a stage; ``in_flight``: for every
-        stage the micro-batches that it keeps at once. The fastest point of an option whose points are not all known is
-        assumed to fit. Options are priced until the slowest stage uses none of these."""
+        """Return where the stages begin (``StageCuts.of``), computing only the points that may matter.
+
+        Invariant: ``hope`` is no slower than the best cut over all points, and ``sure`` no faster. ``sure`` uses known
+        points that fit. ``hope`` also assumes that the fastest points of an option fit until the option is priced. If
+        ``hope`` is no faster than ``sure``, then ``sure`` is the best cut. Otherwise the options that ``hope`` uses are
+        priced, after the other policies have been added.
+
+        Args:
+            limit: Bytes of a stage.
+            in_flight: For every stage, the number of micro-batches that it keeps at once.
+        """
         while True:
             sure, hope, taken = self._cut(limit, in_flight)
             if hope.slowest >= sure.slowest:
@@ -128,7 +175,7 @@ class ParetoFront:
                 way.price()
 
     def settled(self) -> ParetoFront:
-        """Return the front with all points of all options."""
+        """Compute all points of all options, and return this front."""
         self._make_others()
         for way in self.ways:
             way.price()
@@ -139,8 +186,7 @@ class ParetoFront:
             self.ways, self.others = [*self.ways, *self.others()], None
 
     def _cut(self, limit: float, in_flight: Sequence[float]) -> tuple[StageCuts, StageCuts, set[MeshOption]]:
-        """Return the cuts of the known points, the cuts if all that is not priced fits, and the options that the latter
-        use."""
+        """Return the cuts ``sure`` and ``hope`` of ``cut``, and the options that ``hope`` uses."""
         sure, hopes = {}, {}
         for kept in dict.fromkeys(in_flight):
             sure[kept] = np.min([way.spans.fastest(limit, kept) for way in self.ways], axis=0)
@@ -157,16 +203,31 @@ class ParetoFront:
 
 @dataclass(frozen=True)
 class StageCuts:
-    """A cut between blocks. ``slowest``: seconds of a micro-batch on the slowest stage (infinite: nothing fits);
-    ``starts``: the first block of every stage."""
+    """A division of the blocks into stages.
+
+    Attributes:
+        slowest: Seconds of a micro-batch on the slowest stage; infinite if nothing fits.
+        starts: The first block of every stage; empty if nothing fits.
+    """
 
     slowest: float
     starts: tuple[int, ...]
 
     @staticmethod
     def of(spans: Sequence[Floats]) -> StageCuts:
-        """Return the cut whose slowest stage is as fast as possible; of those that come near, the one that divides the
-        time most evenly. ``spans``: for every stage [first block, last block] its seconds."""
+        """Return the most even cut whose slowest stage is nearly as fast as possible.
+
+        Two dynamic programs over (stage s, number of blocks j in the first s stages)::
+
+            slowest(s, j) = min over i of max(slowest(s - 1, i), spans[s][i, j - 1])
+            squares(s, j) = min over i of squares(s - 1, i) + spans[s][i, j - 1] ** 2
+
+        The second admits only stages within EVEN_STAGE_SLACK of the first one's result. The least sum of squares is the
+        most even division.
+
+        Args:
+            spans: For every stage, [first block, last block] its seconds.
+        """
         slowest = np.array([0.0, *[inf] * len(spans[0])])
         for seconds_of_place in spans:
             slowest = np.concatenate([[inf], np.maximum(slowest[:-1, None], seconds_of_place).min(axis=0)])
@@ -187,9 +248,20 @@ class StageCuts:
 
 @dataclass
 class StageEstimator:
-    """Estimator of steps. ``whole``: the training graph of a step; ``passes``: returns the micro-batch of so many
-    samples of a shortened graph; ``meshes``: the candidates for a pipeline rank's devices; ``segments``: what the model
-    asks to recompute; ``policies``: the memory policies to try."""
+    """Estimates the steps of settings, and places the cuts between their stages.
+
+    Attributes:
+        whole: The training graph of a step.
+        passes: ``passes(short, size)`` returns the graph of a micro-batch of ``size`` samples of a shortened graph. It
+            raises PlanError if the loss is no sum over such micro-batches.
+        meshes: Returns the candidate meshes for the devices of a pipeline rank.
+        cluster: The whole cluster.
+        settings: The settings of the searches.
+        segments: Parts that the model itself asks to recompute or offload.
+        policies: The memory policies to try, those that recompute least first.
+        known: Cache of fronts, by pipeline ranks and samples of a micro-batch. Without blocks also by stages.
+        graphs: Cache of shortened micro-batches, by samples.
+    """
 
     whole: Graph
     passes: Callable[[Graph, int], Graph]
@@ -207,34 +279,44 @@ class StageEstimator:
         runs = folding.runs(lambda number: 0)
         short = folding.without({number for run in runs for number in run[1:-1]})
         self.short = self.whole if short is None else short
-        # For every block the blocks that represent it: the ends of its run.
+        # For every block, the two blocks of the short model that represent it: the first and the last of its run.
         self.ends = [(self.blocks[run[0]].path, self.blocks[run[-1]].path) for run in runs for _ in run]
         if short is None:
             self.ends = [(block.path, block.path) for block in self.blocks]
         self.apart = ends_of(self.whole)
         ahead, behind = self.apart
         firsts = [*ahead[:1], *(block.ops[0] for block in self.blocks), *behind[:1]]
-        self.starts = [op.name for op in firsts]  # operators that may begin a stage
+        self.starts = [op.name for op in firsts]  # the operators before which a stage may begin
 
     def least(self, setting: StageConfig) -> float:
-        """Return a lower bound of ``seconds``, if nothing is faster than no recomputation. It takes less time."""
+        """Return a lower bound of ``seconds``, faster to compute: it searches only the weakest memory policies.
+
+        It is a bound as long as no stronger policy is faster.
+        """
         front = self._front(setting)
         return inf if front is None else front.least(setting.stages) * _turns(setting)
 
     def seconds(self, setting: StageConfig) -> float:
-        """Return the estimated seconds of a step; infinite if the model does not divide so, or if nothing fits."""
+        """Return the estimated seconds of a step; infinite if the model cannot be divided so, or if nothing fits."""
         front = self._front(setting)
         return inf if front is None else front.cut(self._limit(setting), in_flight(setting)).slowest * _turns(setting)
 
     def _limit(self, setting: StageConfig) -> float:
-        """Return the bytes that a stage may take."""
+        """Return the bytes of a stage: an equal part of what its pipeline rank has for additive bytes."""
         memory_bytes = self.settings.memory_bytes
         limit = ESTIMATED_MEMORY_SHARE * (self.cluster.device.usable_bytes if memory_bytes is None else memory_bytes)
         return limit * setting.places / setting.stages
 
     def parts(self, setting: StageConfig, flying: Sequence[float]) -> list[list[str]] | None:
-        """Return the operators of every stage, each of which keeps so many micro-batches at once. None if there are too
-        few blocks to cut between, or if nothing seems to fit."""
+        """Return the operators of every stage, cut between blocks. The ends of the model may be stages of their own.
+
+        Returns None if there are fewer places to begin than stages, or if nothing seems to fit. A model without
+        repeated blocks has no such places.
+
+        Args:
+            setting: The setting.
+            flying: For every stage, the number of micro-batches that it keeps at once.
+        """
         if len(self.starts) < setting.stages:
             return None
         front = self._front(setting)
@@ -250,7 +332,10 @@ class StageEstimator:
         return parts
 
     def _front(self, setting: StageConfig) -> ParetoFront | None:
-        """Return the front of a setting, or None if the model is no sum over such micro-batches."""
+        """Return the front of a setting, or None if the loss is no sum over such micro-batches.
+
+        It is also None if every search is too large (``_way``).
+        """
         key = setting.places, setting.micro_batch, *([] if self.ends else [setting.stages])
         if key not in self.known:
             graph = self._graph(setting.micro_batch)
@@ -269,7 +354,7 @@ class StageEstimator:
         return ParetoFront(ways, lambda: self._ways(planner, others, setting)) if ways else None
 
     def _ways(self, planner: Planner, policies: Sequence[EstimatedPolicy], setting: StageConfig) -> list[MeshOption]:
-        """Return the options of every mesh under some of the policies."""
+        """Return the options of every mesh under each of ``policies``."""
         graph, settings = planner.graph, planner.settings
         has_blocks = bool(blocks_of(graph))
         names = graph.op_by_name.keys()
@@ -278,7 +363,7 @@ class StageEstimator:
         for how, reshard_mode in policies:
             if how not in (None, "none") and not has_blocks:
                 continue
-            if reshard_mode == "held" and setting.passes == 1 and (how, "once") in self.policies:  # the same
+            if reshard_mode == "held" and setting.passes == 1 and (how, "once") in self.policies:  # same as "once"
                 continue
             memory_policy = MemoryPolicy.of(graph, segments, how, reshard_mode)
             with_policy = replace(planner, settings=replace(settings, memory_policy=memory_policy))
@@ -294,7 +379,7 @@ class StageEstimator:
         return self.graphs[size]
 
     def _way(self, cost: CostGraph, stages: int) -> MeshOption | None:
-        """Return the option of a cost graph, or None if a search takes too long."""
+        """Return the option of a cost graph, or None if its elimination needs too large a table (``TooWide``)."""
         try:
             free = [
                 minimise(cost.weighted(CostWeights(1.0, 1.0 - share, share, 0.0))).assignment
@@ -302,7 +387,8 @@ class StageEstimator:
             ]
         except TooWide:
             return None
-        seconds = cost.components(free[0])  # a byte price of 1 is one step for all bytes of a device
+        # With a byte price of 1, all bytes of a device together cost as much as one step.
+        seconds = cost.components(free[0])
         scale = float(seconds[[EXPOSED, COMPUTE]].sum()) / self.cluster.device.usable_bytes
         parts = self._parts_of(cost)
 
@@ -321,23 +407,32 @@ class StageEstimator:
         return MeshOption(BlockSpans.of(points(free)), all_points)
 
     def _divided(self, points: Floats, stages: int) -> Floats:
-        """Return points with what is ahead of all blocks, and behind them, as blocks of their own. Without blocks all
-        work is divided into as many equal ones as there are stages."""
+        """Return points in which the ends of the model that can be stages are blocks of their own.
+
+        The first and the last entry are then zero. Without repeated blocks, all work is divided equally into as many
+        blocks as there are stages.
+        """
         nothing = np.zeros_like(points[:, :1])
-        if not self.ends:  # no blocks to cut between
+        if not self.ends:  # there are no blocks
             total = points.sum(axis=1, keepdims=True)
             points = np.concatenate([nothing, *(total / stages for _ in range(stages)), nothing], axis=1)
         ahead, behind = map(bool, self.apart)
         return np.concatenate([*[nothing] * ahead, points, *[nothing] * behind], axis=1)
 
     def _parts_of(self, cost: CostGraph) -> list[str]:
-        """Return, for every factor, the block that it belongs to, or whether it is ahead of the blocks or behind."""
+        """Return, for every factor of a cost graph, its block, "ahead" or "behind".
+
+        The last variable of the factor decides. Outside of blocks it is ahead of the first block or else behind.
+        """
         paths = [block_of(variable.name) for variable in cost.variables]
         first = next((number for number, path in enumerate(paths) if path), len(paths))
         return [paths[scope[-1]] or ("ahead" if scope[-1] < first else "behind") for scope, _ in cost.factors]
 
     def _added_up(self, cost: CostGraph, parts: Sequence[str], assignment: Sequence[int]) -> Floats:
-        """Return the [parts, 5] sums of an assignment."""
+        """Return the [1 + blocks + 1, 5] costs of an assignment: ahead of all blocks, of each block, and behind.
+
+        ``parts``: the part of every factor. A block costs the mean of the two blocks that represent its run.
+        """
         sums: dict[str, Floats] = {}
         for (scope, kind), part in zip(cost.factors, parts, strict=True):
             at = tuple(assignment[v] for v in scope)
@@ -350,8 +445,11 @@ class StageEstimator:
 
 
 def _stays(cost: CostGraph, scope: Scope, components: Floats) -> bool:
-    """Return whether bytes are of a step and not of a micro-batch: stored values, and what is made of these without a
-    message that every micro-batch repeats."""
+    """Return whether the bytes of a factor stay for the whole step.
+
+    They do if they belong to a stored value, or to a copy of it that micro-batches do not gather again. All other bytes
+    are kept per micro-batch.
+    """
     is_stored = isinstance(cost.variables[scope[0]], StorageVariable)
     return is_stored and (len(scope) == 1 or not components[TRAFFIC])
 
@@ -359,8 +457,11 @@ def _stays(cost: CostGraph, scope: Scope, components: Floats) -> bool:
 def estimated_policies_of(
     recompute: How | Literal["auto"] | None, reshard_mode: ReshardMode | None
 ) -> EstimatedPolicies:
-    """Return the memory policies to try. ``reshard_mode``: None if the user left it free; parameters are then held,
-    unless ``recompute`` is free as well."""
+    """Return the memory policies to try: all of ESTIMATED_POLICIES, except where the user has chosen.
+
+    ``recompute``: "auto" if the user left it free. ``reshard_mode``: None if the user left it free. If only
+    ``recompute`` was chosen, gathered parameters are held.
+    """
     if recompute != "auto":
         return ((recompute, reshard_mode or "held"),)
     ways = dict.fromkeys(how for how, _ in ESTIMATED_POLICIES)
@@ -368,14 +469,22 @@ def estimated_policies_of(
 
 
 def _turns(setting: StageConfig) -> int:
-    """Return how many micro-batch times of a stage a step takes, including waiting."""
+    """Return the length of a step in micro-batch times of one stage.
+
+    A pipeline rank runs all micro-batches through each of its stages, and waits ``places - 1`` times to fill and drain.
+    """
     places = setting.places
     return setting.stages // places * setting.passes + places - 1
 
 
 def in_flight(setting: StageConfig) -> tuple[float, ...]:
-    """Return how many micro-batches every stage keeps: a pipeline rank divides what it keeps at once among its stages
-    (Narayanan et al. 2021, arXiv:2104.04473, section 2.2). The last stage runs the backward of each immediately."""
+    """Return how many micro-batches every stage keeps for backward at once.
+
+    With p pipeline ranks of v stages each, the first rank keeps 2 (p - 1) + (v - 1) p + 1 (Narayanan et al. 2021,
+    arXiv:2104.04473, section 2.2). Every stage but the last counts as a v-th of that. The last keeps one, because it
+    runs each backward immediately. With v = 1 (1F1B), rank r keeps p - r. GPipe keeps all. No stage keeps more than the
+    micro-batches of a step.
+    """
     places, passes = setting.places, setting.passes
     per_place = setting.stages // places
     if setting.schedule == "GPipe":

@@ -1,13 +1,24 @@
 """Issue order of parameter all-gathers and gradient reduce-scatters that take several collectives.
 
-Every message may take the time from one *place* to the next. Buckets with no product between them are in one place:
-what is computed between them is too short to hide a message. In forward an exchange of n messages starts n places ahead
-of its use; at every place on the way the next message leaves with the data of the last one. In backward the next
-message of a gradient leaves where a bucket of another place starts. The last one arrives there if forward gathers the
-parameter, else at the end. So a message over one axis overlaps with that of the next bucket over another axis.
+An *exchange* is the collectives of one bucket in one direction. Each collective takes the result of the one before. An
+exchange of n messages has n + 1 *legs*:
 
-An exchange is a tuple of *legs*: the first one is the first departure, each later one an arrival followed by the next
-departure, the last one the final arrival.
+* leg 0 departs message 1;
+* leg k, for 0 < k < n, waits for message k and departs message k + 1;
+* leg n waits for message n, the final arrival.
+
+The *place* of a bucket is the number of products before it (``SpmdProgram.place_of``). Buckets with no product between
+them share a place, since the work between them is too short to hide a message. Exchanges are therefore scheduled by
+*group*: group g holds all buckets of the g-th place.
+
+**Forward** (``legs_ahead``). An exchange of n messages that group g uses issues leg k < n at group g - (n - k). So each
+message overlaps with the computation of one group. Leg n is issued where the result is used.
+
+**Backward** (``GradientReduceQueue``). An exchange issues leg 0 when its bucket is reached. When a bucket of another
+place starts, every exchange in flight issues its next leg. A final arrival is issued there only if forward gathers the
+parameters of both buckets, and otherwise at the end of backward.
+
+In both orders, a message over one mesh axis overlaps with the message of a neighbouring bucket over another axis.
 """
 
 from __future__ import annotations
@@ -21,9 +32,17 @@ Leg = TypeVar("Leg")
 
 
 def legs_ahead(counts: Sequence[int], places: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Return the (exchange, leg) pairs to issue at the start, and ahead of each exchange's final arrival. First legs
-    come before legs that begin with an arrival. ``counts``: messages per exchange, in the order in which exchanges are
-    needed; ``places``: the place of each."""
+    """Return when to issue every leg but the final arrivals, as lists of (exchange, leg) pairs.
+
+    Entry 0 lists the legs to issue before everything else. Entry i + 1 lists those to issue just before the final
+    arrival of exchange i. The first exchange of a group issues the legs of the whole group. Within an entry, first legs
+    come before legs that wait for an arrival. Where g - (n - k) is negative, leg 0 goes to entry 0 and any other leg to
+    the first group.
+
+    Args:
+        counts: Number of messages n of each exchange, in the order in which their results are used.
+        places: The place of each exchange, in the same order.
+    """
     firsts = [0, *(i for i, (a, b) in enumerate(pairwise(places), 1) if a != b)] if places else []
     groups = [range(begin, end) for begin, end in pairwise([*firsts, len(places)])]
     ahead: list[list[tuple[int, int]]] = [[] for _ in range(len(counts) + 1)]
@@ -39,8 +58,11 @@ def legs_ahead(counts: Sequence[int], places: Sequence[int]) -> list[list[tuple[
 
 @dataclass
 class InFlightExchange(Generic[Leg]):
-    """An exchange of gradients in flight: the place of its last departure, whether forward gathers the parameters, and
-    the remaining legs."""
+    """An exchange of gradients with legs left to issue.
+
+    ``place``: the place of the bucket at which it last issued a leg. ``is_gathered``: whether forward gathers its
+    parameters. ``legs``: the legs left, never empty in ``GradientReduceQueue.flights``.
+    """
 
     place: int
     is_gathered: bool
@@ -49,13 +71,17 @@ class InFlightExchange(Generic[Leg]):
 
 @dataclass
 class GradientReduceQueue(Generic[Leg]):
-    """Exchanges of gradients in flight, in the order in which they started."""
+    """Queue of the gradient exchanges in flight during backward, in the order in which they started."""
 
     flights: list[InFlightExchange[Leg]] = field(default_factory=list)
 
     def leave(self, place: int, is_gathered: bool, legs: Sequence[Leg]) -> Iterator[Leg]:
-        """Start an exchange: yield its first leg and the legs of other exchanges that are now due. Legs with a further
-        departure come before final arrivals."""
+        """Start an exchange: yield its first leg, then the next leg of each exchange in flight that is due.
+
+        An exchange is due if it last issued a leg at another place. If only its final arrival is left, forward must
+        also gather the parameters of both exchanges. Exchanges with the most legs left come first, so departures
+        precede final arrivals.
+        """
         first, *rest = legs
         yield first
         for flight in sorted(self.flights, key=lambda flight: -len(flight.legs)):
@@ -66,7 +92,7 @@ class GradientReduceQueue(Generic[Leg]):
         self.flights = [*(flight for flight in self.flights if flight.legs), InFlightExchange(place, is_gathered, rest)]
 
     def end(self) -> Iterator[Leg]:
-        """Yield all remaining legs."""
+        """Yield all remaining legs, the exchanges with the most legs left first, so that departures are not delayed."""
         while self.flights:
             most = max(len(flight.legs) for flight in self.flights)
             for flight in self.flights:

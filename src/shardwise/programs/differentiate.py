@@ -1,12 +1,17 @@
 """Differentiates a rank's local operators into its training step: instruction lists for forward and backward.
 
-Backward is written by walking forward from its end. Every call contributes its vector-Jacobian product (``vjp``), every
-conversion the backward column of its cell. The cotangents of a value with several consumers are added in the order in
-which autograd would add them, the latest consumer first. Conversions that do nothing on this rank are left out: the
-value gets a second name.
+``_StepWriter`` visits the forward entries from last to first and appends their derivatives to backward:
 
-Each operator first computes the cotangent of its input, then the gradients of its parameters. So a message with the
-cotangent is in flight while the gradients are computed.
+* a call adds the kernels of its vector-Jacobian product (``programs.vjp``);
+* a conversion adds the collectives of the reverse direction (the ``backward`` primitive in ``layouts.conversions``).
+
+Invariant: when an entry is visited, all consumers of its results were visited before it. So the cotangent of each
+result is complete: the sum over its consumers. The terms are added in autograd's order, the latest consumer first.
+
+Each call writes the cotangents of its inputs first and the gradients of its parameters after these (``late``). The
+message that carries an input's cotangent then overlaps with the kernels of the gradients.
+
+A conversion that changes nothing on this rank adds no instruction. Its result becomes an alias of its operand.
 """
 
 from __future__ import annotations
@@ -49,36 +54,61 @@ def differentiate(
     reached: Sequence[bool] | None = None,
     with_gradients: bool = True,
 ) -> RankProgram:
-    """Return the step of a rank. ``loss_only``: compute only the loss and the values written back, not other outputs;
-    ``overlap``: whether messages overlap with computation (else every message blocks); ``reached``: per delivered value
-    whether it gets a cotangent (default: all differentiable ones; for a part of a cut graph the loss and the values
-    whose cotangents come from outside); ``with_gradients``: whether to write a backward."""
+    """Return the step of a rank, with recomputation and offloading applied.
+
+    Args:
+        local: The rank's forward: operator calls with local sizes, and conversions.
+        vjp_cache: Cache of traced kernels.
+        loss_only: Compute only the loss and the values written back to buffers, not the other outputs.
+        overlap: Whether messages overlap with computation. If not, every message blocks.
+        reached: Per delivered value, whether it receives a cotangent. Default: every differentiable value. In a part of
+            a cut graph the default is the loss and the values whose cotangents come from other stages.
+        with_gradients: Whether to write a backward.
+    """
     delivered = delivered_values(local.spmd, loss_only=loss_only)
     return finished(_StepWriter(local, vjp_cache, overlap).write(delivered, reached, with_gradients, loss_only))
 
 
 def keeping_all(local: LocalProgram, vjp_cache: VjpCache) -> RankProgram:
-    """Return the step of a rank without lifetimes: every value that backward reads is kept. ``finished`` applies the
-    lifetimes of the program's ``spmd``, which the caller may replace first."""
-    delivered = delivered_values(local.spmd, loss_only=True)
-    return _StepWriter(local, vjp_cache, overlap=True).write(delivered, None, True, True)
+    """Return the step of a rank that keeps every value that backward reads.
+
+    The caller may replace the lifetimes of the step's ``spmd`` before it calls ``finished``, which applies them.
+    """
+    return _StepWriter(local, vjp_cache, overlap=True).write(
+        delivered_values(local.spmd, loss_only=True), None, True, True
+    )
 
 
 def finished(program: RankProgram) -> RankProgram:
-    """Apply the lifetimes of its ``spmd`` to a step that keeps everything, and mark what exchanges may overwrite."""
+    """Apply the lifetimes of ``program.spmd`` to a step that keeps everything.
+
+    Also mark what its exchanges may overwrite.
+    """
     return mark_overwrites(with_lifetimes(program))
 
 
 @dataclass
 class _StepWriter:
+    """Writes the step of one rank.
+
+    Generated names: ``r.f0`` and ``r'b0`` are results of a forward and a backward kernel of the call whose first result
+    is r. ``d:v`` is the cotangent of v that backward starts from. ``a>v`` is the cotangent a in the layout of v.
+    ``a~dtype`` is a cast to a dtype. ``a+b`` is a sum of cotangents.
+
+    Attributes:
+        forms: Every name to its shape, strides and dtype on this rank.
+        aliases: Names to the name of the tensor that they stand for (``resolve``).
+        returning: The gradient exchanges in flight while backward is written.
+    """
+
     local: LocalProgram
     vjp_cache: VjpCache
     overlap: bool
     forms: dict[str, Form] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
     returning: GradientReduceQueue[tuple[Depart | Arrive, ...]] = field(default_factory=GradientReduceQueue)
-    casts: dict[str, Compute] = field(default_factory=dict)  # of sources, by the names that they make
-    stored: dict[str, Form] = field(default_factory=dict)  # of sources that are cast
+    casts: dict[str, Compute] = field(default_factory=dict)  # name of a cast source -> the cast
+    stored: dict[str, Form] = field(default_factory=dict)  # cast source -> its form before the cast
 
     def __post_init__(self) -> None:
         self.spmd = self.local.spmd
@@ -89,7 +119,7 @@ class _StepWriter:
         self.backward: list[Instruction] = []
         self.parameter_values: set[str] = set()  # values that depend on parameters only
 
-    # -- the whole -----------------------------------------------------------------------------------------------------
+    # -- the step ------------------------------------------------------------------------------------------------------
 
     def write(
         self, delivered: tuple[str, ...], reached: Sequence[bool] | None, with_gradients: bool, prune: bool
@@ -150,7 +180,7 @@ class _StepWriter:
                 self.parameter_values.add(source.value)
 
     def _needed(self, delivered: Iterable[str]) -> list[LocalOp | Conversion | Bucket]:
-        """Return the local instructions that the delivered values and the mutations need."""
+        """Return the local instructions on which the delivered values and the mutations depend."""
         needed = {*delivered, *(value for _, value in self.spmd.mutations)}
         kept: list[LocalOp | Conversion | Bucket] = []
         for instruction in reversed(with_biases(self.local)):
@@ -170,7 +200,7 @@ class _StepWriter:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def _entries(self, instructions: Iterable[LocalOp | Conversion | Bucket]) -> list[LocalCall | ConversionGroup]:
-        """Return the instructions as entries, and record the forms of their results."""
+        """Return the instructions as entries, and record the form of each result in ``forms``."""
         entries: list[LocalCall | ConversionGroup] = []
         for instruction in instructions:
             if isinstance(instruction, LocalOp):
@@ -197,7 +227,7 @@ class _StepWriter:
         return LocalCall(local, call, names, kind, local.results)
 
     def _alias(self, name: str, other: str) -> None:
-        """Record that ``name`` is the value ``other``. Its ``requires_grad`` may differ."""
+        """Record that ``name`` is the same tensor as ``other``. Only ``requires_grad`` may differ."""
         self.aliases[name] = self.resolve(other)
 
     def _converted(self, conversion: Conversion) -> None:
@@ -225,7 +255,7 @@ class _StepWriter:
         for entry in entries:
             if isinstance(entry, LocalCall):
                 forward += self._forward_of(entry)
-            elif id(entry) in needed:  # later ones leave before this one is waited for
+            elif id(entry) in needed:  # depart the messages of later entries before waiting for this one
                 slot, arrival = needed[id(entry)]
                 forward += [instruction for flight, leg in slot for instruction in flights[flight][leg]]
                 forward += arrival
@@ -273,13 +303,13 @@ class _StepWriter:
     def _kernels_of(
         self, entry: LocalCall, kind: ForwardTrace, backward: BackwardTrace, origin: Origin
     ) -> list[Instruction]:
-        """Return the kernels of a call that its results and its backward need, one by one."""
+        """Return one instruction per kernel that the results or the backward of a call need."""
         kept = needed_kernels(kind.kernels, {*kind.results, *backward.needs})
         names = self._forward_names(entry)
         return [self._compute(kernel, names, origin) for kernel in kept]
 
     def _forward_names(self, entry: LocalCall) -> dict[str, str]:
-        """Map the names inside of the kind to names in the program, for all values of forward."""
+        """Map the forward names of the call's trace (``programs.vjp``) to names of the program."""
         names = {str(i): self.resolve(name) for i, name in enumerate(entry.names)}
         names |= {name: self.resolve(result) for name, result in zip(entry.kind.results, entry.results, strict=True)}
         for kernel in entry.kind.kernels:
@@ -300,8 +330,13 @@ class _StepWriter:
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def _write_backward(self, entries: Sequence[LocalCall | ConversionGroup]) -> None:
-        """Write backward from the end. Of the conversions ahead of a call, those of values come before parameters."""
-        late: list[Instruction] = []  # instructions of the last call for gradients of parameters
+        """Write backward, from the last entry to the first.
+
+        Of the conversions before a call, those of values come before those of parameters (``in_backward_order``).
+        ``late`` holds the parameter gradients of the call visited last. They are written before the next call, or
+        between departure and arrival of a message.
+        """
+        late: list[Instruction] = []
         for entry in in_backward_order(entries, self.spmd.steps):
             if isinstance(entry, LocalCall):
                 self.backward += late
@@ -335,13 +370,13 @@ class _StepWriter:
             self._go_on(leg)
 
     def _go_on(self, leg: tuple[Depart | Arrive, ...]) -> None:
-        """Append a leg of an exchange of cotangents. The last leg delivers them."""
+        """Append a leg of an exchange of cotangents. A leg that ends with an arrival is final: record its results."""
         self.backward += leg
         if isinstance(leg[-1], Arrive):
             self._arrived(leg[-1], self.backward)
 
     def _backward_of(self, entry: LocalCall) -> list[Instruction]:
-        """Write the instructions for cotangents of values, and return those for gradients of parameters."""
+        """Append the kernels for the cotangents of values. Return those for the gradients of parameters."""
         cotangents = tuple(self.cotangents.names.get(result) for result in entry.results)
         if not any(cotangents):
             return []
@@ -399,7 +434,7 @@ class _StepWriter:
     # -- exchanges -----------------------------------------------------------------------------------------------------
 
     def _travelling(self, entry: ConversionGroup, *, backward: bool) -> tuple[Conversion, ...]:
-        """Return the conversions of an exchange that have something to convert: in backward, those with a cotangent."""
+        """Return the conversions of an exchange that run in a direction: in backward, those with a cotangent."""
         if not backward:
             return entry.conversions
         return tuple(conversion for conversion in entry.conversions if conversion.result in self.cotangents.names)
@@ -421,7 +456,7 @@ class _StepWriter:
         return FusedConversions(conversions, operands, results, backward, entry.of_parameters)
 
     def _to_reduce(self, conversion: Conversion) -> str:
-        """Return a conversion's cotangent in the dtype in which it is reduced. Append the cast if needed."""
+        """Return the name of a conversion's cotangent in its reduction dtype. Append the cast if needed."""
         name, dtype = self.cotangents.names[conversion.result], self.graph.by_name[conversion.origin].reduced
         if dtype is None or self.forms[name].dtype == dtype:
             return name
@@ -431,7 +466,7 @@ class _StepWriter:
         return result
 
     def _exchanged(self, entry: ConversionGroup, *, backward: bool) -> list[Instruction]:
-        """Return a blocking exchange, or its local conversions if it sends no message."""
+        """Return the instructions of a blocking exchange. Without messages these are local conversions only."""
         written: list[Instruction] = []
         if self._sends(entry, backward):
             together = self._travellers(entry, backward=backward)

@@ -32,10 +32,15 @@ Route = Callable[[Value, Layout, Layout], tuple[Move, ...]]
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """The memory policy of a program. ``operators``: those whose results backward recomputes; ``conversions``: results
-    of conversions that backward repeats; ``offloaded``: operators whose kept results are offloaded to the host;
-    ``once``: parameters that a step of several micro-batches casts and gathers once, and whose gradients it reduces
-    once (``programs.grad_accum_program``). Names are those of the lowered graph."""
+    """The memory policy of a program. All names are those of the lowered graph.
+
+    Attributes:
+        operators: Operators whose results backward recomputes.
+        conversions: Results of conversions that backward repeats, such as gathers of parameters.
+        offloaded: Operators whose kept results are offloaded to the host.
+        once: Parameters that a step of several micro-batches casts and gathers once. It also reduces their gradients
+            once (``programs.grad_accum_program``).
+    """
 
     operators: frozenset[str] = frozenset()
     conversions: frozenset[str] = frozenset()
@@ -43,6 +48,12 @@ class Lifetimes:
     once: frozenset[str] = frozenset()
 
     def __bool__(self) -> bool:
+        """Return whether a rank's program must be rewritten. This ignores ``once``.
+
+        Recomputation and offloading change the instructions of a micro-batch (``programs.lifetimes``). ``once`` does
+        not: ``programs.grad_accum_program`` moves whole conversions out of the micro-batch. So a policy that has only
+        ``once`` is false. Test ``lifetimes.once`` itself to ask for it.
+        """
         return bool(self.operators or self.conversions or self.offloaded)
 
 

@@ -1,4 +1,7 @@
-"""What may be split in every operator: factors, rules in tables, lowerings. No mesh, no price."""
+"""What may be split in every operator: factors, rules in tables, lowerings. No mesh, no price.
+
+Begin with ``rule.py`` (what a rule says) and ``tables.py`` (where rules are looked up, and how one is added).
+"""
 
 from shardwise.rules.binding import RuleTable, RuleTemplate, bind, whole_rule
 from shardwise.rules.notation import Pattern, format_dims, parse_rule

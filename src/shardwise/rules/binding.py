@@ -19,7 +19,10 @@ Linear = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True)
 class RuleTemplate:
-    """A line of a rule table: the notation and what may be done with each factor."""
+    """One entry of a rule table, before sizes are known: the notation and the kind of each factor.
+
+    ``kinds``: factors that are not parallel. The other fields are those of ``OpRule``.
+    """
 
     pattern: Pattern
     kinds: Mapping[str, FactorKind] = field(default_factory=dict)
@@ -42,9 +45,10 @@ def rule(
     localize: Localize | None = None,
     lowering: Lowering | None = None,
 ) -> RuleTemplate:
-    """A template: ``rule("m k, k n -> m n", reduction={"k": "sum"}, linear=((0,), (1,)))``.
+    """Return a rule template: ``rule("m k, k n -> m n", reduction={"k": "sum"}, linear=((0,), (1,)))``.
 
-    Raises NotationError for a text that does not parse, or has none of the factors that are named beside it.
+    ``shardwise.rules.custom.rule`` documents the arguments. A product also needs its FLOPs in ``costs/flops.py``.
+    Raises NotationError if the text does not parse, or if a keyword names a factor that the text lacks.
     """
     kinds: dict[str, FactorKind] = dict(reduction or {})
     kinds.update(dict.fromkeys(lowered, "lowered"))
@@ -86,17 +90,17 @@ def bind(template: RuleTemplate, op: Op, graph: Graph, sizes: Mapping[str, int] 
 
 
 def leading_names(count: int) -> tuple[str, ...]:
-    """Names of leading (batch) dims: ``b``, or ``b0 b1 ...``."""
+    """Return names for leading (batch) dims: ``b``, or ``b0 b1 ...``."""
     return ("b",) if count == 1 else tuple(f"b{i}" for i in range(count))
 
 
 def dim_names(count: int) -> tuple[str, ...]:
-    """Names for dims that have no role: ``d0 d1 ...``."""
+    """Return names for dims that have no role: ``d0 d1 ...``."""
     return tuple(f"d{i}" for i in range(count))
 
 
 def single(names: Sequence[str]) -> Dims:
-    """One factor per dim."""
+    """Return the dims of a tensor with one factor per dim."""
     return tuple((name,) for name in names)
 
 
@@ -113,11 +117,24 @@ def build(
     lowering: Lowering | None = None,
     windows: Mapping[str, Window] | None = None,
 ) -> OpRule:
-    """Return the rule of ``op``: factor sizes solved from the shapes, every dim checked against them.
+    """Return the rule of ``op``: solve the factor sizes from the shapes, and check every dim against them.
 
-    ``sizes`` gives factors that no shape determines. ``kinds`` of factors that do not appear are ignored, except
-    that sums over booleans become whole (booleans cannot be added). ``windows``: factors of operands that are whole but
-    for their windows. Raises LayoutError when a shape does not fit.
+    A sum over booleans becomes ``whole``, because booleans cannot be added.
+
+    Args:
+        op: The operator.
+        graph: Its graph, which has the shapes and dtypes.
+        operands: The factors of each operand, per dim.
+        results: The factors of each result, per dim.
+        kinds: The kinds of factors that are not parallel. Factors that do not appear are ignored.
+        sizes: The sizes of factors that no shape determines.
+        linear: As in ``OpRule``.
+        localize: As in ``OpRule``.
+        lowering: As in ``OpRule``.
+        windows: Factors of operands that are read through windows. Their kind is ``whole``.
+
+    Raises:
+        LayoutError: A shape does not fit, or a factor's kind contradicts the results that have it.
     """
     operands, results = tuple(operands), tuple(results)
     tensors = list(zip((*op.operands, *op.results), (*operands, *results), strict=True))
@@ -143,7 +160,7 @@ def build(
 
 
 def kind_fault(name: str, kind: FactorKind, in_results: Sequence[bool], lowering: Lowering | None) -> str:
-    """Return what contradicts the kind of a factor, or "". ``in_results``: per result, whether it has the factor."""
+    """Return why a factor cannot have its kind, or "". ``in_results``: per result, whether it has the factor."""
     if kind == "parallel" and not all(in_results):
         return f'{name} is parallel but not in all results: declare reduction={{"{name}": "sum"}}, lowered or whole'
     if kind in ("sum", "max", "min", "any") and any(in_results):
@@ -190,7 +207,7 @@ def _misfit(op: Op, name: str, shape: Sequence[int], dims: Dims, what: str) -> s
 
 
 def _additive(op: Op, graph: Graph, linear: Linear) -> Linear:
-    """Return the groups along which sums of values really pass: no booleans, and no rounding to integers."""
+    """Return the linear groups that hold for the dtypes of ``op``: no booleans, and no float rounded to an integer."""
     results = [graph.by_name[name].dtype for name in op.results]
 
     def adds(group: tuple[int, ...]) -> bool:

@@ -1,9 +1,9 @@
 """``shardwise.rule``: rules of operators that are not ours.
 
-The operator must be one that a graph can hold: registered with ``torch.library``, or a Triton kernel or a
-``torch.autograd.Function`` inside such an operator. Its rule is what a line of our own tables is, and is checked in the
-same way: against the operator's schema here, against the shapes of each call when a model is planned, and against the
-operator itself by ``shardwise.check_rule``.
+The operator must be registered with ``torch.library``, as a graph can hold no other. A Triton kernel or a
+``torch.autograd.Function`` goes inside such an operator. A registered rule equals an entry of our own tables. It is
+checked three times: against the operator's schema here, against the shapes of each call when a model is planned, and
+against the operator's results by ``shardwise.check_rule``.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from shardwise.rules.tables import CUSTOM, RULES
 
 @dataclass(frozen=True)
 class RegisteredRule:
-    """A rule that was registered. As a context manager it holds for the ``with`` block only."""
+    """A registered rule. As a context manager, it removes the rule at the end of the ``with`` block."""
 
     target: OpOverload
 
     def remove(self) -> None:
-        """Forget the rule: the operator runs unsplit again. Raises ShardwiseError the second time."""
+        """Remove the rule, so that the operator runs unsplit again. Raises ShardwiseError if it was removed before."""
         if not CUSTOM.remove(self.target):
             raise ShardwiseError(problem(f"{self.target} has no rule of sw.rule", fix="remove a rule once"))
 
@@ -55,29 +55,46 @@ def rule(
 ) -> RegisteredRule:
     """Register how a custom operator may be split: ``sw.rule("mylib::scale", "b n, n -> b n", linear=((0,), (1,)))``.
 
-    A factor is parallel unless ``reduction``, ``lowered`` or ``whole`` names it. The page on adding a rule explains
-    each argument. Every rank needs the rule.
+    A factor is a named dimension of the operator's iteration space. It is parallel unless ``reduction``, ``lowered`` or
+    ``whole`` names it: every result has it, and each part of it computes its part of the results. Register the rule on
+    every rank. ``sw.check_rule`` tests it against the operator.
 
     Args:
         operator: The result of ``torch.library.custom_op``, ``torch.ops.mylib.scale`` (one overload, if it has
-            several), or the operator's name.
-        how: The factors of every tensor operand and result in notation, in the order of the schema. If they depend on
-            the arguments: a function of the op and its graph that returns an ``OpRule`` (see
-            ``shardwise.rules.binding.build``), or None for calls that run unsplit.
-        reduction: Reduced factors with their kind; ``{"k": "sum"}``: each part computes a summand.
-        lowered: Factors for which ``lowering`` replaces the operator when they are split.
-        whole: Factors that cannot be split.
-        linear: Groups of operand positions in which the operator is jointly linear.
-        localize: Returns the call on a shard, when sizes or positions are among the arguments.
-        lowering: A function with the operator's arguments that replaces it when a lowered factor is split.
+            several), or the name ``"mylib::scale"``. It must not write to its operands.
+        how: The factors of every tensor operand and result, in the order of the schema. Commas separate tensors, blanks
+            separate dims. A dim is a factor (``n``) or a product of factors, major first (``(h d)``). ``1`` is a
+            broadcast dim of size 1, ``...`` any leading dims, ``()`` a scalar. If the factors depend on the
+            arguments, pass a function ``how(op, graph)`` without keywords. It returns an ``OpRule``, made with
+            ``shardwise.rules.binding.build``, or None for a call that runs unsplit.
+        reduction: Factors that no result has, with the reduction that combines the parts: ``"sum"``, ``"max"``,
+            ``"min"`` or ``"any"``. With ``{"k": "sum"}`` each part of k computes a summand. The others are for values
+            without gradient.
+        lowered: Factors that may be split by replacing the operator with ``lowering``.
+        whole: Factors that may not be split.
+        linear: Groups of operand positions. The operator must be jointly linear in each group while the other operands
+            are fixed: ``((0, 1),)`` for ``x + y``, ``((0,), (1,))`` for ``x * y``. Partial sums then pass through the
+            operator without a reduction before it. If in doubt, leave it out.
+        localize: ``localize(op, context)`` returns the ``LocalOpCall`` of a rank. Needed if sizes or positions are
+            among the arguments. ``context`` (``shardwise.rules.rule.LocalContext``) has the local shapes, and the
+            rank's part of each factor. Default: the same arguments work on shards.
+        lowering: A module-level function with the operator's arguments and result, written with operators that have
+            rules. Needed if ``lowered`` names factors. A parameter ``runs`` also receives, per dim of the first
+            operand, the length of the contiguous runs that every rank holds.
 
     Returns:
-        The registered rule; its ``.remove()`` forgets the rule, and as a context manager it holds for the block only.
+        The registered rule. ``.remove()`` removes it; as a context manager, it holds for the block only.
 
     Raises:
-        NotationError: The notation does not parse, or ``how`` is neither text nor function.
-        LayoutError: The rule contradicts itself or the operator's schema.
+        NotationError: The notation does not parse, a keyword names a factor that it lacks, or ``how`` is neither text
+            nor function.
+        LayoutError: The rule contradicts itself or the operator's schema, or the operator writes to an operand.
         ShardwiseError: The operator has a rule already, is not one registered overload, or keywords go with a function.
+
+    Example:
+        A matrix product, whose rows and columns are parallel and whose inner dim is a sum::
+
+            sw.rule("mylib::mm", "m k, k n -> m n", reduction={"k": "sum"}, linear=((0,), (1,)))
     """
     target = overload_of(operator)
     if target in RULES or target in CUSTOM.rules:
@@ -122,7 +139,7 @@ def rule(
 
 
 def overload_of(operator: Any) -> OpOverload:
-    """Return the one overload that is meant. Raises ShardwiseError if none is, or if there are several."""
+    """Return the single overload of an operator. Raises ShardwiseError if there is none, or several."""
     if isinstance(operator, str):
         namespace, separator, name = operator.partition("::")
         name, _, overload = name.partition(".")
@@ -146,7 +163,7 @@ def overload_of(operator: Any) -> OpOverload:
 
 
 def _check(target: OpOverload, text: str, template: RuleTemplate) -> None:
-    """Check what needs no call: numbers of tensors, kinds and linear groups."""
+    """Raise LayoutError if the number of tensors, a factor's kind or a linear group contradicts the schema."""
     pattern, faults = template.pattern, []
     for tensors_word, tensors, declared in (
         ("operands", pattern.operands, target._schema.arguments),

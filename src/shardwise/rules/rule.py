@@ -5,6 +5,10 @@ A rule describes an operator by its *factors*, the dimensions of its iteration s
 
 * an operand that has a split factor is sharded on it, an operand that lacks it is replicated;
 * a result that has it is sharded; a result that lacks it is partial, with the factor's reduction.
+
+A rule does not say how much arithmetic an operator does. A product (matmul, convolution, attention) also needs its
+FLOPs in ``costs/flops.py`` (``FLOPS``). Without them, its price does not scale its arithmetic with the split, and
+``recompute="cheap"`` computes it again in backward.
 """
 
 from __future__ import annotations
@@ -50,7 +54,10 @@ Dims = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of one factor (or of one atom of it) that a rank holds: ``length`` of ``size``, from ``offset``."""
+    """The part of one factor (or of one atom of it) that a rank holds.
+
+    It has the indices from ``offset`` to ``offset + length`` of ``size``.
+    """
 
     size: int
     offset: int
@@ -59,9 +66,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class LocalContext:
-    """What ``localize`` may know: the local shapes on this rank, and the rank's part of every factor.
+    """The local sizes that ``localize`` receives: the shapes on this rank, and the rank's part of every factor.
 
-    ``pieces[factor]`` lists the factor's atoms, major first: one Piece unless the graph made the factor a product.
+    ``pieces[factor]`` has one Piece per atom of the factor, major first. A factor has several atoms where the graph
+    divides it (``n`` into ``n.0 n.1``), for example because a view splits the dim.
     """
 
     operand_shapes: tuple[tuple[int, ...], ...]
@@ -82,32 +90,37 @@ class LocalOpCall:
     kwargs: tuple[tuple[str, Arg], ...] = ()
 
 
-# Rows [start, stop) of a factor, in the order in which a rank holds them; they do not overlap.
+# Disjoint row ranges [start, stop) of a factor, in the order in which a rank holds them.
 Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """An operand's factor that is read through windows: ``ranges(offset, length)`` are the rows of it that a part of
-    the result's factor ``factor`` needs (a convolution's output rows: their input rows and a margin). None for a part
-    of length 0."""
+    """Describes which rows of an operand's factor a part of the result reads.
+
+    In a convolution, output rows read their input rows and a halo on both sides.
+
+    Attributes:
+        factor: The result's factor that is split, such as the output rows.
+        ranges: ``ranges(offset, length)`` returns the operand's rows that result indices ``offset`` to
+            ``offset + length`` read. A part of length 0 reads no rows.
+    """
 
     factor: str
     ranges: Callable[[int, int], Ranges]
 
 
 Localize = Callable[[Op, LocalContext], LocalOpCall]
-# A lowering is an ordinary function over tensors, called like the operator (same args and kwargs), that computes the
-# same result with operators that all have rules. It is traced with fake tensors; its operators are then split like any
-# others.
-# One that has a parameter ``runs`` gets the split of the first operand: per dim the length of the contiguous runs
-# that every rank holds (the whole dim where it is not split, or unevenly). It may work on runs first and on what they
-# gave afterwards: ``x.unflatten(dim, (n // run, run))`` splits what is in one rank from what is not.
+# A lowering is a function over tensors with the operator's args and kwargs. It computes the same result with operators
+# that all have rules. It is traced with fake tensors, and its operators are then split like any others.
+# A lowering with a parameter ``runs`` also receives, per dim of the first operand, the length of the contiguous runs
+# that every rank holds. The length is the whole dim if the dim is not split, or split unevenly. Such a lowering can
+# work within runs first, then over the results of the runs: ``x.unflatten(dim, (n // run, run))`` separates the two.
 Lowering = Callable[..., Any]
 
 
 def takes_runs(lowering: Lowering) -> bool:
-    """Return whether the lowering wants to know the runs."""
+    """Return whether the lowering has a parameter ``runs``."""
     return "runs" in signature(lowering).parameters
 
 
@@ -115,16 +128,21 @@ def takes_runs(lowering: Lowering) -> bool:
 class OpRule:
     """The rule of one op of a graph.
 
-    ``factors`` in the order in which split counts are mapped to mesh axes (order of first appearance in operands, then
-    results). ``operands`` follow ``op.operands``; ``results`` follow ``op.results``.
-    ``linear``: groups of operand positions; the operator is jointly linear in each group while the others are held
-    fixed (add: ``((0, 1),)``; mul and matmul: ``((0,), (1,))``; cast, view: ``((0,),)``), so partial sums may pass
-    through. ``localize``: the call with the sizes that a rank needs (None: the same arguments work on shards).
-    ``lowering``: the program that replaces the operator when a ``lowered`` factor is split.
-    ``windows``: factors of operands that are whole by themselves, but of which a part of a parallel factor of the
-    result needs a window only; both by the names that they had before they were divided into atoms.
-    ``variants``: other rules of the operator, which hold where a strategy names the factor that only they have.
-    ``kernel``: what a rank calls in place of a local call, with the same result (None: that call itself).
+    Attributes:
+        factors: The dimensions of the iteration space, by first appearance in operands, then results. Split counts are
+            mapped to mesh axes in this order.
+        operands: The factors of each operand, per dim, in the order of ``op.operands``.
+        results: The factors of each result, per dim, in the order of ``op.results``.
+        linear: Groups of operand positions. The operator is jointly linear in each group while the other operands are
+            fixed, so partial sums pass through. Add has ``((0, 1),)``, mul and matmul ``((0,), (1,))``, a cast or view
+            ``((0,),)``.
+        localize: Returns the call with a rank's sizes. None: the same arguments work on shards.
+        lowering: The function that replaces the operator when a ``lowered`` factor is split.
+        windows: Pairs (x, ``Window``). Factor x of an operand has kind ``whole``. But a rank with a part of the
+            result's factor ``Window.factor`` reads only a window of x. Both names are those of undivided factors
+            (``base_name``).
+        variants: Pairs (factor, rule). A strategy that names the factor uses this rule (``search.rules.variant``).
+        kernel: Replaces a rank's local call by another call with the same result. None: the local call runs.
     """
 
     factors: tuple[Factor, ...]
@@ -149,7 +167,10 @@ class OpRule:
 
     @property
     def is_product(self) -> bool:
-        """Return whether it sums over a factor that operands have in common: matmul, convolution, attention."""
+        """Return whether it sums over a factor that several operands have: matmul, convolution, attention.
+
+        ``SpmdProgram.place_of`` uses this. Prices and recomputation use ``costs.flops.FLOPS``, a list made by hand.
+        """
         summed = {name for dims in self.operands for dim in dims for name in dim}
         summed -= {name for dims in self.results for dim in dims for name in dim}
         return any(sum(any(name in dim for dim in dims) for dims in self.operands) > 1 for name in summed)

@@ -1,4 +1,14 @@
-"""All rule tables, joined: the rule of an operator is looked up here."""
+"""All rule tables, joined: the rule of an operator is looked up here.
+
+Start here to add a rule:
+
+1. Add a line (``binding.rule``) or a function (``binding.build``) to the table of one family, such as
+   ``rules/matmul.py``. A new family needs a new table, which ``RULES`` joins.
+2. If the operator is a product, add its FLOPs to ``FLOPS`` in ``costs/flops.py``.
+3. Add sample calls to the family in ``tests/rules/samples/``, which check the rule by every split.
+
+``docs/adding-a-rule.md`` explains each step. Rules of the user come from ``shardwise.rule`` (``rules/custom.py``).
+"""
 
 from __future__ import annotations
 
@@ -36,7 +46,7 @@ __all__ = ["RULES", "join", "rule_of", "whole_rule"]
 
 
 def join(tables: Iterable[RuleTable]) -> RuleTable:
-    """One table. An operator in two tables is a mistake of ours."""
+    """Return the tables as one. Assert that no operator is in two of them."""
     joined: dict[OpOverload, RuleTemplate | RuleFunction] = {}
     for table in tables:
         twice = sorted(str(target) for target in joined.keys() & table.keys())
@@ -74,8 +84,10 @@ RULES: RuleTable = join(
 
 @dataclass
 class CustomRules:
-    """Rules of operators that are not ours, by ``shardwise.rule`` (custom.py). ``version``: another one whenever a rule
-    comes or goes, for caches of rules."""
+    """The rules that users registered with ``shardwise.rule`` (custom.py).
+
+    ``version`` changes whenever a rule is added or removed. Caches of rules compare it.
+    """
 
     rules: dict[OpOverload, RuleTemplate | RuleFunction] = field(default_factory=dict)
     version: int = 0
@@ -94,9 +106,9 @@ CUSTOM = CustomRules()
 
 
 def rule_of(op: Op, graph: Graph) -> OpRule | None:
-    """Return the rule of ``op``, or None: nothing is known about the operator, or not with these arguments.
+    """Return the rule of ``op``, or None if the operator, or this call of it, has no rule. It then runs unsplit.
 
-    Raises LayoutError when the shapes in the graph contradict the rule.
+    Raises LayoutError if the shapes in the graph contradict the rule.
     """
     entry = RULES.get(op.target) or CUSTOM.rules.get(op.target)
     if entry is None:

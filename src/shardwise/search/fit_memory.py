@@ -1,10 +1,17 @@
-"""Choice of the least recomputation with which a plan fits: memory policies in the order of their cost.
+"""Search over memory policies for the fastest plan that fits.
 
-If a model fits as it is, and the limit costs it next to nothing, nothing is recomputed. Otherwise every policy is
-searched as a problem of its own, operators, mesh and storage together. Programs are built in the order of price, until
-the next price exceeds a step that was found. A policy that recomputes more than a plan that fits, at no lower price, is
-skipped. The fastest in the simulation is taken, after as many of its segments were eased as the limit allows. The bound
-of such a plan holds for all policies: it is that of plans without recomputation and without a limit.
+The *price* of a policy is the least additive seconds of a micro-batch over all plans under that policy whose additive
+bytes fit. Additive bytes are those that tables sum (``search.cost_graph``), without transients. ``fit_memory`` does:
+
+1. Search the first policy, which recomputes nothing beyond what the model asks for. If it fits, and its price is within
+   BINDING_LIMIT of the bound without a limit, take it.
+2. Otherwise visit all policies in the order of price (best first). A heap first has a lower bound of each price. The
+   price itself is searched when the bound is the least in the heap.
+3. When a price is the least in the heap, build and simulate the programs of that policy. Stop if the next price is not
+   below the fastest simulated step that fits. Skip a policy that recomputes more than one that fits, at no lower price.
+4. Ease every policy that fits: recompute fewer of the last blocks, as far as the limit allows. Take the fastest.
+
+The bound of the resulting plan holds for all policies. It comes from plans that recompute nothing and have no limit.
 """
 
 from __future__ import annotations
@@ -26,8 +33,8 @@ from shardwise.search.planner import Planner, PlannerResult, SearchResult
 from shardwise.search.ranking import CandidateRanking
 from shardwise.search.recompute_spec import ReshardMode
 
-# How the blocks of the model are recomputed (None: as it asks itself), the reshard mode of gathered parameters, and
-# whether saved values of the blocks are offloaded.
+# How the repeated blocks are recomputed (None: only as the model asks), when sharded parameters are gathered
+# (``search.recompute_spec``), and whether saved values of the blocks are offloaded. The first one recomputes least.
 MEMORY_POLICIES: tuple[tuple[How | None, ReshardMode, Offload], ...] = (
     (None, "held", "auto"),
     (None, "once", "auto"),
@@ -48,7 +55,7 @@ MEMORY_POLICIES: tuple[tuple[How | None, ReshardMode, Offload], ...] = (
     ("full", "again", "auto"),
     ("full", "again", "all"),
 )
-# The recomputed work of each policy that can be compared.
+# What each policy repeats. Policies that are missing here cannot be compared.
 STRENGTH: dict[How | None, frozenset[str]] = {
     None: frozenset(),
     "gathers": frozenset(("messages",)),
@@ -56,20 +63,31 @@ STRENGTH: dict[How | None, frozenset[str]] = {
     "cheap+gathers": frozenset(("messages", "kernels")),
     "full": frozenset(("messages", "kernels", "products")),
 }
-# The policies that the last blocks may have instead, as far as the limit allows.
+# The weaker policies that are tried for the last blocks. By default ("none") these keep everything.
 EASIER: dict[How, tuple[How, ...]] = {
     "full": ("cheap", "cheap+gathers"), "cheap+gathers": ("cheap", "gathers")
 }  # fmt: skip
-# Reshard modes in the order of what they repeat.
+# Order of the modes by how often parameters are gathered.
 RESHARD_STRENGTH: dict[ReshardMode, int] = {"once": 0, "held": 1, "again": 2}
 
 
 def fit_memory(
     planner: Planner, segments: Sequence[Segment], reshard_mode: ReshardMode | None = None, offload: Offload = "auto"
 ) -> PlannerResult:
-    """Return the plan of the first policies that fit. ``segments``: those that the model asks for; ``reshard_mode``,
-    ``offload``: the user's choices. If no policy fits (``ranking.excess``), return the plan that needs least. Nothing
-    is offloaded if the device is the host. Raises PlanError if no price comes near a known step."""
+    """Return the fastest plan of all memory policies that fits (see the module's docstring).
+
+    Args:
+        planner: The planner. The search ends where steps are clearly slower than ``settings.known``.
+        segments: Parts that the model itself asks to recompute or offload.
+        reshard_mode: The user's choice when sharded parameters are gathered; None: every mode is tried.
+        offload: The user's choice. "auto" also tries to offload, unless the device shares the host's memory.
+
+    Returns:
+        The plan. If no policy fits, it is the one that needs the fewest bytes (``ranking.excess`` is positive).
+
+    Raises:
+        PlanError: Every plan is estimated to be slower than ``settings.known``.
+    """
     remaining = _memory_policies(planner, segments, reshard_mode, offload)
     weakest = next(remaining)
     policies = [weakest]
@@ -84,8 +102,8 @@ def fit_memory(
         bound = min([bound, *(planner.bound_without_limit(policy.costs) for policy in once)])
     fitting: list[_PolicyResult] = []
     refused: list[_PolicyResult] = []
-    # Policies are considered in the order of their price. One is searched under the limit when its bound is the least
-    # of all that are left.
+    # Entries are (seconds, number, is_settled). The seconds are a lower bound of the price of a policy at first, and
+    # its price once it is settled. A policy is searched under the limit only when its bound is the least entry.
     cutoff = planner.settings.known / _times(planner.settings)
     left = [
         (policy.least if len(policies) > 1 else 0.0, number, len(policies) == 1)
@@ -112,7 +130,7 @@ def fit_memory(
         return smallest.planner.planned(smallest.answer)
     eased: list[tuple[_PolicyResult, Planner, CandidateRanking]] = []
     for policy in sorted(fitting, key=lambda policy: _seconds(policy.answer.ranking)):
-        least = _seconds(policy.answer.ranking) - (policy.price - bound)  # recomputing nothing saves no more
+        least = _seconds(policy.answer.ranking) - (policy.price - bound)  # easing saves no more than price - bound
         fastest = min((_seconds(result) for _, _, result in eased), default=FOLDED_STEP_ERROR * cutoff)
         if least < fastest:
             eased += [(policy, *pair) for pair in _eased(policy, segments, fastest)]
@@ -122,7 +140,7 @@ def fit_memory(
     if _seconds(ranking) > FOLDED_STEP_ERROR * cutoff:
         raise _slower(_seconds(ranking), planner.settings)
     best = easier.planned(SearchResult(ranking, policy.answer.searches))
-    if best.ranking.excess and planner.folded is not None:  # the estimate was too low
+    if best.ranking.excess and planner.folded is not None:  # the memory estimated from few blocks was too low
         return fit_memory(replace(planner, folded=None), segments, reshard_mode, offload)
     if len(policies) == 1:
         return best
@@ -130,27 +148,36 @@ def fit_memory(
 
 
 def _at_least(price: float, answered: Sequence[_PolicyResult]) -> float:
-    """Return the estimated least step of a price, given policies whose steps were simulated: as far above its price as
-    the nearest of these, within what is clear."""
+    """Return an estimate of the least step of plans with a price.
+
+    This is the price, scaled by the least ratio of step to price among the policies simulated so far. The ratio counts
+    only if it is above 1, and if enough policies were simulated. PRICE_CUTOFF allows for steps below their price.
+    """
     simulated = [policy.answer.ranking.best for policy in answered]
     ratios = [best.step.seconds / best.candidate.additive_price for best in simulated if best.step is not None]
     return price / PRICE_CUTOFF * max(1.0, min(ratios) if len(ratios) >= MIN_POLICIES_FOR_RATIO else 1.0)
 
 
 def _times(settings: SearchConfig) -> int:
-    """Return the least number of such micro-batches that a step runs one after the other."""
+    """Return the least number of micro-batch times of a stage that a step takes."""
     return settings.passes * settings.together
 
 
 def _slower(seconds: float, settings: SearchConfig) -> PlanError:
-    """Return the error for steps of at least ``seconds`` per micro-batch."""
+    """Return the error for steps that take at least ``seconds`` per micro-batch, more than a known plan."""
     step = seconds * _times(settings)
     return PlanError(problem(f"steps take about {step:.3g} s, and a plan with {settings.known:.3g} s is known"))
 
 
 @dataclass(frozen=True, eq=False)
 class _PolicyResult:
-    """A policy with its searches. ``how``: what it does with the blocks; ``costs``: of all meshes."""
+    """A memory policy and the results of its searches, each computed on first use.
+
+    Attributes:
+        planner: The planner with the policy in ``settings.memory_policy``.
+        how: How the policy recomputes the repeated blocks.
+        costs: The cost graph of every mesh.
+    """
 
     planner: Planner
     how: How | None
@@ -158,30 +185,38 @@ class _PolicyResult:
 
     @cached_property
     def searches(self) -> tuple[Sequence[MeshSearch], Sequence[tuple[float, CostGraph]]]:
-        """Return the searches of the meshes on which what adds up fits, and for the others the least bytes."""
+        """Return the searches of the meshes on which a plan's additive bytes fit.
+
+        The second list has, for every other mesh, its least additive bytes and its cost graph.
+        """
         return self.planner.searches(self.costs)
 
     @cached_property
     def least(self) -> float:
-        """Return a lower bound of its price."""
+        """Return a lower bound of ``price``, without the memory limit."""
         return self.planner.least_seconds(self.costs)
 
     @cached_property
     def price(self) -> float:
-        """Return the least additive price, or the seconds of copies to the host and back if these are longer; infinite
-        if what adds up is too much."""
+        """Return the least seconds of a micro-batch: of the additive price, or of copies to the host if longer.
+
+        Infinite if the additive bytes fit on no mesh.
+        """
         done = [search for search in self.searches[0] if not search.outcome.stopped]
         return min((max(search.outcome.seconds, self._copies(search)) for search in done), default=inf)
 
     @property
     def least_that_fits(self) -> float:
-        """Return the price of its cheapest plan, or of the one that is taken if that is too large."""
+        """Return the additive price of the cheapest plan if it fits, otherwise of the plan that was ranked best."""
         ranking = self.answer.ranking
         is_cheapest = ranking.cheapest.num_bytes <= ranking.limit
         return (ranking.cheapest if is_cheapest else ranking.best).candidate.additive_price
 
     def _copies(self, search: MeshSearch) -> float:
-        """Return the seconds of offloading and fetching: of the bytes by which a device would hold more without it."""
+        """Return the seconds that a micro-batch takes to copy its offloaded bytes to the host and back.
+
+        The offloaded bytes are the difference to the same assignment without offloading.
+        """
         settings, rate = self.planner.settings, self.planner.cluster.device.host_bandwidth
         if not settings.memory_policy.moves_to_host or not rate:
             return 0.0
@@ -190,12 +225,11 @@ class _PolicyResult:
         return 2 * float(more[BYTES]) / settings.in_flight / rate
 
     def is_ruled_out(self, price: float, fitting: Sequence[_PolicyResult]) -> bool:
-        """Return whether it recomputes more than another, at no lower price than the least of the other's plans that
-        are known to fit."""
+        """Return whether another policy that fits recomputes no more, and has a plan that fits at no higher price."""
         return any(self._recomputes_more(other) and price >= other.least_that_fits for other in fitting)
 
     def _recomputes_more(self, other: _PolicyResult) -> bool:
-        """Return whether it recomputes at least what another does."""
+        """Return whether it recomputes at least everything that ``other`` does. False if they cannot be compared."""
         memory_policy, weaker = self.planner.settings.memory_policy, other.planner.settings.memory_policy
         if self.how not in STRENGTH or other.how not in STRENGTH or memory_policy.offloads != weaker.offloads:
             return False
@@ -204,20 +238,24 @@ class _PolicyResult:
 
     @cached_property
     def answer(self) -> SearchResult:
-        """Return the search result from the programs of the searches. Bytes that add up may be a few more than the
-        peak, so that some that were refused fit."""
+        """Build the programs of the searches, and return their ranking.
+
+        If no mesh fits, this ranks the plan of the fewest additive bytes. Its program may still fit, because additive
+        bytes can slightly exceed the peak.
+        """
         return self.planner.answer_of(*self.searches)
 
 
 def _memory_policies(
     planner: Planner, segments: Sequence[Segment], reshard_mode: ReshardMode | None, offload: Offload
 ) -> Iterator[_PolicyResult]:
+    """Yield the policies of MEMORY_POLICIES that the model, the device and the user's choices allow."""
     has_blocks = bool(blocks_of(planner.graph))
     decided = offload != "auto" or not planner.cluster.device.host_bandwidth
     for how, mode, moved in MEMORY_POLICIES:
         if (reshard_mode is not None and mode != reshard_mode) or (how is not None and not has_blocks):
             continue
-        if mode == "once" and reshard_mode is None and planner.settings.passes == 1:  # the same as held
+        if mode == "once" and reshard_mode is None and planner.settings.passes == 1:  # same as "held"
             continue
         if decided and (how == "offload" or moved != "auto"):
             continue
@@ -229,15 +267,17 @@ def _memory_policies(
 def _eased(
     policy: _PolicyResult, segments: Sequence[Segment], fastest: float
 ) -> Iterator[tuple[Planner, CandidateRanking]]:
-    """Yield a policy with as many of its last blocks eased as the limit allows, in every way that may be faster than
-    ``fastest``."""
+    """Yield the planner and ranking of a policy with as many of its last blocks eased as the limit allows.
+
+    There is one for each weaker policy in ``EASIER``. One that cannot be faster than ``fastest`` is yielded unchanged.
+    """
     ranking, planner = policy.answer.ranking, policy.planner
     if policy.how is None or ranking.best.step is None:
         yield planner, ranking
         return
     strong = planner.settings.memory_policy
     requested = {*segments}
-    for weaker in EASIER.get(policy.how, ("none",)):  # by default the segment is kept
+    for weaker in EASIER.get(policy.how, ("none",)):  # "none" keeps the values of the segment
         eased = tuple(
             segment if segment in requested or segment.how == "none" else replace(segment, how=weaker)
             for segment in strong.segments
@@ -246,5 +286,5 @@ def _eased(
 
 
 def _seconds(ranking: CandidateRanking) -> float:
-    """Return the seconds of a micro-batch, simulated if possible, otherwise as predicted."""
+    """Return the seconds of a micro-batch: simulated if the model was, otherwise predicted by its price."""
     return ranking.prediction.pass_seconds if ranking.best.step is None else ranking.best.step.seconds

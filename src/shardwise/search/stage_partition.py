@@ -1,9 +1,16 @@
-"""Cuts of a model into stages so that the slowest is as fast as possible, and none holds too much.
+"""Cuts a model into stages at any operator, so that the slowest stage is as fast as possible.
 
-A cut may be before any operator. The seconds of an operator are those on the devices of a stage, as if it could be
-split over all of them; sends overlap with them. Of cuts whose slowest stage is nearly as fast, the one of the fewest
-bytes is taken. The best boundaries are found exactly, by dynamic programming over their positions; if there are very
-many, over those that the fewest bytes cross.
+A cut may be before any operator, also inside a repeated block. ``plans.pipelines._balanced`` uses this cut if memory
+costs no time. If memory binds, it cuts between blocks instead (``plans.stage_estimator``).
+
+An operator's seconds are those on a stage's devices, as if it could be split over all of them. Sends overlap with them.
+Let T(s, j) be the least seconds of the slowest of the first s stages, which end before position j::
+
+    T(s, j) = min over i < j of max(T(s - 1, i), stage(s, i, j))
+
+A stage over the memory limit counts OVER_LIMIT_PENALTY seconds and more. A second pass minimises the bytes that cross,
+over cuts whose slowest stage is within SLOWEST_STAGE_SLACK of T. The result is exact for up to MAX_CUT_POSITIONS
+positions. Of more, only those that the fewest bytes cross are tried.
 """
 
 from __future__ import annotations
@@ -27,9 +34,16 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class _OperatorCosts:
-    """Costs of every operator that is not repeated: its seconds, forward and backward, and the bytes that its stage
-    holds for it: of parameters (where they are first used) and of values per micro-batch. ``sent``: bytes that cross in
-    front of it; ``reads``: whether it reads parameters, of which every stage has some."""
+    """Costs of every operator that depends on an input or a parameter. Every stage computes the others for itself.
+
+    Attributes:
+        names: The operators.
+        seconds: Forward and backward, on the devices of a stage.
+        parameters: Bytes of parameters that no earlier operator reads, with gradients and optimizer states.
+        values: Bytes of results that a micro-batch keeps for backward.
+        sent: Bytes of values that cross a cut before the operator.
+        reads: 1 if the operator reads a parameter, else 0. Every stage must have such an operator.
+    """
 
     names: tuple[str, ...]
     seconds: Floats
@@ -42,10 +56,22 @@ class _OperatorCosts:
 def balanced_parts(
     graph: Graph, num_stages: int, prices: Prices, limit: float, in_flight: Sequence[int], per_place: int = 1
 ) -> tuple[list[list[str]], bool]:
-    """Return the operators of every stage, and whether memory costs no time: with everything kept, each stage fits
-    where the slowest is as fast as without a limit. If nothing fits, memory is divided. ``limit``: the bytes of a
-    device; ``in_flight``: per stage the micro-batches whose values it keeps at once; ``per_place``: the stages that
-    share a device. Raises PlanError for fewer positions than cuts."""
+    """Return the operators of every stage, and whether memory costs no time.
+
+    Memory costs no time if each stage fits without recomputation, and the slowest is nearly as fast as without a limit.
+    If no cut fits, the stages exceed their limit as evenly as possible.
+
+    Args:
+        graph: The graph of a micro-batch.
+        num_stages: Number of stages.
+        prices: Prices on the devices of a stage.
+        limit: Bytes of a device.
+        in_flight: For every stage, the number of micro-batches whose values it keeps at once.
+        per_place: Stages that share a device.
+
+    Raises:
+        PlanError: There are fewer operators, or fewer that read parameters, than stages.
+    """
     weights = _weigh(graph, prices)
     count = len(weights.names)
     if count < num_stages:
@@ -58,7 +84,7 @@ def balanced_parts(
         )
     positions = _positions(weights, num_stages)
     devices = prices.links.mesh.num_devices
-    latency = send_seconds(prices, devices, 0.0)  # of each message; not what bounds how many micro-batches pass
+    latency = send_seconds(prices, devices, 0.0)  # left out below: micro-batches follow each other at the bandwidth
     sends = [send_seconds(prices, devices, float(weights.sent[p]) / devices) - latency for p in positions[:-1]] + [0.0]
     starts, fits = _best(weights, positions, np.array(sends), num_stages, limit * devices / per_place, in_flight)
     return _parts(graph, weights, starts), fits
@@ -92,7 +118,7 @@ def _weigh(graph: Graph, prices: Prices) -> _OperatorCosts:
 
 
 def _positions(weights: _OperatorCosts, num_stages: int) -> list[int]:
-    """Return the positions where stages may begin, and the end."""
+    """Return the positions where stages may begin, as indices of operators, and the end."""
     count = len(weights.names)
     inner = list(range(1, count))
     most = max(MAX_CUT_POSITIONS, num_stages)
@@ -109,17 +135,20 @@ def _best(
     limit: float,
     in_flight: Sequence[int],
 ) -> tuple[list[int], bool]:
-    """Return the positions at which stages begin, and whether memory costs no time: first the least seconds of the
-    slowest stage are found, then the fewest bytes of the cuts that come near."""
+    """Return the positions at which stages begin, and whether memory costs no time.
+
+    The first pass finds the least seconds of the slowest stage. The second finds the fewest bytes sent, over cuts that
+    are nearly as fast.
+    """
     summed = (weights.seconds, weights.parameters, weights.values, weights.reads)
     seconds, parameters, values, reads = (np.concatenate([[0.0], np.cumsum(weight)])[positions] for weight in summed)
     sent = np.array([weights.sent[p] if 0 < p < len(weights.names) else 0.0 for p in positions])
     is_stage = reads[None, :] > reads[:, None]
-    span = np.maximum(seconds[None, :] - seconds[:, None], sends[None, :])  # [begin, end]: it sends beside its work
+    span = np.maximum(seconds[None, :] - seconds[:, None], sends[None, :])  # [begin, end]: sends overlap with work
     spans: list[Floats] = []
     for stage in range(num_stages):
         num_bytes = parameters[None, :] - parameters[:, None] + in_flight[stage] * (values[None, :] - values[:, None])
-        # Bytes that are too many count as seconds without end; where nothing fits they are divided.
+        # The penalty exceeds any seconds, and grows with the bytes: if nothing fits, the excess is divided evenly.
         excess = (
             np.where(num_bytes > limit, OVER_LIMIT_PENALTY * num_bytes / max(limit, 1.0), 0.0)
             if isfinite(limit)
@@ -151,7 +180,7 @@ def _best(
 
 
 def _least_slowest(spans: Sequence[Floats]) -> float:
-    """Return the least seconds of the slowest stage. ``spans``: of every stage [begin, end]."""
+    """Return the least seconds of the slowest stage. ``spans``: for every stage, [begin, end] its seconds."""
     slowest = np.full(len(spans[0]), inf)
     slowest[0] = 0.0
     for of_stage in spans:
@@ -160,7 +189,7 @@ def _least_slowest(spans: Sequence[Floats]) -> float:
 
 
 def _parts(graph: Graph, weights: _OperatorCosts, starts: Sequence[int]) -> list[list[str]]:
-    """Split all operators into stages; repeated ones go with the one before them."""
+    """Split all operators into stages. An operator without costs goes with the one before it."""
     begins = {weights.names[start]: number for number, start in enumerate(starts)}
     parts: list[list[str]] = [[] for _ in starts]
     current = 0
