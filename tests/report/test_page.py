@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -152,11 +153,23 @@ def test_nothing_comes_from_elsewhere_and_names_are_texts(plan: sw.Plan, tmp_pat
 
 def test_a_plan_without_a_prediction_says_what_to_do(tmp_path: Path) -> None:
     batch = torch.randn(8, 64), torch.zeros(8, dtype=torch.int64)
-    unpriced = sw.plan(Net(), batch, 2, mode="data_parallel")
-    for write in (lambda path: unpriced.report.write(path), lambda path: write_page(path, unpriced.plan)):
-        with pytest.raises(sw.PlanError, match="not chosen by price") as error:
-            write(tmp_path / "plan.html")
-        assert 'search="dynamic_programming"' in str(error.value)
+    by_mode = sw.plan(Net(), batch, 2, mode="data_parallel")
+    with pytest.raises(sw.PlanError, match="not chosen by price"):
+        by_mode.report.write(tmp_path / "plan.html")
+    unpriced = replace(by_mode.plan, predicted=None)
+    with pytest.raises(sw.PlanError, match="the plan has no prediction"):
+        write_page(tmp_path / "plan.html", unpriced)
+    with pytest.raises(sw.PlanError, match="the other plan has no prediction"):
+        write_page(tmp_path / "plan.html", by_mode.plan, other=unpriced)
+
+
+def test_a_plan_by_mode_stands_beside_one_by_price(tmp_path: Path, plan: sw.Plan) -> None:
+    batch = torch.randn(8, 64), torch.zeros(8, dtype=torch.int64)
+    other = sw.plan(Net(), batch, sw.Cluster.load("h100-1x4"), mode="data_parallel")
+    plan.report.write(tmp_path / "plan.html", other=other)
+    text = text_of(tmp_path / "plan.html")
+    for name, second in plan_figures(other):
+        assert f"<td>{second}</td>" in text, name
 
 
 def test_outputs_that_no_step_brings_together_are_told_beside_the_collectives(tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def _predicted(plan: Plan, cost: Prediction) -> list[str]:
     passes = f" ({cost.passes} passes of {format_seconds(cost.pass_seconds)})" if cost.passes > 1 else ""
     lines = [
         f"  priced step {measured(cost.pass_seconds)}{passes}: compute {format_seconds(cost.compute)}, "
-        f"exposed communication {format_seconds(cost.exposed)}, parameter traffic "
+        f"exposed communication and update {format_seconds(cost.exposed)}, parameter traffic "
         f"{format_seconds(cost.traffic)} (overlaps with compute)",
         f"    parameters, gradients, optimizer states and saved values {format_bytes(cost.num_bytes)}",
     ]

@@ -85,11 +85,11 @@ def write_page(
         PlanError: A plan has no prediction, or the profile is of a plan with other stages.
     """
     for shown_plan in (plan, other):
-        if shown_plan is not None and shown_plan.pipeline is None and not shown_plan.is_searched:
+        if shown_plan is not None and shown_plan.pipeline is None and shown_plan.predicted is None:
             raise PlanError(
                 problem(
-                    "the plan has no prediction: it was not chosen by price",
-                    fix='plan again with sw.plan(..., search="dynamic_programming"); print(plan) lists what it does',
+                    "the other plan has no prediction" if shown_plan is other else "the plan has no prediction",
+                    fix="plan again with sw.plan(...), which prices plans; print(plan) lists what the plan does",
                 )
             )
     measured = len(profile.stages) if isinstance(profile, PipelineProfile) else 1
