@@ -24,6 +24,8 @@ import shardwise as sw
 from shardwise.errors import CaptureError, CaptureWarning
 from shardwise.graph import impure_reads
 from shardwise.graph.capture import capture
+from shardwise.graph.code_reachability import reachable_code
+from shardwise.graph.module_state import snapshot_state
 
 GENERATOR, PYTHONS = np.random.default_rng(0), random.Random(0)
 HERE = Path(__file__)
@@ -276,3 +278,13 @@ def test_inputs_read_through_operators_that_return_their_operand_are_the_same_in
     with warnings.catch_warnings():
         warnings.simplefilter("error", CaptureWarning)
         capture(Model(), (torch.randn(4),))
+
+
+def test_an_assertion_that_pytest_rewrote_does_not_lead_to_the_test_session():
+    class Checked(nn.Module):
+        def forward(self, x):
+            assert x.dim() == 2, "the rewritten assert calls pytest"
+            return x.sum()
+
+    leaves = snapshot_state(Checked(), reachable_code(Checked()).values).leaves
+    assert not [place for place in leaves if "pytest_runtest_protocol" in place]

@@ -21,15 +21,17 @@ LINE = "shardwise_line"  # the key under which a node's metadata holds its line
 INITIAL = "shardwise_initial"  # the key that marks nodes that make initial values of parameters
 NOT_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]), "<")
 _NOT_OF_MODELS = (*NOT_USER_CODE, str(Path(np.__file__).parent))
+# pytest rewrites a model's ``assert`` into calls of its own, whose closures lead to the whole test session.
+_OF_PYTEST = re.compile(r"[\\/](_pytest|pluggy)[\\/]")
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _INSTALLED = sysconfig.get_path("purelib")  # lies inside it
 
 
 def is_of_models(filename: str) -> bool:
-    """Return whether a file may hold a model's code: the user's or an installed package's, not Python, NumPy, torch or
-    shardwise."""
+    """Return whether a file may hold a model's code: the user's or an installed package's, not Python, NumPy, torch,
+    pytest or shardwise."""
     is_standard = filename.startswith(_STANDARD_LIBRARY) and not filename.startswith(_INSTALLED)
-    return not is_standard and not filename.startswith(_NOT_OF_MODELS)
+    return not (is_standard or filename.startswith(_NOT_OF_MODELS) or _OF_PYTEST.search(filename))
 
 
 def is_module_of_models(module: ModuleType | None) -> bool:
