@@ -220,7 +220,7 @@ def test_ranks_are_measured_machine_by_machine() -> None:
     assert sizes_of(["a"] * 4) == (4,)
     assert sizes_of(["a", "a", "b", "b", "c", "c"]) == (2, 3)
     for names in (["a", "b", "a", "b"], ["a", "a", "b"], ["a", "a", "a", "b"], ["a", "b", "b", "a"]):
-        with pytest.raises(LaunchError, match="in a row"):
+        with pytest.raises(LaunchError, match="not consecutive"):
             sizes_of(names)
 
 

@@ -106,11 +106,14 @@ def test_an_autocast_is_part_of_a_plan_and_proven() -> None:
         assert "in the plan's precision" in str(report)
     plain = sw.plan(module, (x,), 2, mode="data_parallel")
     assert plain.precision == sw.Precision()
-    with torch.autocast("cpu", dtype=BF16), pytest.raises(CaptureError, match=r"around sw\.verify.*made for none"):
+    with (
+        torch.autocast("cpu", dtype=BF16),
+        pytest.raises(CaptureError, match=r"sw\.verify.*made for no autocast"),
+    ):
         sw.verify(module, (x,), plain)
     with torch.autocast("cpu", dtype=F16), pytest.raises(CaptureError, match="made for torch"):
         sw.verify(module, (x,), plan)
-    with torch.autocast("cpu", dtype=BF16), pytest.raises(ShardwiseError, match="two rules"):
+    with torch.autocast("cpu", dtype=BF16), pytest.raises(ShardwiseError, match="both would set the casts"):
         sw.plan(module, (x,), 2, precision=sw.Precision(compute=BF16))
 
 

@@ -186,7 +186,7 @@ def check_expressions(seeds: range) -> Counter[str]:
 
 def test_random_expressions_over_positions_are_what_their_operators_give():
     kinds = check_expressions(range(50))
-    assert kinds["Choice"] > 40
+    assert kinds["IntervalSelect"] > 40
     assert kinds["PositionSum"] > 40
     assert kinds["KnownTensor"] > 200
     assert kinds["NoneType"] < sum(kinds.values()) / 3
@@ -195,7 +195,7 @@ def test_random_expressions_over_positions_are_what_their_operators_give():
 @pytest.mark.long
 def test_thousands_of_random_expressions_over_positions_are_what_their_operators_give():
     kinds = check_expressions(range(1000, 2500))
-    assert kinds["Choice"] > 1000
+    assert kinds["IntervalSelect"] > 1000
 
 
 def intervals(*bounds: tuple[int, int], num_keys: int = 6) -> Intervals:

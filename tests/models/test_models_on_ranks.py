@@ -24,10 +24,10 @@ from torch.utils import _pytree as pytree
 import shardwise as sw
 from models import tiny_models
 from models.zoo import DESCRIBED, ZOO
-from shardwise import api
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.to_float64 import reference_mode, to_float64
 from shardwise.layouts.conversions import Collective
+from shardwise.planning import execute
 from shardwise.programs.lifetimes import backward_collectives
 from shardwise.proof.runs import OPTIMIZERS
 from shardwise.runtime import program_cache
@@ -99,7 +99,7 @@ def plan_of(name: str, label: str, **choices: Any) -> sw.Plan:
         choices = {**ON_TWO_AXES[label], "mesh": sw.Mesh(node=2, gpu=2), "bucket_bytes": 2**13}
     elif not choices:
         choices = {"cluster": RANKS, "mesh": sw.Mesh(dp=2, tp=2), "strategies": by_hand}
-    with widened(api):
+    with widened(execute):
         return sw.plan(build(name), (), kwargs=batch(name, 0), optimizer=OPTIMIZER[name], **choices)
 
 

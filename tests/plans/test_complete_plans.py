@@ -333,7 +333,7 @@ def changed(plan: sw.Plan, change: Callable[[dict[str, Any]], object]) -> str:
         ("0-7", "9-16", ["1 of 17 ranks are in no stage: 8"]),
         ("1-8", "9-16", ["1 of 17 ranks are in no stage: 0"]),
         ("0-6", "7-14", ["stages[0].ranks", "has 8 devices, the placement names 7 ranks"]),
-        ("0-6,6", "7-14", ["stages[0].ranks", "rank 6 is listed twice"]),
+        ("0-6,6", "7-14", ["stages[0].ranks", "rank 6 is named twice"]),
     ],
 )
 def test_stages_whose_ranks_overlap_or_are_missing_are_refused(

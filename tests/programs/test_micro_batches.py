@@ -318,7 +318,7 @@ def test_statistics_of_batch_norm_are_those_of_micro_batches_and_announced(sizes
     batch, micro_batch = sizes
     torch.manual_seed(0)
     module, inputs = Convolutions(), (rows(3, 8, 8), labels())
-    with pytest.warns(PlanWarning, match=r"running statistics \(last.num_batches_tracked.* of every micro-batch"):
+    with pytest.warns(PlanWarning, match=r"running statistics \(last.num_batches_tracked.* by every micro-batch"):
         plan = sw.plan(module, inputs, 2, mode="data_parallel", micro_batch=micro_batch)
     report = sw.verify(module, tuple(x[:batch] for x in inputs), plan, tolerance=1e-9)
     assert report.ok, str(report)

@@ -19,10 +19,10 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
 from launch.gloo_ranks import wait_for_all_ranks
-from shardwise import api
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.graph.custom_operators import splitmix64
 from shardwise.graph.normalize_random import SEED
+from shardwise.planning import execute
 from shardwise.runtime.local_shards import shard
 
 # Sums of at most 16 rows and 12 columns of float64, in another order: some units in the last place of numbers below 10.
@@ -457,13 +457,13 @@ def slow_planning(seconds: float, store: str) -> float:
     """Rank 0 plans, and captures, for longer than a collective may take."""
     with_timeout(seconds / 2, store)
     if dist.get_rank() == 0:
-        inner = api.capture
+        inner = execute.capture
 
         def slowly(*args: Any, **kwargs: Any) -> Any:
             time.sleep(seconds)
             return inner(*args, **kwargs)
 
-        api.capture = slowly  # this process ends with the test
+        execute.capture = slowly  # this process ends with the test
     torch.manual_seed(0)
     net = Net().double()
     plan = None
@@ -472,7 +472,7 @@ def slow_planning(seconds: float, store: str) -> float:
     from shardwise.runtime import program_cache
 
     if dist.get_rank() == 0:
-        program_cache.capture = api.capture
+        program_cache.capture = execute.capture
     par = sw.parallelize(net, plan, loss=nn.functional.cross_entropy)
     return float(par.step(*batch_of(8)))
 

@@ -133,7 +133,7 @@ def test_the_command_measures_a_rank_of_a_plan_file(place: Path, capsys: pytest.
     assert "forward of up/linear" in said or "backward of up/linear" in said
     for arguments, words in (
         (["--alone", "16384", str(place / "plan.json"), model], "the plan is for ranks 0 to 16383, not 16384"),
-        (["-n", "2", "--alone", "1", str(place / "plan.json"), model], "--alone runs one rank without others, and -n"),
+        (["-n", "2", "--alone", "1", str(place / "plan.json"), model], "--alone runs one rank, and -n"),
         (["--alone", "1", str(place / "none.json"), model], "none.json"),
         (["--alone", "1", str(place / "plan.json"), model, "--steps", "0"], "steps is a number from 1, not 0"),
         (["--alone", "1", str(place / "plan.json"), model, "--device", "nope"], "'nope' is not a device"),

@@ -61,7 +61,7 @@ def priced(compute: str = "", reduce: str = "") -> sw.Plan:
     """A plan as an older version wrote it: priced for dtypes that it does not execute."""
     plan = sw.Plan.from_json(sw.plan(Net(), batch(), 2).to_json())
     assert plan.pricing is not None
-    return replace(plan.plan, pricing=replace(plan.pricing, compute=compute, reduce=reduce))
+    return replace(plan, pricing=replace(plan.pricing, compute=compute, reduce=reduce))
 
 
 def warned(call: Callable[[], Any]) -> tuple[Any, list[str]]:

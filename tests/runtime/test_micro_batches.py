@@ -23,9 +23,9 @@ from models import tiny_models
 from models.test_models_on_ranks import messages, widened
 from models.tiny_models import TinyModel
 from models.zoo_own import DLRM, dlrm_inputs
-from shardwise import api
 from shardwise.errors import PlanWarning, ShardwiseError
 from shardwise.graph.to_float64 import reference_mode
+from shardwise.planning import execute
 from shardwise.plans import micro_batch_search
 from shardwise.runtime import compiled, program_cache
 from shardwise.runtime.local_shards import shard
@@ -82,7 +82,7 @@ def plan_of(name: str, mesh: str, micro_batch: int) -> sw.Plan:
     axes, has_strategies, zero = MESHES[mesh]
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for module in (api, micro_batch_search):
+        for module in (execute, micro_batch_search):
             stack.enter_context(widened(module))
         return sw.plan(
             build(name),

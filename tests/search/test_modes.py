@@ -42,7 +42,7 @@ def test_data_parallel_splits_the_batch_over_all_axes_and_reduces_every_gradient
 def test_every_device_has_a_share_of_a_batch_that_does_not_divide(mesh: sw.Mesh, samples: int) -> None:
     model, batch = Mlp(), torch.randn(samples, 8)
     few = samples < mesh.num_devices
-    with pytest.warns(sw.errors.PlanWarning, match="some repeat the work") if few else warnings.catch_warnings():
+    with pytest.warns(sw.errors.PlanWarning, match="devices repeat the work") if few else warnings.catch_warnings():
         plan = sw.plan(model, batch, mesh.num_devices, mode="data_parallel", mesh=mesh)
     layout = plan.layouts["args[0]"]
     rows = [layout.local_shape(mesh.coordinates(rank))[0] for rank in range(mesh.num_devices)]

@@ -1,4 +1,4 @@
-"""The output of ``--json``: one document on standard output. Keys name their units (schemas: docs/commands.md)."""
+"""The output of ``--json``: one document on standard output. Keys name their units (schemas: the page on commands)."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ Start here to add a rule:
 2. If the operator is a product, add its FLOPs to ``FLOPS`` in ``costs/flops.py``.
 3. Add sample calls to the family in ``tests/rules/samples/``, which check the rule by every split.
 
-``docs/adding-a-rule.md`` explains each step. Rules of the user come from ``shardwise.rule`` (``rules/custom.py``).
+The page on adding a rule explains each step. Rules of the user come from ``shardwise.rule`` (``rules/custom.py``).
 """
 
 from __future__ import annotations
