@@ -196,9 +196,7 @@ def whole_states(options: dict[str, Any], folder: str) -> dict[str, Any]:
     found["save_pretrained"] = equal({**loaded, "head.weight": loaded["tokens.weight"]}, want)
     optimizer.param_groups[0]["lr"] = 1e-2 * (1 + dist.get_rank())
     message = refusal(lambda: get_optimizer_state_dict(par, optimizer, options=ON_RANK_0))
-    found["rates differ"] = (
-        "ranks disagree on param_groups.0.lr of" in message or not options.get("stages")
-    )
+    found["rates differ"] = "ranks disagree on param_groups.0.lr of" in message or not options.get("stages")
     return found
 
 
