@@ -419,23 +419,34 @@ def test_no_gradient_flows_into_numbers_that_torch_reads_out_of_parameters(space
 
 # -- lower precision ---------------------------------------------------------------------------------------------------
 
+_OWN = torch.Generator().manual_seed(0)  # the samples' generator has drawn what other collected files ask for
+
+
+def drawn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=_OWN, dtype=torch.float64, requires_grad=True)
+
+
+def indices(high: int, *shape: int) -> Tensor:
+    return torch.randint(high, shape, generator=_OWN)
+
+
 ROUNDED: dict[str, tuple[Function, tuple[Tensor, ...]]] = {
     "layers": (
         lambda a, w, b, v: F.linear(F.gelu(F.linear(F.layer_norm(a, (6,)), w, b)), v).softmax(-1),
-        (x(4, 6), x(8, 6), x(8), x(3, 8)),
+        (drawn(4, 6), drawn(8, 6), drawn(8), drawn(3, 8)),
     ),
-    "reductions": (lambda a: (a.sum(0), a.mean(1), a.var(0), a.logsumexp(1), a.amax(0), a.cumsum(1)), (x(4, 6),)),
+    "reductions": (lambda a: (a.sum(0), a.mean(1), a.var(0), a.logsumexp(1), a.amax(0), a.cumsum(1)), (drawn(4, 6),)),
     "losses": (
         lambda a, t: (F.cross_entropy(a, t), F.cross_entropy(a, t, label_smoothing=0.1), a.log_softmax(1)),
-        (x(6, 5), ids(5, 6)),
+        (drawn(6, 5), indices(5, 6)),
     ),
     "attention": (
         lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        (x(1, 2, 4, 4), x(1, 2, 4, 4), x(1, 2, 4, 4)),
+        (drawn(1, 2, 4, 4), drawn(1, 2, 4, 4), drawn(1, 2, 4, 4)),
     ),
-    "lookups and updates": (lambda w, i: (F.embedding(i, w), w.index_add(0, i, w[i])), (x(6, 4), ids(6, 5))),
+    "lookups and updates": (lambda w, i: (F.embedding(i, w), w.index_add(0, i, w[i])), (drawn(6, 4), indices(6, 5))),
     # Eight elements in a group: of two, the normalised values are 1 and -1, and gradients are rounding alone.
-    "norms": (lambda a, w: (F.rms_norm(a, (16,), w), F.group_norm(a, 2), a.norm(dim=0)), (x(4, 16), x(16))),
+    "norms": (lambda a, w: (F.rms_norm(a, (16,), w), F.group_norm(a, 2), a.norm(dim=0)), (drawn(4, 16), drawn(16))),
 }
 
 
