@@ -203,3 +203,16 @@ def test_mends_of_stages_are_ordered_by_their_seconds(monkeypatch: pytest.Monkey
     lines = [line for line in said.splitlines() if line.startswith("  fix ")]
     assert lines
     assert all("step " in line and "peak " in line for line in lines), said
+
+
+def test_a_request_and_its_variants_are_checked_alike_and_keep_a_setting_of_none() -> None:
+    module, batch = asked()
+    request = PlanRequest.of(module, batch, "h100-1x4", recompute=None)
+    assert request.parallel.recompute is None
+    with pytest.raises(sw.PlanError, match="needs 2 devices"):
+        request.varied(mesh=sw.Mesh(dp=2))
+    with pytest.raises(sw.ShardwiseError, match="unknown mode"):
+        request.varied(mode="fast")
+    with pytest.raises(TypeError, match="no setting 'stage'"):
+        request.varied(stage=2)
+    assert sw.fits(module, batch, "h100-1x4", recompute=None, seconds=0).asked.request.parallel.recompute is None

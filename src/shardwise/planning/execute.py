@@ -240,7 +240,7 @@ class Planning:
         )
         report = chosen.search_report
         assert isinstance(report, MeshReport | PipelineReport), "it was chosen by price"
-        return PlanningResult(chosen.plan, AutoStagesSearchReport(compared, report))
+        return PlanningResult(chosen.plan, AutoStagesSearchReport(chosen.plan, compared, report))
 
     @cached_property
     def _estimator(self) -> StageEstimator:

@@ -277,14 +277,15 @@ def fits(
             )
         )
     step = None
-    if asked.found is None or asked.plan is None:
+    found = asked.found
+    if found is None:
         options, untried = plan_variants(
             suggest_fixes(request), seconds, lambda options: sum(o.is_priced for o in options) >= 2 * NUM_SHOWN
         )
         best = sorted((option for option in options if option.is_priced), key=lambda option: option.price)
     else:
-        step = _step(request, asked.found)
-        options, untried = plan_variants(suggest_changes(request, asked.plan), seconds, lambda options: False)
+        step = _step(request, found)
+        options, untried = plan_variants(suggest_changes(request, found.plan), seconds, lambda options: False)
         better = [option for option in options if option.is_priced and option.price < asked.price]
         best = sorted(better, key=lambda option: option.price)
     tokens = _tokens(asked)

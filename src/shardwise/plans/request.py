@@ -128,6 +128,15 @@ class PlanRequest:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     search: SearchOptions = field(default_factory=SearchOptions)
 
+    def __post_init__(self) -> None:
+        mesh, num_devices = self.parallel.mesh, self.cluster.num_devices
+        if mesh is not None and self.parallel.stages is None and mesh.num_devices != num_devices:
+            product = " x ".join(str(size) for _, size in mesh.axes) or "1"
+            needed = f"{product} = {mesh.num_devices}" if len(mesh.axes) > 1 else product
+            what = f"{mesh} needs {needed} devices, the cluster has {num_devices}"
+            fix = f"choose axes whose sizes multiply to {num_devices}"
+            raise PlanError(problem(what, fix=fix, section="mesh-size"))
+
     @staticmethod
     def of(
         module: torch.nn.Module,
@@ -149,15 +158,7 @@ class PlanRequest:
         if isinstance(cluster, int) and configs["search"].memory_bytes is None:  # no description: no memory limit
             configs["search"] = replace(configs["search"], memory_bytes=inf)
         args, named = call_arguments(example_inputs, kwargs)
-        request = PlanRequest(module=module, args=args, kwargs=named, loss=loss, cluster=Cluster.of(cluster), **configs)
-        mesh, num_devices = request.parallel.mesh, request.cluster.num_devices
-        if mesh is not None and request.parallel.stages is None and mesh.num_devices != num_devices:
-            product = " x ".join(str(size) for _, size in mesh.axes) or "1"
-            needed = f"{product} = {mesh.num_devices}" if len(mesh.axes) > 1 else product
-            what = f"{mesh} needs {needed} devices, the cluster has {num_devices}"
-            fix = f"choose axes whose sizes multiply to {num_devices}"
-            raise PlanError(problem(what, fix=fix, section="mesh-size"))
-        return request
+        return PlanRequest(module=module, args=args, kwargs=named, loss=loss, cluster=Cluster.of(cluster), **configs)
 
     def varied(self, cluster: Cluster | None = None, samples: int | None = None, **settings: Any) -> PlanRequest:
         """Return the request with another cluster, number of samples in its inputs, or settings, by name."""

@@ -335,13 +335,9 @@ class AutoStagesSearchReport(SearchReport):
     """The report of a search over numbers of stages, schedules and micro-batches. ``settings``: those that were
     compared; ``chosen``: the report of the setting that was taken."""
 
+    plan: Plan
     settings: AutoStagesReport
     chosen: MeshReport | PipelineReport
-
-    @property
-    def plan(self) -> Plan:  # type: ignore[override]
-        """The plan of the setting that was taken."""
-        return self.chosen.plan
 
     def explain(self, name: str) -> AutoStagesReport | Explanation | MicroBatches | StageExplanation:
         """Return what was compared and why this setting was taken for ``"stages"``; for other names what the report of
