@@ -16,7 +16,7 @@ from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.to_float64 import to_float64
 from shardwise.proof.errors_by_tensor import Key, Values, is_finite, magnitude
-from shardwise.proof.runs import OneDevice, RunStart, whole_bindings
+from shardwise.proof.runs import OneDevice, RunStart
 
 
 class Substance:
@@ -85,7 +85,7 @@ def _origin(start: RunStart, step: int, key: Key) -> str:
         device.step(earlier)
     sources = {
         name: tensor.detach().clone().requires_grad_(graph.by_name[name].requires_grad)
-        for name, tensor in whole_bindings(start, graph, device.tensors, step).items()
+        for name, tensor in start.bindings(graph, device.tensors, step, {}).items()
     }
     values = interpret(graph, sources)
     bad = {name for name, value in values.items() if not is_finite(value)}
