@@ -8,7 +8,7 @@ size turns the noise into a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -42,18 +42,31 @@ def compare(
         kind, name = key
         error = float("inf")
         if key in expected and key in actual:
-            scale = max(sizes[key], (1e-6 if kind == "gradient" else 1e-3) * floor[kind])
-            error = relative_difference(local(key, expected[key]), actual[key], scale)
+            least = 1e-3 * floor[kind]
+            if kind == "gradient":
+                least = 1e-6 * max(floor[kind], natural_gradient(sizes, name))
+            error = relative_difference(local(key, expected[key]), actual[key], max(sizes[key], least))
         if key not in worst or error > worst[key].error or error != error:
             worst[key] = TensorError(kind, name, error, rank)
 
 
 def magnitude(tensor: torch.Tensor) -> float:
     """Return the largest finite absolute value."""
-    tensor = tensor.detach()
-    finite = tensor.abs() if tensor.dtype != torch.bool else tensor.long()
+    tensor, exact = tensor.detach(), not (tensor.is_floating_point() or tensor.is_complex())
+    finite = (tensor.double() if exact else tensor).abs()  # torch has no abs of bool and of most unsigned types
     finite = finite[torch.isfinite(finite)] if finite.is_floating_point() else finite
     return float(finite.max()) if finite.numel() else 0.0
+
+
+def natural_gradient(sizes: Mapping[Key, float], name: str) -> float:
+    """Return the gradient of a parameter for which moving it by its own magnitude changes the loss by all of the loss.
+    ``sizes``: the magnitudes of all values.
+
+    A gradient of 1e-16 of that is the rounding of a gradient that is zero: it moves the loss by less than its rounding.
+    """
+    size = sizes.get(("parameter", name), 0.0)
+    loss = max((magnitude for (kind, _), magnitude in sizes.items() if kind == "loss"), default=0.0)
+    return loss / size if size else 0.0
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -160,7 +160,7 @@ class OneDevice:
                 detached = leaf.detach()
                 values["loss" if is_loss else "output", f"[{i}]"] = detached.clone() if is_copied else detached
             if is_loss and leaf.requires_grad:
-                leaf.backward()
+                _run_backward(leaf)
         return values
 
     def _check_outputs(self, leaves: Sequence[Any]) -> None:
@@ -208,6 +208,14 @@ def state_of_part(
         for key, entry in state.items()
         if entry is not None
     }
+
+
+def _run_backward(loss: torch.Tensor) -> None:
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        fix = "a loss whose gradient exists; without parameters that require grad, outputs alone are compared"
+        raise ShardwiseError(problem(f"the backward of the model fails on one device: {error}", fix=fix)) from error
 
 
 def _described(outputs: Sequence[Any]) -> str:
