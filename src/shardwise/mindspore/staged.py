@@ -16,7 +16,7 @@ from shardwise.launch import rank_groups
 from shardwise.mindspore import context, strict
 from shardwise.mindspore.options import FULL_BATCH, Options
 from shardwise.programs.micro_batches import APART
-from shardwise.runtime.pipeline import Pipeline
+from shardwise.runtime.parallel import Parallel
 
 # The reference's name -> torch's schedule.
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "zero_bubble_v": "ZBVZeroBubble"}
@@ -150,7 +150,7 @@ def fed(inputs: tuple[torch.Tensor, ...], micro_size: int, options: Options) -> 
     return tuple(batches)
 
 
-def loss_of(par: Pipeline, inputs: tuple[torch.Tensor, ...], micro_size: int, scale: float) -> torch.Tensor:
+def loss_of(par: Parallel, inputs: tuple[torch.Tensor, ...], micro_size: int, scale: float) -> torch.Tensor:
     """Return the sum of the micro-batches' losses, on all ranks. In training it is differentiable: the step has run."""
     factor = torch.tensor(scale)
     if not (par.training and torch.is_grad_enabled()):
