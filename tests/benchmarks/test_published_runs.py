@@ -48,6 +48,7 @@ def test_a_layer_takes_its_kernels_or_what_the_host_needs_to_start_them(prices: 
     assert busy.seconds(1e-3) == pytest.approx(20e-3)
 
 
+@pytest.mark.long
 def test_small_work_is_as_fast_as_its_host_and_large_work_is_not(prices: ModuleType) -> None:
     small = prices.pass_of(TINY, 2)
     twice = prices.pass_of(TINY, 4)

@@ -134,6 +134,7 @@ def compare(run_ranks: RunRanks, folder: Path, scripts: dict[str, Script]) -> No
                 torch.testing.assert_close(own[key], tensor, **bound, msg=f"{name}: {key}")
 
 
+@pytest.mark.long
 def test_scripts_log_and_save_what_one_process_does(run_ranks: RunRanks, tmp_path: Path) -> None:
     compare(run_ranks, tmp_path, SCRIPTS)
 

@@ -152,6 +152,7 @@ def evaluated(folder: str) -> tuple[list[dict[str, float]], Any]:
     return history(own), own.predict(Sentences(6), max_new_tokens=5, num_beams=1).predictions.tolist()
 
 
+@pytest.mark.long
 def test_evaluations_write_what_those_of_one_process_do(run_ranks: RunRanks, tmp_path: Path) -> None:
     found = run_ranks(evaluated, 2, str(tmp_path / "ours"), time_limit_seconds=600)
     theirs = trainer(tf.Seq2SeqTrainer, tmp_path / "theirs")

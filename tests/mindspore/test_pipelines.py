@@ -180,6 +180,7 @@ def check(found: dict[str, Any], want: dict[str, Any], kind: str) -> None:
         np.testing.assert_allclose(own, want["weights"][name], rtol=1e-4, atol=1e-6, err_msg=f"{kind} {name}")
 
 
+@pytest.mark.quick
 def test_two_ranks_train_a_pipeline_as_one_process_does(run_ranks: RunRanks, tmp_path: Path) -> None:
     one = {kind: trained(kind) for kind in CONFIGS}
     own_loop = loop()

@@ -245,6 +245,7 @@ def _trained(mode: str | None) -> tuple[list[float], list[int]]:
 
 
 @pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel"])
+@pytest.mark.sampled(1)
 def test_programs_on_two_ranks_are_those_of_one_process(mode: str, run_ranks: RunRanks) -> None:
     want, _ = _trained(None)
     assert len(set(want)) == len(want) == 18

@@ -99,6 +99,7 @@ def changes(strategies: dict[str, str], compiles: bool) -> Any:
 
 
 @pytest.mark.parametrize(("factor", "compiles"), [("n", False), ("m", True)], ids=["heads", "positions, compiled"])
+@pytest.mark.sampled(2)
 def test_steps_equal_one_device_whatever_becomes_of_buffers(run_ranks: RunRanks, factor: str, compiles: bool) -> None:
     for gaps, same, sizes in run_ranks(changes, 2, {f"qkv.{i}": f"{factor}@tp" for i in range(3)}, compiles):
         assert max(gaps.values()) < EQUAL, gaps

@@ -78,6 +78,7 @@ def train_alone() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["auto", "tp"])
+@pytest.mark.quick
 def test_four_ranks_train_as_one_process(name: str, run_ranks: RunRanks) -> None:
     ranks = run_ranks(train, 4, name, time_limit_seconds=240)
     alone = train_alone()

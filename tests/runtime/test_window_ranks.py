@@ -120,6 +120,7 @@ def train_alone(rows: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("rows", "num_ranks", "compile"), [(16, 4, False), (20, 4, False), (12, 2, True)])
+@pytest.mark.sampled(2)
 def test_ranks_that_exchange_halos_train_as_one_process(
     rows: int, num_ranks: int, compile: bool, run_ranks: RunRanks
 ) -> None:

@@ -343,6 +343,7 @@ except sw.errors.CheckpointError as error:
 
 
 @pytest.mark.parametrize("name", ["step-1", "weights"])
+@pytest.mark.sampled(1)
 def test_what_a_killed_process_left_the_next_save_removes_and_never_a_live_ones(tmp_path: Path, name: str) -> None:
     def other(waits: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", OTHER, str(tmp_path), name, waits]

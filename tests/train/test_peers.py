@@ -78,6 +78,7 @@ def check_equal(folder: Path, whole: Path) -> None:
 
 
 @pytest.mark.parametrize(("kind", "every", "back"), [("zero", 1, 6), ("zero3", 3, 3)])
+@pytest.mark.sampled(1)
 def test_a_machine_is_lost_with_its_memory(
     run_ranks: RunRanks, tmp_path: Path, kind: str, every: int, back: int
 ) -> None:
