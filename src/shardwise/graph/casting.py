@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from shardwise.errors import CaptureError, problem
 from shardwise.graph.autocast import Autocast, casts_of
 from shardwise.graph.emitter import Emitter
-from shardwise.graph.ir import Arg, Op, Ref, map_refs, refs
+from shardwise.graph.ir import Arg, Op, Ref, map_operands
 from shardwise.graph.schema import operator_name, tensor_results
 
 _FIX = "call it under torch.autocast(..., enabled=False) with operands cast beforehand"
@@ -42,8 +42,7 @@ class Casting:
         """Return the operator with operands cast by ``cast``. Raises CaptureError if autocast casts inside of it."""
         if self.autocast is None or not isinstance(op.target, OpOverload):
             return op
-        names = refs((op.args, tuple(value for _, value in op.kwargs)))
-        if not any(self.emitter.values[name].dtype.is_floating_point for name in names):
+        if not any(self.emitter.values[name].dtype.is_floating_point for name in op.operands):
             return op
         casts = casts_of(self.autocast, op.target, partial(self._example, op))
         if casts is None:
@@ -55,11 +54,11 @@ class Casting:
             dtype = casts.operands.get(next(numbers))
             return Ref(name) if dtype is None else self._cast(name, dtype, cast, remembers)
 
-        args = map_refs(op.args, operand)
-        kwargs = tuple((key, map_refs(arg, operand)) for key, arg in op.kwargs)
-        if casts.dtype is not None:
-            kwargs = (*((key, arg) for key, arg in kwargs if key != "dtype"), ("dtype", casts.dtype))
-        return replace(op, args=args, kwargs=kwargs)
+        op = map_operands(op, operand)
+        if casts.dtype is None:
+            return op
+        others = ((key, arg) for key, arg in op.kwargs if key != "dtype")
+        return replace(op, kwargs=(*others, ("dtype", casts.dtype)))
 
     def _cast(self, name: str, dtype: torch.dtype, cast: Callable[[str, torch.dtype], Ref], remembers: bool) -> Ref:
         if (name, dtype) in self._casts:

@@ -10,7 +10,7 @@ import torch
 from torch._ops import OpOverload
 
 from shardwise.graph.infer import TypeInference
-from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_refs, refs
+from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_operands, map_refs
 from shardwise.graph.rejected import reject_mixed_dtypes
 from shardwise.graph.schema import operator_name
 
@@ -92,7 +92,7 @@ class Emitter:
 
     def without_gradient(self, op: Op) -> set[str]:
         """Return the operands whose gradients autograd leaves None although the operator's results have gradients."""
-        places = list(refs((op.args, tuple(arg for _, arg in op.kwargs))))
+        places = op.operands
         if not any(self.values[name].requires_grad for name in places):
             return set()
         if op.target in _READ_NUMBERS:
@@ -154,14 +154,13 @@ def rewrite_graph(graph: Graph, rewrites: Mapping[OpOverload, Rewrite]) -> Graph
     emitter.known = new_args
     for op in graph.ops:
         emitter.origin = op
-        args = map_refs(op.args, new_args.__getitem__)
-        kwargs = tuple((key, map_refs(arg, new_args.__getitem__)) for key, arg in op.kwargs)
-        results = emitter.apply(replace(op, args=args, kwargs=kwargs), op.results)
+        call = map_operands(op, new_args.__getitem__)
+        results = emitter.apply(call, op.results)
         assert len(results) == len(op.results), f"{op.name}: {len(results)} results replace {len(op.results)}"
         for name, result in zip(op.results, results, strict=True):
             if graph.by_name[name].requires_grad and not emitter.value(result).requires_grad:
-                operands = refs((args, tuple(arg for _, arg in kwargs)))
-                result = emitter.with_zero_gradient((o for o in operands if emitter.values[o].requires_grad), result)
+                differentiable = (o for o in call.operands if emitter.values[o].requires_grad)
+                result = emitter.with_zero_gradient(differentiable, result)
             new_args[name] = result
 
     def renamed(name: str) -> str:

@@ -26,7 +26,7 @@ import torch
 from shardwise.graph.custom_operators import STREAMS
 from shardwise.graph.emitter import Emitter
 from shardwise.graph.grouped import grouped_mm
-from shardwise.graph.ir import Arg, Graph, Op, Ref, map_refs, refs
+from shardwise.graph.ir import Arg, Graph, Op, Ref, map_operands, map_refs, refs
 from shardwise.graph.schema import arguments, is_random
 
 aten = torch.ops.aten
@@ -150,9 +150,7 @@ class _SortElimination:
         def of(name: str) -> Arg:
             return self._rows(self.ordered[name]) if name in self.ordered else self.known[name]
 
-        args = map_refs(op.args, of)
-        kwargs = tuple((key, map_refs(arg, of)) for key, arg in op.kwargs)
-        return self.emitter.apply(replace(op, args=args, kwargs=kwargs), op.results)
+        return self.emitter.apply(map_operands(op, of), op.results)
 
     def _rows(self, rows: _SortedValue) -> Ref:
         """Return the unsorted rows, with copies repeated."""

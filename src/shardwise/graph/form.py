@@ -31,7 +31,7 @@ class GraphForm:
             (
                 op.target,
                 map_refs(op.args, renamed),
-                tuple((key, map_refs(arg, renamed)) for key, arg in op.kwargs),
+                map_refs(op.kwargs, renamed),
                 len(op.results),
                 op.scope,
                 blocks.setdefault(block_of(op.name), len(blocks)),

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -29,7 +29,7 @@ from shardwise.graph.batch_norm import batch_norm_with_statistics
 from shardwise.graph.bodies import Bodies, Inlining, NotRepeated, is_assertion, marks_of, storage_of
 from shardwise.graph.casting import Casting
 from shardwise.graph.emitter import Emitter
-from shardwise.graph.ir import Arg, Op, Ref, Source, Value, map_refs
+from shardwise.graph.ir import Arg, Op, Ref, Source, Value, map_operands
 from shardwise.graph.origins import is_initial, line_of, module_path
 from shardwise.graph.rejected import reject_unsupported
 from shardwise.graph.repeats import ENTER, LEAVE, REPEAT, Repeats
@@ -277,7 +277,7 @@ class Functionalizer:
         """Emit training-mode batch norm; updates of the running statistics are writes."""
         op = self._cast(op)
         if not self._grad:
-            op = _map_op(op, self._detach)
+            op = map_operands(op, self._detach)
         result, mean, variance = batch_norm_with_statistics(op, self.emitter)
         momentum = arguments(op)["momentum"]
         for position, new in ((3, mean), (4, variance)):
@@ -311,7 +311,7 @@ class Functionalizer:
         computes_rows = self._selections.concern(op)
         op = self._selections.sized(op) if computes_rows else op
         without = self.emitter.without_gradient(op) if self._grad else self.emitter.values
-        op = _map_op(op, lambda name: self._detach(name) if name in without else Ref(name))
+        op = map_operands(op, lambda name: self._detach(name) if name in without else Ref(name))
         if computes_rows:
             return tuple(self._selections.apply(op, self._val))
         return tuple(self.emitter.apply(op))
@@ -484,12 +484,7 @@ def _updates_statistics(args: dict[str, Any]) -> bool:
 def _on_base(tensor: ProgramTensor, base: Ref) -> Op:
     """Return the view operator of a tensor, applied to the current value of the viewed tensor."""
     assert tensor.view is not None
-    return _map_op(tensor.view, lambda name: base if Ref(name) == tensor.operand else Ref(name))
-
-
-def _map_op(op: Op, function: Callable[[str], Arg]) -> Op:
-    args = map_refs(op.args, function)
-    return replace(op, args=args, kwargs=tuple((key, map_refs(arg, function)) for key, arg in op.kwargs))
+    return map_operands(tensor.view, lambda name: base if Ref(name) == tensor.operand else Ref(name))
 
 
 def _has_failed(node: Node) -> bool:

@@ -342,7 +342,7 @@ def _numbers(graph: Graph, constants: Mapping[str, torch.Tensor]) -> dict[str, i
         data = constants.get(source.value)
         of[source.value] = number(("source", source.value) if data is None else _content(data))
     for op in graph.ops:
-        called = op.target, _argument_key(op.args, of), _argument_key(tuple(v for _, v in op.kwargs), of)
+        called = op.target, _argument_key((op.args, op.kwargs), of)
         of.update((name, number((called, i))) for i, name in enumerate(op.results))
     return of
 

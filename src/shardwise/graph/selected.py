@@ -17,7 +17,7 @@ So results of unselected rows, infinities and NaN included, reach no value and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from shardwise.errors import CaptureError, problem
-from shardwise.graph.ir import Arg, Op, Ref, map_refs
+from shardwise.graph.ir import Arg, Op, Ref, map_operands
 from shardwise.graph.normalize_losses import LOSS_NORMALIZATIONS, MEAN, NONE, SUM
 from shardwise.graph.rejected import REJECTED
 from shardwise.graph.schema import arguments, is_random, operator_name, tensor_results
@@ -73,7 +73,7 @@ class Selections(SelectedRows):
         """Return whether an operator selects rows, computes with them, or with their number."""
         if op.target in _SELECTING or (self.rows and not self.rows.keys().isdisjoint(op.operands)):
             return True
-        return bool(self.counts) and has_symbols((op.args, tuple(value for _, value in op.kwargs)))
+        return bool(self.counts) and has_symbols((op.args, op.kwargs))
 
     def takes(self, target: Any, val: Any) -> bool:
         """Return whether an operator that returned ``val``, of no fixed shape, selects rows or may process them."""
@@ -212,7 +212,7 @@ class Selections(SelectedRows):
         if (others and trained) or not is_pointwise:
             kept = ranges | {n for n in selected if op.target in (*_VIEWS, *_EXPANSIONS)}
             fill = int(is_pointwise)  # a number at which quotients and powers have derivatives
-            op = _map_op(op, lambda n: self._masked(Ref(n), fill) if n in selected and n not in kept else Ref(n))
+            op = map_operands(op, lambda n: self._masked(Ref(n), fill) if n in selected and n not in kept else Ref(n))
         results: tuple[Any, ...] = self.emitter.apply(op)
         if is_pointwise:
             behind = len(self.emitter.values[selected[0]].shape) - first.dim
@@ -330,7 +330,7 @@ class Selections(SelectedRows):
             rows = self._masked(args["source"])
             return emit(aten.add.Tensor, args["self"], rows, alpha=args["alpha"])
         if op.target in _SUMS or self._sums(op, args):
-            (result,) = self.emitter.apply(_map_op(op, lambda n: self._masked(Ref(n))))
+            (result,) = self.emitter.apply(map_operands(op, lambda n: self._masked(Ref(n))))
             return result
         if op.target in (aten.all.default, aten.all.dim):
             x = emit(aten.logical_not.default, args["self"])
@@ -397,7 +397,7 @@ class Selections(SelectedRows):
                 labels = self._masked(target, args["ignore_index"])
                 scores = self._masked(args["self"])
                 swap = {target.name: labels, args["self"].name: scores}
-                (result,) = self.emitter.apply(_map_op(op, lambda n: swap.get(n, Ref(n))))
+                (result,) = self.emitter.apply(map_operands(op, lambda n: swap.get(n, Ref(n))))
                 return result
         single = replace(op, kwargs=tuple((k, NONE if k == "reduction" else v) for k, v in op.kwargs))
         names = [argument.name for argument in op.target._schema.arguments]
@@ -407,7 +407,7 @@ class Selections(SelectedRows):
         if not (self._is_class_loss(op) or self._is_pointwise(single)) or reduction not in (MEAN, SUM):
             raise self._refusal(op)
         first = operands[0]
-        (losses,) = self.emitter.apply(_map_op(single, lambda n: self._masked(Ref(n)) if n in self.rows else Ref(n)))
+        (losses,) = self.emitter.apply(map_operands(single, lambda n: self._masked(Ref(n))))
         assert isinstance(losses, Ref)
         behind = len(self.emitter.values[first].shape) - self.rows[first].dim
         dim = 0 if self._is_class_loss(op) else len(self.emitter.value(losses).shape) - behind
@@ -462,11 +462,6 @@ class Selections(SelectedRows):
                 break
             mask = Ref(producer.operands[0])
         return mask
-
-
-def _map_op(op: Op, function: Callable[[str], Arg]) -> Op:
-    args = map_refs(op.args, function)
-    return replace(op, args=args, kwargs=tuple((key, map_refs(arg, function)) for key, arg in op.kwargs))
 
 
 __all__ = ["Selections"]

@@ -63,7 +63,7 @@ class SelectedRows:
 
     def sized(self, op: Op) -> Op:
         """Return the operator with the sizes of all rows, and with counts if it computes with numbers of rows."""
-        if not has_symbols((op.args, tuple(value for _, value in op.kwargs))):
+        if not has_symbols((op.args, op.kwargs)):
             return op
         kinds = {argument.name: str(argument.type) for argument in op.target._schema.arguments}
         values = arguments(op)
@@ -166,7 +166,7 @@ class SelectedRows:
     def _key(self, name: str) -> int:
         """Return a number that values have in common if they are computed equally from the same values."""
         for op in self.emitter.ops[self.num_numbered :]:
-            call = op.target, argument_key((op.args, tuple(value for _, value in op.kwargs)), self._number)
+            call = op.target, argument_key((op.args, op.kwargs), self._number)
             for i, result in enumerate(op.results):
                 key = result if is_random(op.target) else (call, i)
                 self.numbers[result] = self.calls.setdefault(key, len(self.calls))

@@ -186,9 +186,7 @@ class _StepWriter:
         for instruction in reversed(with_biases(self.local)):
             if isinstance(instruction, LocalOp):
                 results: Iterable[str] = instruction.results
-                operands: Iterable[str] = refs(
-                    (instruction.call.args, tuple(value for _, value in instruction.call.kwargs))
-                )
+                operands: Iterable[str] = refs((instruction.call.args, instruction.call.kwargs))
             else:
                 results = [conversion.result for conversion in conversions_of(instruction)]
                 operands = [conversion.value for conversion in conversions_of(instruction)]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from shardwise.graph.ir import Arg, Ref, map_refs, refs
+from shardwise.graph.ir import Arg, Ref, map_operands, refs
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.forms import Form
 from shardwise.programs.spmd_steps import Conversion, collectives_of
@@ -52,7 +52,7 @@ class Compute:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        return tuple(refs((self.args, tuple(value for _, value in self.kwargs))))
+        return tuple(refs((self.args, self.kwargs)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +174,8 @@ def with_operands(instruction: Instruction, name_of: Callable[[str], str]) -> In
         if all(name_of(name) == name for name in named):
             return instruction
 
-        def renamed(name: str) -> Arg:
-            return Ref(name_of(name))
-
         return replace(
-            instruction,
-            args=tuple(map_refs(arg, renamed) for arg in instruction.args),
-            kwargs=tuple((key, map_refs(arg, renamed)) for key, arg in instruction.kwargs),
+            map_operands(instruction, lambda name: Ref(name_of(name))),
             shares=_renamed_shares(instruction.shares, name_of),
             writes=tuple(map(name_of, instruction.writes)),
         )

@@ -61,4 +61,4 @@ def renamed(
     def rename(name: str) -> Arg:
         return Ref(names[name])
 
-    return tuple(map_refs(arg, rename) for arg in args), tuple((key, map_refs(arg, rename)) for key, arg in kwargs)
+    return map_refs(args, rename), map_refs(kwargs, rename)

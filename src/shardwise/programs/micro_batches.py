@@ -22,7 +22,7 @@ from shardwise.graph.batch import batch_size
 from shardwise.graph.custom_operators import STREAMS
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.infer import TypeInference
-from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_refs
+from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_operands
 from shardwise.graph.schema import arguments
 from shardwise.layouts.choice import ShardPosition, ShardPositions, Split
 from shardwise.programs.time_axis import FIX, TimeSplit, buffer_names, split_in_time
@@ -390,11 +390,7 @@ class _MicroBatchWriter:
                     remaining.remove(pair)
                 return Ref(pair[1] if pair is not None else names.get(name, name))
 
-            op = replace(
-                op,
-                args=tuple(map_refs(arg, renamed) for arg in op.args),
-                kwargs=tuple((key, map_refs(arg, renamed)) for key, arg in op.kwargs),
-            )
+            op = map_operands(op, renamed)
         self.ops.append(op)
         whole = origin or op
         for name, source in zip(op.results, whole.results, strict=True):

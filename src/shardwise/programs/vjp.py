@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from shardwise.dispatch_mode import DispatchMode
-from shardwise.graph.ir import Arg, Ref, map_refs, refs
+from shardwise.graph.ir import Arg, Ref, map_operands, map_refs, refs
 from shardwise.graph.schema import is_random
 from shardwise.graph.switches import CallCache
 from shardwise.programs.forms import Form
@@ -70,7 +70,7 @@ class Kernel:
     @property
     def operands(self) -> tuple[str, ...]:
         """Return the names that it reads."""
-        return tuple(refs((self.args, tuple(value for _, value in self.kwargs))))
+        return tuple(refs((self.args, self.kwargs)))
 
     @property
     def is_view(self) -> bool:
@@ -167,9 +167,8 @@ def numbered(target: Any, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], 
     def number(name: str) -> Arg:
         return Ref(str(place.setdefault(name, len(place))))
 
-    numbered_args = tuple(map_refs(arg, number) for arg in args)
-    named = tuple((key, map_refs(arg, number)) for key, arg in kwargs)
-    return (target, numbered_args, named), tuple(place)
+    call = target, map_refs(args, number), map_refs(kwargs, number)
+    return call, tuple(place)
 
 
 def typed_key(call: Call) -> object:
@@ -435,19 +434,18 @@ def _without_twins(
         return Ref(same.get(name, name))
 
     for kernel in kernels:
-        args = tuple(map_refs(arg, renamed) for arg in kernel.args)
-        kwargs = tuple((key, map_refs(arg, renamed)) for key, arg in kernel.kwargs)
         shares = tuple(None if name is None else same.get(name, name) for name in kernel.shares)
         writes = tuple(same.get(name, name) for name in kernel.writes)
-        kernel = replace(kernel, args=args, kwargs=kwargs, shares=shares, writes=writes)
+        kernel = replace(map_operands(kernel, renamed), shares=shares, writes=writes)
         if kernel.is_view and len(kernel.results) == 1:
             (name,) = kernel.results
-            if kernel.target is aten.t.default and isinstance(args[0], Ref):
-                if args[0].name in transposed:
-                    same[name] = transposed[args[0].name]
+            operand = kernel.args[0]
+            if kernel.target is aten.t.default and isinstance(operand, Ref):
+                if operand.name in transposed:
+                    same[name] = transposed[operand.name]
                     continue
-                transposed[name] = args[0].name
-            twin = views.setdefault((kernel.target, args, kwargs), name)
+                transposed[name] = operand.name
+            twin = views.setdefault((kernel.target, kernel.args, kernel.kwargs), name)
             if twin != name:
                 same[name] = twin
                 continue
