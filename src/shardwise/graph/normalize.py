@@ -23,7 +23,7 @@ from shardwise.graph.ir import Arg, Graph, Op, Ref
 from shardwise.graph.normalize_layers import foreign_normalizations, layer_normalizations
 from shardwise.graph.normalize_losses import LOSS_NORMALIZATIONS
 from shardwise.graph.normalize_random import RANDOM_NORMALIZATIONS, next_random_call
-from shardwise.graph.schema import arguments, is_random, operator_name
+from shardwise.graph.schema import arguments, by_operator, is_random, operator_name
 
 aten = torch.ops.aten
 DROPOUT: OpOverload = dropout_operator._opoverload
@@ -228,31 +228,25 @@ def _mark(op: Op, emitter: Emitter) -> Results:
     return (result,)
 
 
-NORMALIZATIONS: dict[OpOverload, Rewrite] = {
-    aten.linear.default: _linear,
-    aten.addmm.default: _fused_add(aten.mm.default, "mat1", "mat2"),
-    aten.baddbmm.default: _fused_add(aten.bmm.default, "batch1", "batch2"),
-    aten.addmv.default: _fused_add(aten.mv.default, "mat", "vec"),
-    aten.einsum.default: diagonals,
-    aten.conv1d.default: _convolution,
-    aten.conv2d.default: _convolution,
-    aten.conv3d.default: _convolution,
-    aten.conv1d.padding: _convolution,
-    aten.conv2d.padding: _convolution,
-    aten.conv3d.padding: _convolution,
-    aten.convolution.default: _convolution,
-    aten.conv_transpose1d.default: _convolution,
-    aten.conv_transpose2d.input: _convolution,
-    aten.conv_transpose3d.input: _convolution,
-    aten.mean.default: _mean,
-    aten.mean.dim: _mean,
-    aten.aminmax.default: _aminmax,
-    aten.batch_norm.default: _batch_norm,
-    aten.dropout.default: _dropout,
-    aten.feature_dropout.default: _feature_dropout,
-    aten.native_dropout.default: _native_dropout,
-    aten.bernoulli.p: _bernoulli,
-    aten.scaled_dot_product_attention.default: _attention,
+NORMALIZATIONS: dict[OpOverload, Rewrite] = by_operator(
+    {
+        "linear": _linear,
+        "addmm": _fused_add(aten.mm.default, "mat1", "mat2"),
+        "baddbmm": _fused_add(aten.bmm.default, "batch1", "batch2"),
+        "addmv": _fused_add(aten.mv.default, "mat", "vec"),
+        "einsum": diagonals,
+        "conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding convolution conv_transpose1d "
+        "conv_transpose2d.input conv_transpose3d.input": _convolution,
+        "mean mean.dim": _mean,
+        "aminmax": _aminmax,
+        "batch_norm": _batch_norm,
+        "dropout": _dropout,
+        "feature_dropout": _feature_dropout,
+        "native_dropout": _native_dropout,
+        "bernoulli.p": _bernoulli,
+        "scaled_dot_product_attention": _attention,
+    }
+) | {
     mark_operator._opoverload: _mark,
     **LOSS_NORMALIZATIONS,
     **RANDOM_NORMALIZATIONS,

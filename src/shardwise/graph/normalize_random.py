@@ -17,7 +17,7 @@ from torch._ops import OpOverload
 from shardwise.graph.custom_operators import uniform as uniform_operator
 from shardwise.graph.emitter import Emitter, Rewrite
 from shardwise.graph.ir import Arg, Op, Ref, Source, Value
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 
 aten = torch.ops.aten
 UNIFORM: OpOverload = uniform_operator._opoverload
@@ -248,33 +248,27 @@ def _without_generator(rewrite: Rewrite) -> Rewrite:
     return lambda op, emitter: None if arguments(op)["generator"] is not None else rewrite(op, emitter)
 
 
-RANDOM_NORMALIZATIONS: dict[OpOverload, Rewrite] = {
-    aten.rand.default: _drawn(_uniform),
-    aten.rand_like.default: _drawn(_uniform),
-    aten.randn.default: _drawn(_normal),
-    aten.randn_like.default: _drawn(_normal),
-    aten.randint.default: _integers,
-    aten.randint.low: _integers,
-    aten.randint_like.default: _integers,
-    aten.randint_like.low_dtype: _integers,
-    aten.randperm.default: _permutation,
-    aten.uniform.default: _between,
-    aten.exponential.default: _exponential,
-    aten.bernoulli.default: _bernoulli,
-    aten.rand.generator: _without_generator(_drawn(_uniform)),
-    aten.randn.generator: _without_generator(_drawn(_normal)),
-    aten.normal.float_float: _gaussian_of,
-    aten.normal.Tensor_float: _gaussian_of,
-    aten.normal.float_Tensor: _gaussian_of,
-    aten.normal.Tensor_Tensor: _gaussian_of,
-    aten.normal_functional.default: _filled(_gaussian),
-    aten.log_normal.default: _filled(_log_normal),
-    aten.cauchy.default: _filled(_cauchy),
-    aten.geometric.default: _filled(_geometric),
-    aten.random.to: _filled(_below),
-    aten.bernoulli.Tensor: _filled(_bernoulli_of),
-    aten.multinomial.default: _multinomial,
-    aten.rrelu.default: _rrelu,
-    aten.alpha_dropout.default: _alpha_dropout(features=False),
-    aten.feature_alpha_dropout.default: _alpha_dropout(features=True),
-}
+RANDOM_NORMALIZATIONS: dict[OpOverload, Rewrite] = by_operator(
+    {
+        "rand rand_like": _drawn(_uniform),
+        "randn randn_like": _drawn(_normal),
+        "randint randint.low randint_like randint_like.low_dtype": _integers,
+        "randperm": _permutation,
+        "uniform": _between,
+        "exponential": _exponential,
+        "bernoulli": _bernoulli,
+        "rand.generator": _without_generator(_drawn(_uniform)),
+        "randn.generator": _without_generator(_drawn(_normal)),
+        "normal.float_float normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor": _gaussian_of,
+        "normal_functional": _filled(_gaussian),
+        "log_normal": _filled(_log_normal),
+        "cauchy": _filled(_cauchy),
+        "geometric": _filled(_geometric),
+        "random.to": _filled(_below),
+        "bernoulli.Tensor": _filled(_bernoulli_of),
+        "multinomial": _multinomial,
+        "rrelu": _rrelu,
+        "alpha_dropout": _alpha_dropout(features=False),
+        "feature_alpha_dropout": _alpha_dropout(features=True),
+    }
+)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch._ops import OpOverload
 
 from shardwise.graph.ir import Arg
+
+Entry = TypeVar("Entry")
 
 
 class AnyCall(Protocol):
@@ -26,6 +29,20 @@ class AnyCall(Protocol):
 def operator_name(target: OpOverload) -> str:
     """Return the operator without namespace and overload: ``aten.add.Tensor`` -> ``add``."""
     return str(target._schema.name).rpartition("::")[2]
+
+
+def aten_operators(names: str) -> Iterator[OpOverload]:
+    """Yield the ATen operators of a text such as ``"sum sum.dim_IntList"``; without an overload, the default one."""
+    for name in names.split():
+        packet, _, overload = name.partition(".")
+        yield getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def by_operator(rows: Mapping[str, Entry]) -> dict[OpOverload, Entry]:
+    """Return a table by operator. ``rows``: ATen operators that have the same entry, by names -> the entry."""
+    table = {target: entry for names, entry in rows.items() for target in aten_operators(names)}
+    assert len(table) == sum(len(names.split()) for names in rows), "an operator is named twice"
+    return table
 
 
 def arguments(op: AnyCall) -> dict[str, Arg]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.schema import arguments, operator_name
+from shardwise.graph.schema import arguments, by_operator, operator_name
 from shardwise.rules.arguments import any_split, block_offset, flat_pieces, replace_arguments, same_call
 from shardwise.rules.binding import RuleTable, build, dim_names, single, whole_rule
 from shardwise.rules.local_kernels import EYE_BLOCK, LINSPACE_BLOCK, RANGE_BLOCK
@@ -103,23 +103,16 @@ def _scalar(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, [], [()])
 
 
-CONSTRUCTORS: RuleTable = {
-    aten.zeros.default: _filled,
-    aten.ones.default: _filled,
-    aten.full.default: _filled,
-    aten.empty.memory_format: _filled,
-    aten.scalar_tensor.default: _scalar,
-    aten.new_zeros.default: _new,
-    aten.new_ones.default: _new,
-    aten.new_full.default: _new,
-    aten.new_empty.default: _new,
-    aten.arange.default: _range,
-    aten.arange.start: _range,
-    aten.arange.start_step: _range,
-    aten.linspace.default: _linspace,
+CONSTRUCTORS: RuleTable = by_operator(
+    {
+        "zeros ones full empty.memory_format": _filled,
+        "scalar_tensor": _scalar,
+        "new_zeros new_ones new_full new_empty": _new,
+        "arange arange.start arange.start_step": _range,
+        "linspace": _linspace,
+        "eye eye.m": _eye,
+        "tril_indices triu_indices": whole_rule,
+    }
+) | {
     **dict.fromkeys(SPACED, _spaced),
-    aten.eye.default: _eye,
-    aten.eye.m: _eye,
-    aten.tril_indices.default: whole_rule,
-    aten.triu_indices.default: whole_rule,
 }

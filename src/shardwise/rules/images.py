@@ -7,7 +7,7 @@ from math import prod
 import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import any_split, local_size, normal_dim, replace_arguments, same_call
 from shardwise.rules.binding import RuleTable, build, dim_names, single
 from shardwise.rules.convolution import spatial
@@ -141,20 +141,15 @@ def _by_maps(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, operands, [single((*leading, *y))], kinds=kinds, linear=((0,),))
 
 
-IMAGES: RuleTable = {
-    aten.pixel_shuffle.default: zeros_if_empty(_pixel_shuffle),
-    aten.pixel_unshuffle.default: zeros_if_empty(_pixel_shuffle),
-    aten.channel_shuffle.default: zeros_if_empty(_channel_shuffle),
-    aten.rot90.default: _rot90,
-    aten.col2im.default: zeros_if_empty(_col2im),
-    aten.grid_sampler.default: _grid_sampler,
-    aten.grid_sampler_2d.default: _grid_sampler,
-    aten.grid_sampler_3d.default: _grid_sampler,
-    aten.fractional_max_pool2d.default: zeros_if_empty(_fractional_max_pool),
-    aten.fractional_max_pool3d.default: zeros_if_empty(_fractional_max_pool),
-    aten.max_unpool2d.default: zeros_if_empty(_by_maps),
-    aten._upsample_bilinear2d_aa.default: zeros_if_empty(_by_maps),
-    aten._upsample_bilinear2d_aa.vec: zeros_if_empty(_by_maps),
-    aten._upsample_bicubic2d_aa.default: zeros_if_empty(_by_maps),
-    aten._upsample_bicubic2d_aa.vec: zeros_if_empty(_by_maps),
-}
+IMAGES: RuleTable = by_operator(
+    {
+        "pixel_shuffle pixel_unshuffle": zeros_if_empty(_pixel_shuffle),
+        "channel_shuffle": zeros_if_empty(_channel_shuffle),
+        "rot90": _rot90,
+        "col2im": zeros_if_empty(_col2im),
+        "grid_sampler grid_sampler_2d grid_sampler_3d": _grid_sampler,
+        "fractional_max_pool2d fractional_max_pool3d": zeros_if_empty(_fractional_max_pool),
+        "max_unpool2d _upsample_bilinear2d_aa _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa "
+        "_upsample_bicubic2d_aa.vec": zeros_if_empty(_by_maps),
+    }
+)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import any_split, broadcast_shape, flat_pieces, normal_dim, same_call
 from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, single
 from shardwise.rules.local_kernels import (
@@ -229,12 +229,14 @@ def take_rule(op: Op, graph: Graph) -> OpRule:
     )
 
 
-INDEXING: RuleTable = {
-    aten.embedding.default: embedding_rule,
-    aten.gather.default: gather_rule,
-    aten.take_along_dim.default: take_along_rule,
-    aten.index_select.default: index_select_rule,
-    aten.index.Tensor: index_rule,
-    aten.take.default: take_rule,
-    aten.one_hot.default: one_hot_rule,
-}
+INDEXING: RuleTable = by_operator(
+    {
+        "embedding": embedding_rule,
+        "gather": gather_rule,
+        "take_along_dim": take_along_rule,
+        "index_select": index_select_rule,
+        "index.Tensor": index_rule,
+        "take": take_rule,
+        "one_hot": one_hot_rule,
+    }
+)

@@ -15,7 +15,7 @@ from math import gcd
 import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import local_size, normal_dim, replace_arguments
 from shardwise.rules.binding import RuleTable, build, dim_names, single
 from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, OpRule, Window
@@ -217,21 +217,15 @@ def _stack(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, [dims] * count, [result], kinds={_PARTS: "whole"}, linear=together)
 
 
-JOINS: RuleTable = {
-    aten.split.Tensor: parts_rule,
-    aten.split.sizes: parts_rule,
-    aten.split_with_sizes.default: parts_rule,
-    aten.chunk.default: parts_rule,
-    aten.tensor_split.sections: parts_rule,
-    aten.tensor_split.indices: parts_rule,
-    aten.unbind.int: _unbind,
-    aten.slice.Tensor: slice_rule,
-    aten.narrow.default: slice_rule,
-    aten.slice_scatter.default: _slice_scatter,
-    aten.select.int: _select,
-    aten.select_scatter.default: _select_scatter,
-    aten.cat.default: _cat,
-    aten.concat.default: _cat,
-    aten.concatenate.default: _cat,
-    aten.stack.default: _stack,
-}
+JOINS: RuleTable = by_operator(
+    {
+        "split.Tensor split.sizes split_with_sizes chunk tensor_split.sections tensor_split.indices": parts_rule,
+        "unbind.int": _unbind,
+        "slice.Tensor narrow": slice_rule,
+        "slice_scatter": _slice_scatter,
+        "select.int": _select,
+        "select_scatter": _select_scatter,
+        "cat concat concatenate": _cat,
+        "stack": _stack,
+    }
+)

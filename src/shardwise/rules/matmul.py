@@ -6,7 +6,7 @@ import torch
 
 from shardwise.graph.einsum import DOTS, terms_of
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, rule, single
 from shardwise.rules.elementwise import broadcast_dims
 from shardwise.rules.lowerings.contractions import addbmm, addmm, addmv, baddbmm, linear
@@ -154,20 +154,21 @@ def _letter(letter: str) -> str:
     return letter if letter.islower() else f"{letter.lower()}_"
 
 
-MATMUL: RuleTable = {
-    aten.linear.default: linear_rule,
-    aten.matmul.default: matmul_rule,
-    aten.mm.default: rule("m k, k n -> m n", reduction=_SUM, linear=_BILINEAR),
-    aten.bmm.default: rule("b m k, b k n -> b m n", reduction=_SUM, linear=_BILINEAR),
-    aten.mv.default: rule("m k, k -> m", reduction=_SUM, linear=_BILINEAR),
-    aten.dot.default: rule("k, k -> ()", reduction=_SUM, linear=_BILINEAR),
-    aten.vdot.default: rule("k, k -> ()", reduction=_SUM, linear=_BILINEAR),
-    aten.cdist.default: cdist_rule,
-    aten.outer.default: rule("m, n -> m n", linear=_BILINEAR),
-    aten.addmm.default: addmm_rule,
-    aten.baddbmm.default: baddbmm_rule,
-    aten.addbmm.default: addbmm_rule,
-    aten.addmv.default: addmv_rule,
-    aten.addr.default: addr_rule,
-    aten.einsum.default: einsum_rule,
-}
+MATMUL: RuleTable = by_operator(
+    {
+        "linear": linear_rule,
+        "matmul": matmul_rule,
+        "mm": rule("m k, k n -> m n", reduction=_SUM, linear=_BILINEAR),
+        "bmm": rule("b m k, b k n -> b m n", reduction=_SUM, linear=_BILINEAR),
+        "mv": rule("m k, k -> m", reduction=_SUM, linear=_BILINEAR),
+        "dot vdot": rule("k, k -> ()", reduction=_SUM, linear=_BILINEAR),
+        "cdist": cdist_rule,
+        "outer": rule("m, n -> m n", linear=_BILINEAR),
+        "addmm": addmm_rule,
+        "baddbmm": baddbmm_rule,
+        "addbmm": addbmm_rule,
+        "addmv": addmv_rule,
+        "addr": addr_rule,
+        "einsum": einsum_rule,
+    }
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import local_size, normal_dim, operand_positions, replace_arguments
 from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, single
 from shardwise.rules.empty import zeros_if_empty
@@ -115,14 +115,15 @@ def _renorm(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, [single(names)], [single(names)], kinds=kinds)
 
 
-NORMALIZATION: RuleTable = {
-    aten.layer_norm.default: _layer_norm,
-    aten.rms_norm.default: _rms_norm,
-    aten.native_layer_norm.default: _whole_norm,
-    aten._fused_rms_norm.default: _whole_norm,
-    aten.group_norm.default: zeros_if_empty(_group_norm),
-    aten.renorm.default: _renorm,
-    aten.batch_norm.default: zeros_if_empty(_batch_norm),
-    aten.instance_norm.default: zeros_if_empty(_instance_norm),
-    aten._native_batch_norm_legit_no_training.default: zeros_if_empty(_fixed_batch_norm),
-}
+NORMALIZATION: RuleTable = by_operator(
+    {
+        "layer_norm": _layer_norm,
+        "rms_norm": _rms_norm,
+        "native_layer_norm _fused_rms_norm": _whole_norm,
+        "group_norm": zeros_if_empty(_group_norm),
+        "renorm": _renorm,
+        "batch_norm": zeros_if_empty(_batch_norm),
+        "instance_norm": zeros_if_empty(_instance_norm),
+        "_native_batch_norm_legit_no_training": zeros_if_empty(_fixed_batch_norm),
+    }
+)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import (
     any_split,
     broadcast_shape,
@@ -212,19 +212,13 @@ def masked_scatter_rule(op: Op, graph: Graph) -> OpRule | None:
     return build(op, graph, operands, [dims], kinds=kinds, linear=((0, 2),), lowering=lowerings.masked_scatter)
 
 
-UPDATES: RuleTable = {
-    aten.scatter.src: scatter_rule,
-    aten.scatter.value: scatter_rule,
-    aten.scatter.reduce: scatter_rule,
-    aten.scatter.value_reduce: scatter_rule,
-    aten.scatter_add.default: scatter_rule,
-    aten.scatter_reduce.two: scatter_rule,
-    aten.index_add.default: index_update_rule,
-    aten.index_copy.default: index_update_rule,
-    aten.index_fill.int_Scalar: index_update_rule,
-    aten.index_fill.int_Tensor: index_update_rule,
-    aten.index_reduce.default: index_update_rule,
-    aten.index_put.default: index_put_rule,
+UPDATES: RuleTable = by_operator(
+    {
+        "scatter.src scatter.value scatter.reduce scatter.value_reduce scatter_add scatter_reduce.two": scatter_rule,
+        "index_add index_copy index_fill.int_Scalar index_fill.int_Tensor index_reduce": index_update_rule,
+        "index_put": index_put_rule,
+        "masked_scatter": masked_scatter_rule,
+    }
+) | {
     SCATTERED_SUM: scattered_sum_rule,
-    aten.masked_scatter.default: masked_scatter_rule,
 }
