@@ -99,6 +99,21 @@ def dim_names(count: int) -> tuple[str, ...]:
     return tuple(f"d{i}" for i in range(count))
 
 
+def rank_of(op: Op, graph: Graph) -> int:
+    """Return the number of dims of the first operand."""
+    return len(graph.by_name[op.operands[0]].shape)
+
+
+def with_dim(names: Sequence[str], place: int, *factors: str) -> Dims:
+    """Return the dims of a tensor with one factor per dim, but for one dim, which has these factors."""
+    return tuple(factors if i == place else (name,) for i, name in enumerate(names))
+
+
+def without_dim(names: Sequence[str], place: int) -> Dims:
+    """Return the dims of a tensor with one factor per dim, without one of them."""
+    return single([name for i, name in enumerate(names) if i != place])
+
+
 def single(names: Sequence[str]) -> Dims:
     """Return the dims of a tensor with one factor per dim."""
     return tuple((name,) for name in names)

@@ -14,14 +14,14 @@ from shardwise.rules.rule import FactorKind, LocalContext, LocalOpCall, OpRule
 aten = torch.ops.aten
 
 
+def _of_local_size(op: Op, context: LocalContext) -> LocalOpCall:
+    return replace_arguments(op, size=context.result_shapes[0])
+
+
 def _filled(op: Op, graph: Graph) -> OpRule:
     """zeros, ones, full, empty: only the size changes."""
     names = dim_names(len(graph.by_name[op.results[0]].shape))
-
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        return replace_arguments(op, size=context.result_shapes[0])
-
-    return build(op, graph, [], [single(names)], localize=localize)
+    return build(op, graph, [], [single(names)], localize=_of_local_size)
 
 
 def _new(op: Op, graph: Graph) -> OpRule:
@@ -29,14 +29,10 @@ def _new(op: Op, graph: Graph) -> OpRule:
     shape = graph.by_name[op.results[0]].shape
     model = graph.by_name[op.operands[0]].shape
     names = tuple(f"x{i}" for i in range(len(model)))
-
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        return replace_arguments(op, size=context.result_shapes[0])
-
     kinds: dict[str, FactorKind] = dict.fromkeys(names, "whole")
     linear = ((0,),) if "zeros" in operator_name(op.target) else ()
     results = [single(dim_names(len(shape)))]
-    return build(op, graph, [single(names)], results, kinds=kinds, linear=linear, localize=localize)
+    return build(op, graph, [single(names)], results, kinds=kinds, linear=linear, localize=_of_local_size)
 
 
 def _range(op: Op, graph: Graph) -> OpRule:

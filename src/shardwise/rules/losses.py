@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -70,14 +70,6 @@ def _class_loss(op: Op, graph: Graph, lowering: Lowering) -> OpRule | None:
     return build(op, graph, operands, [result], kinds=kinds, lowering=lowering)
 
 
-def _cross_entropy(op: Op, graph: Graph) -> OpRule | None:
-    return _class_loss(op, graph, lowerings.cross_entropy_loss)
-
-
-def _nll(op: Op, graph: Graph) -> OpRule | None:
-    return _class_loss(op, graph, lowerings.nll_loss)
-
-
 def _row_loss(lowering: Lowering) -> RuleFunction:
     """``... d, ... d, ..., -> ...`` or ``()``: the features of a sample are lowered, samples have the reduction's kind.
     Operands that broadcast have no rule."""
@@ -126,8 +118,8 @@ def _ctc(op: Op, graph: Graph) -> OpRule:
 
 LOSSES: RuleTable = by_operator(
     {
-        "cross_entropy_loss": _cross_entropy,
-        "nll_loss nll_loss_nd nll_loss2d": _nll,
+        "cross_entropy_loss": partial(_class_loss, lowering=lowerings.cross_entropy_loss),
+        "nll_loss nll_loss_nd nll_loss2d": partial(_class_loss, lowering=lowerings.nll_loss),
         "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits "
         "kl_div soft_margin_loss poisson_nll_loss hinge_embedding_loss margin_ranking_loss": element_loss_rule,
         "cosine_embedding_loss": _row_loss(lowerings.cosine_embedding_loss),

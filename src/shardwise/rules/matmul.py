@@ -7,10 +7,10 @@ import torch
 from shardwise.graph.einsum import DOTS, terms_of
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments, by_operator
-from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, rule, single
+from shardwise.rules.binding import RuleFunction, RuleTable, build, dim_names, leading_names, rule, single
 from shardwise.rules.elementwise import broadcast_dims
 from shardwise.rules.lowerings.contractions import addbmm, addmm, addmv, baddbmm, linear
-from shardwise.rules.rule import Dims, FactorKind, OpRule
+from shardwise.rules.rule import Dims, FactorKind, Lowering, OpRule
 
 aten = torch.ops.aten
 
@@ -65,41 +65,20 @@ def matmul_rule(op: Op, graph: Graph) -> OpRule:
     )
 
 
-def _broadcast_bias(op: Op, graph: Graph) -> Dims:
-    """The dims of the added operand against the result's ``b m n`` or ``m n``."""
-    shape, result = (graph.by_name[name].shape for name in (op.operands[0], op.results[0]))
-    names = ("b", "m", "n")[3 - len(result) :][len(result) - len(shape) :]
-    sizes = result[len(result) - len(shape) :]
-    return tuple(
-        (name,) if bias_size == size else () for name, bias_size, size in zip(names, shape, sizes, strict=True)
-    )
+def _plus_product(left: str, right: str, result: str, lowering: Lowering | None = None) -> RuleFunction:
+    """``1|m 1|n, m k, k n -> m n``: the added tensor may broadcast; what is summed is lowered, to add it once."""
+    dims = [single(dims.split()) for dims in (left, right, result)]
+    summed: dict[str, FactorKind] = {name: "lowered" for (name,) in dims[0] if (name,) not in dims[2]}
 
+    def function(op: Op, graph: Graph) -> OpRule:
+        shape, whole = (graph.by_name[name].shape for name in (op.operands[0], op.results[0]))
+        behind = len(whole) - len(shape)
+        aligned = zip(dims[2][behind:], shape, whole[behind:], strict=True)
+        added = tuple(dim if size == total else () for dim, size, total in aligned)
+        linear_in = ((0, 1), (0, 2))
+        return build(op, graph, [added, *dims[:2]], dims[2:], kinds=summed, linear=linear_in, lowering=lowering)
 
-def addmm_rule(op: Op, graph: Graph) -> OpRule:
-    """``1|m 1|n, m k, k n -> m n``: the added matrix may broadcast."""
-    operands = [_broadcast_bias(op, graph), single(["m", "k"]), single(["k", "n"])]
-    linear_in = ((0, 1), (0, 2))
-    return build(op, graph, operands, [single(["m", "n"])], kinds={"k": "lowered"}, linear=linear_in, lowering=addmm)
-
-
-def baddbmm_rule(op: Op, graph: Graph) -> OpRule:
-    operands = [_broadcast_bias(op, graph), single(["b", "m", "k"]), single(["b", "k", "n"])]
-    result = single(["b", "m", "n"])
-    linear_in = ((0, 1), (0, 2))
-    return build(op, graph, operands, [result], kinds={"k": "lowered"}, linear=linear_in, lowering=baddbmm)
-
-
-def addbmm_rule(op: Op, graph: Graph) -> OpRule:
-    operands = [_broadcast_bias(op, graph), single(["b", "m", "k"]), single(["b", "k", "n"])]
-    result = single(["m", "n"])
-    kinds: dict[str, FactorKind] = {"k": "lowered", "b": "lowered"}
-    return build(op, graph, operands, [result], kinds=kinds, linear=((0, 1), (0, 2)), lowering=addbmm)
-
-
-def addr_rule(op: Op, graph: Graph) -> OpRule:
-    """``1|m 1|n, m, n -> m n``: the added matrix may broadcast."""
-    operands = [_broadcast_bias(op, graph), single(["m"]), single(["n"])]
-    return build(op, graph, operands, [single(["m", "n"])], linear=((0, 1), (0, 2)))
+    return function
 
 
 def cdist_rule(op: Op, graph: Graph) -> OpRule:
@@ -109,15 +88,6 @@ def cdist_rule(op: Op, graph: Graph) -> OpRule:
     batches = [broadcast_dims(graph.by_name[name].shape[:-2], result[:-2], names) for name in op.operands]
     operands = [(*batch, (row,), ("d",)) for batch, row in zip(batches, "mn", strict=True)]
     return build(op, graph, operands, [single([*names, "m", "n"])], kinds={"d": "whole"})
-
-
-def addmv_rule(op: Op, graph: Graph) -> OpRule:
-    shape = graph.by_name[op.operands[0]].shape
-    rows = graph.by_name[op.results[0]].shape[0]
-    bias: Dims = (("m",) if shape[0] == rows else (),) if shape else ()
-    operands = [bias, single(["m", "k"]), single(["k"])]
-    linear_in = ((0, 1), (0, 2))
-    return build(op, graph, operands, [single(["m"])], kinds={"k": "lowered"}, linear=linear_in, lowering=addmv)
 
 
 def einsum_rule(op: Op, graph: Graph) -> OpRule | None:
@@ -164,11 +134,11 @@ MATMUL: RuleTable = by_operator(
         "dot vdot": rule("k, k -> ()", reduction=_SUM, linear=_BILINEAR),
         "cdist": cdist_rule,
         "outer": rule("m, n -> m n", linear=_BILINEAR),
-        "addmm": addmm_rule,
-        "baddbmm": baddbmm_rule,
-        "addbmm": addbmm_rule,
-        "addmv": addmv_rule,
-        "addr": addr_rule,
+        "addmm": _plus_product("m k", "k n", "m n", addmm),
+        "baddbmm": _plus_product("b m k", "b k n", "b m n", baddbmm),
+        "addbmm": _plus_product("b m k", "b k n", "m n", addbmm),
+        "addmv": _plus_product("m k", "k", "m", addmv),
+        "addr": _plus_product("m", "n", "m n"),
         "einsum": einsum_rule,
     }
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -19,7 +20,7 @@ from shardwise.rules.arguments import (
     operand_positions,
     same_call,
 )
-from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, dim_names, single
+from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, dim_names, rank_of, single, with_dim
 from shardwise.rules.elementwise import broadcast_dims
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.local_kernels import CUMULATED
@@ -47,7 +48,7 @@ def reduce_rule(
     localize: Localize | None = None,
 ) -> OpRule:
     """The reduced dims have ``kind``, the others are parallel; a kept dim has no factor in the results."""
-    names = dim_names(len(graph.by_name[op.operands[0]].shape))
+    names = dim_names(rank_of(op, graph))
     dim, keepdim = _dims(op)
     reduced = dims_of(dim, len(names))
     kept: Dims = tuple(() if i in reduced else (name,) for i, name in enumerate(names) if keepdim or i not in reduced)
@@ -63,21 +64,11 @@ def reduce_rule(
     )
 
 
-def _sum(op: Op, graph: Graph) -> OpRule:
-    return reduce_rule(op, graph, "sum", linear=((0,),))
-
-
-def _mean(op: Op, graph: Graph) -> OpRule:
-    """The mean of parts is not the mean: its lowering divides the sum by the whole count."""
-    return reduce_rule(op, graph, "lowered", linear=((0,),), lowering=lowerings.mean)
-
-
 def _lowered(lowering: Lowering) -> RuleFunction:
-    return lambda op, graph: reduce_rule(op, graph, "lowered", lowering=lowering)
+    return partial(reduce_rule, kind="lowered", lowering=lowering)
 
 
-def _whole(op: Op, graph: Graph) -> OpRule:
-    return reduce_rule(op, graph, "whole")
+_whole = partial(reduce_rule, kind="whole")
 
 
 def _extreme(kind: FactorKind, lowering: Lowering) -> RuleFunction:
@@ -116,18 +107,9 @@ def _histogram(op: Op, graph: Graph) -> OpRule | None:
     args = arguments(op)
     if args["min"] == args["max"]:
         return None
-    names = dim_names(len(graph.by_name[op.operands[0]].shape))
+    names = dim_names(rank_of(op, graph))
     kinds: dict[str, FactorKind] = {"bin": "whole", **dict.fromkeys(names, "sum")}
     return build(op, graph, [single(names)], [single(["bin"])], kinds=kinds)
-
-
-def _any(op: Op, graph: Graph) -> OpRule:
-    return reduce_rule(op, graph, "any")
-
-
-def _all(op: Op, graph: Graph) -> OpRule:
-    """True everywhere: the minimum over the parts, with False below True."""
-    return reduce_rule(op, graph, "min")
 
 
 def along_rule(
@@ -140,7 +122,7 @@ def along_rule(
     lowering: Lowering | None = None,
 ) -> OpRule:
     """Scans and sorts: ``dim`` has ``kind``, the others are parallel. The result may differ in size along ``dim``."""
-    names = dim_names(len(graph.by_name[op.operands[0]].shape))
+    names = dim_names(rank_of(op, graph))
     if not names:
         return build(op, graph, [()] * len(op.operands), [()] * len(op.results), linear=linear)
     whole = normal_dim(dim, len(names))
@@ -158,9 +140,9 @@ def _along(lowering: Lowering | None = None) -> RuleFunction:
 
 def _glu(op: Op, graph: Graph) -> OpRule:
     """``... (2 h) -> ... h``: the halves stay together."""
-    names = dim_names(len(graph.by_name[op.operands[0]].shape))
+    names = dim_names(rank_of(op, graph))
     dim = normal_dim(arguments(op)["dim"], len(names))
-    operand = tuple(("half", name) if i == dim else (name,) for i, name in enumerate(names))
+    operand = with_dim(names, dim, "half", names[dim])
     return build(op, graph, [operand], [single(names)], kinds={"half": "whole"}, sizes={"half": 2})
 
 
@@ -172,16 +154,21 @@ def _cumsum(op: Op, graph: Graph) -> OpRule:
     names = dim_names(len(value.shape))
     dim = normal_dim(arguments(op)["dim"], len(names))
 
-    def along(name: str) -> Dims:
-        return single([name if i == dim else dim_name for i, dim_name in enumerate(names)])
-
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
         if not any_split(context, ("s", "t")):
             return same_call(op)
         rows, addends = flat_pieces(context.pieces["t"]), flat_pieces(context.pieces["s"])
         return LocalOpCall(CUMULATED, (Ref(op.operands[0]), dim, value.dtype, *rows, *addends))
 
-    return build(op, graph, [along("s")], [along("t")], kinds={"s": "sum"}, linear=((0,),), localize=localize)
+    return build(
+        op,
+        graph,
+        [with_dim(names, dim, "s")],
+        [with_dim(names, dim, "t")],
+        kinds={"s": "sum"},
+        linear=((0,),),
+        localize=localize,
+    )
 
 
 def _diff(op: Op, graph: Graph) -> OpRule:
@@ -191,16 +178,13 @@ def _diff(op: Op, graph: Graph) -> OpRule:
     names = dim_names(len(shape))
     dim = normal_dim(args["dim"], len(names))
 
-    def along(name: str) -> Dims:
-        return single([name if i == dim else dim_name for i, dim_name in enumerate(names)])
-
-    operands = [along(f"x{i}") for i in range(len(op.operands))]
+    operands = [with_dim(names, dim, f"x{i}") for i in range(len(op.operands))]
     linear = (tuple(range(len(operands))),)
     if len(operands) == 1:
         windows = {"x0": Window("y", Sliding(shape[dim], args["n"] + 1, 1).ranges)}
-        return build(op, graph, operands, [along("y")], linear=linear, windows=windows)
+        return build(op, graph, operands, [with_dim(names, dim, "y")], linear=linear, windows=windows)
     kinds: dict[str, FactorKind] = dict.fromkeys((*(f"x{i}" for i in range(len(operands))), "y"), "whole")
-    return build(op, graph, operands, [along("y")], kinds=kinds, linear=linear)
+    return build(op, graph, operands, [with_dim(names, dim, "y")], kinds=kinds, linear=linear)
 
 
 def _vector_norm_only(lowering: Lowering) -> RuleFunction:
@@ -208,7 +192,7 @@ def _vector_norm_only(lowering: Lowering) -> RuleFunction:
 
     def function(op: Op, graph: Graph) -> OpRule:
         args = arguments(op)
-        dims = dims_of(args["dim"], len(graph.by_name[op.operands[0]].shape))
+        dims = dims_of(args["dim"], rank_of(op, graph))
         of_vectors = args["ord"] in (None, "fro") or (len(dims) == 1 and not isinstance(args["ord"], str))
         return reduce_rule(op, graph, "lowered" if of_vectors else "whole", lowering=lowering if of_vectors else None)
 
@@ -239,20 +223,6 @@ def _is_in(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, operands, [single(names)], kinds=dict.fromkeys(tests, "whole"))
 
 
-def softmax_rule(op: Op, graph: Graph, lowering: Lowering) -> OpRule:
-    """The normalised dim is lowered, the others parallel."""
-    names = dim_names(len(graph.by_name[op.operands[0]].shape))
-    if not names:
-        return build(op, graph, [()], [()])
-    normalised = names[normal_dim(arguments(op)["dim"], len(names))]
-    dims = single(names)
-    return build(op, graph, [dims], [dims], kinds={normalised: "lowered"}, lowering=lowering)
-
-
-def _softmax(lowering: Lowering) -> RuleFunction:
-    return lambda op, graph: softmax_rule(op, graph, lowering)
-
-
 def _cosine(op: Op, graph: Graph) -> OpRule | None:
     left, right = (graph.by_name[name].shape for name in op.operands)
     dim = normal_dim(arguments(op)["dim"], len(left))
@@ -269,17 +239,18 @@ def _cosine(op: Op, graph: Graph) -> OpRule | None:
 
 REDUCTIONS: RuleTable = by_operator(
     {
-        "sum sum.dim_IntList": _sum,
-        "count_nonzero count_nonzero.dim_IntList nansum": lambda op, graph: reduce_rule(op, graph, "sum"),
+        "sum sum.dim_IntList": partial(reduce_rule, kind="sum", linear=((0,),)),
+        "count_nonzero count_nonzero.dim_IntList nansum": partial(reduce_rule, kind="sum"),
         "histc": _histogram,
         "nanmean": _lowered(lowerings.nanmean),
-        "mean mean.dim": _mean,
+        # The mean of parts is not the mean: its lowering divides the sum by the whole count.
+        "mean mean.dim": partial(reduce_rule, kind="lowered", linear=((0,),), lowering=lowerings.mean),
         "amax": _extreme("max", lowerings.amax),
         "amin": _extreme("min", lowerings.amin),
         "max": _extreme("max", lowerings.max_all),
         "min": _extreme("min", lowerings.min_all),
-        "any any.dim any.dims": _any,
-        "all all.dim all.dims": _all,
+        "any any.dim any.dims": partial(reduce_rule, kind="any"),
+        "all all.dim all.dims": partial(reduce_rule, kind="min"),  # False is below True
         "prod": _lowered(scans.prod_all),
         "prod.dim_int": _lowered(scans.prod_dim),
         "max.dim": _lowered(lowerings.max_dim),
@@ -289,18 +260,7 @@ REDUCTIONS: RuleTable = by_operator(
         # An order statistic depends on all values at once: whole, like a sort.
         "median median.dim nanmedian nanmedian.dim kthvalue mode": _whole,
         "quantile.scalar nanquantile.scalar": zeros_if_empty(_whole),
-        "var": _lowered(lowerings.var_unbiased),
-        "var.dim": _lowered(lowerings.var_dim),
-        "var.correction": _lowered(lowerings.var),
-        "std": _lowered(lowerings.std_unbiased),
-        "std.dim": _lowered(lowerings.std_dim),
-        "std.correction": _lowered(lowerings.std),
-        "var_mean": _lowered(lowerings.var_mean_unbiased),
-        "var_mean.dim": _lowered(lowerings.var_mean_dim),
-        "var_mean.correction": _lowered(lowerings.var_mean),
-        "std_mean": _lowered(lowerings.std_mean_unbiased),
-        "std_mean.dim": _lowered(lowerings.std_mean_dim),
-        "std_mean.correction": _lowered(lowerings.std_mean),
+        **{name: _lowered(lowering) for name, lowering in lowerings.MOMENTS.items()},
         "logsumexp": _lowered(softmax.logsumexp),
         "linalg_vector_norm": _lowered(lowerings.vector_norm),
         "linalg_norm linalg_norm.ord_str": _vector_norm_only(lowerings.linalg_norm),
@@ -308,18 +268,18 @@ REDUCTIONS: RuleTable = by_operator(
         "norm.Scalar norm.ScalarOpt_dim": _lowered(lowerings.norm),
         "frobenius_norm.dim": _lowered(lowerings.frobenius_norm),
         "cosine_similarity": _cosine,
-        "softmax.int": _softmax(softmax.softmax),
-        "log_softmax.int": _softmax(softmax.log_softmax),
-        "_softmax": _softmax(softmax.internal_softmax),
-        "_log_softmax": _softmax(softmax.internal_log_softmax),
-        "_safe_softmax": _softmax(softmax.safe_softmax),
+        "softmax.int": _along(softmax.softmax),
+        "log_softmax.int": _along(softmax.log_softmax),
+        "_softmax": _along(softmax.internal_softmax),
+        "_log_softmax": _along(softmax.internal_log_softmax),
+        "_safe_softmax": _along(softmax.safe_softmax),
         "cumsum": _cumsum,
         "cumprod": _along(scans.cumprod),
         "logcumsumexp": _along(scans.logcumsumexp),
         "cummax": _along(scans.cummax),
         "cummin": _along(scans.cummin),
-        # Sorting over devices moves as much as gathering, in more messages. Which of equal values sort and topk take is up
-        # to their kernels, which must see the whole row to choose as on one device.
+        # Sorting over devices moves as much as gathering, in more messages. Which of equal values sort and topk take is
+        # up to their kernels, which must see the whole row to choose as on one device.
         "sort sort.stable argsort argsort.stable topk": _along(),
         "msort": lambda op, graph: along_rule(op, graph, 0),
         "searchsorted.Tensor bucketize.Tensor": _search,

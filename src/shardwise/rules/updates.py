@@ -23,7 +23,7 @@ from shardwise.rules.arguments import (
     replace_arguments,
     same_call,
 )
-from shardwise.rules.binding import RuleTable, build, dim_names, single
+from shardwise.rules.binding import RuleTable, build, dim_names, single, with_dim
 from shardwise.rules.elementwise import broadcast_dims
 from shardwise.rules.indexing import aligned_dims, index_layout
 from shardwise.rules.local_kernels import INDEX_PUT_ROWS, SCATTER_ROWS, SCATTERED_SUM
@@ -94,7 +94,7 @@ def index_update_rule(op: Op, graph: Graph) -> OpRule | None:
     by_argument: dict[str, Dims] = {
         "self": dims,
         "index": single(["i"])[: len(graph.by_name[op.operands[1]].shape)],
-        "source": single(["i" if i == place else name for i, name in enumerate(names)]),
+        "source": with_dim(names, place, "i"),
         "value": (),
     }
     ordered = [name for _, name in sorted((p[0], name) for name, p in positions.items())]
@@ -189,8 +189,8 @@ def scattered_sum_rule(op: Op, graph: Graph) -> OpRule:
     place = op.args[1]
     assert isinstance(place, int), "the dim is a number"
     names = dim_names(len(src))
-    added = single(["i" if dim == place else name for dim, name in enumerate(names)])
-    rows = single(["v" if dim == place else name for dim, name in enumerate(names)])
+    added = with_dim(names, place, "i")
+    rows = with_dim(names, place, "v")
     indices = added if len(index) == len(src) else single(["i"])
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
