@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -39,6 +38,7 @@ class Emitter:
         self.values: dict[str, Value] = {value.name: value for value in values}
         self.sources: list[Source] = list(sources)
         self.ops: list[Op] = []
+        self.producer: dict[str, Op] = {}  # value -> the op that computes it
         self.constraints: list[tuple[str, str]] = []
         self.num_random_calls = 0
         self.known: Mapping[str, Arg] = {}  # value of the graph that is rewritten -> what it is here
@@ -52,17 +52,18 @@ class Emitter:
         assert isinstance(arg, Ref), f"expected a value, found {arg!r}"
         return self.values[arg.name]
 
-    def emit(self, target: OpOverload, *args: Arg, **kwargs: Arg) -> Any:
-        """Append a call and return its result: a Ref, or a tuple of Refs if the operator returns several tensors."""
-        op = Op("", target, args, tuple(kwargs.items()), (), self.origin.source, self.origin.scope)
-        results = self.apply(op)
-        return results[0] if len(results) == 1 else results
+    def emit(self, target: OpOverload, *args: Arg, **kwargs: Arg) -> Ref:
+        """Append a call and return its only result."""
+        (result,) = self.emit_several(target, *args, **kwargs)
+        return result
 
-    def emit_as_is(self, target: OpOverload, *args: Arg, **kwargs: Arg) -> Any:
-        """Append a call without rewrites."""
-        op = Op("", target, args, tuple(kwargs.items()), (), self.origin.source, self.origin.scope)
-        results = self.append(op)
-        return results[0] if len(results) == 1 else results
+    def emit_several(self, target: OpOverload, *args: Arg, **kwargs: Arg) -> tuple[Ref, ...]:
+        """Append a call and return its results."""
+        return self.apply(replace(self.origin, target=target, args=args, kwargs=tuple(kwargs.items())))
+
+    def emit_as_is(self, target: OpOverload, *args: Arg, **kwargs: Arg) -> tuple[Ref, ...]:
+        """Append a call without rewrites and return its results."""
+        return self.append(replace(self.origin, target=target, args=args, kwargs=tuple(kwargs.items())))
 
     def apply(self, op: Op, results: tuple[str, ...] = ()) -> tuple[Arg, ...]:
         """Append ``op``, or what replaces it, and return its results.
@@ -87,7 +88,9 @@ class Emitter:
             self.values[name] = replace(value, name=name)
         self._num_emitted += 1
         name = f"{self.origin.module}/{operator_name(op.target)}.{self._num_emitted}"
-        self.ops.append(replace(op, name=name, results=names))
+        op = replace(op, name=name, results=names)
+        self.ops.append(op)
+        self.producer.update(dict.fromkeys(names, op))
         return tuple(Ref(name) for name in names)
 
     def without_gradient(self, op: Op) -> set[str]:

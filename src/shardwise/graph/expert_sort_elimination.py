@@ -104,7 +104,6 @@ class _SortElimination:
     known: dict[str, Arg] = field(default_factory=dict)
     ordered: dict[str, _SortedValue] = field(default_factory=dict)
     keys: dict[str, Ref] = field(default_factory=dict)
-    producer: dict[str, Op] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         values = [self.old.by_name[source.value] for source in self.old.sources]
@@ -115,7 +114,6 @@ class _SortElimination:
         """Return the new graph. Raises _MixesRows for the first reader that is not supported."""
         for op in self.old.ops:
             self.emitter.origin = op
-            before = len(self.emitter.ops)
             owner = next((self.ordered[name].sort for name in op.operands if name in self.ordered), None)
             if owner is not None:
                 self._follow(op, owner)
@@ -123,7 +121,6 @@ class _SortElimination:
                 self._begin(op)
             elif not self._finds_experts(op):
                 self.known.update(zip(op.results, self._written(op), strict=True))
-            self.producer.update((name, new) for new in self.emitter.ops[before:] for name in new.results)
         return self._finish()
 
     def _finish(self) -> Graph:
@@ -160,8 +157,7 @@ class _SortElimination:
         tokens, *rest = self.emitter.value(rows.value).shape
         emit = self.emitter.emit
         repeated = emit(aten.expand.default, emit(aten.unsqueeze.default, rows.value, 1), (tokens, rows.copies, *rest))
-        result: Ref = emit(aten.reshape.default, repeated, (tokens * rows.copies, *rest))
-        return result
+        return emit(aten.reshape.default, repeated, (tokens * rows.copies, *rest))
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return self.old.by_name[name].shape
@@ -265,9 +261,9 @@ class _SortElimination:
 
     def _producer_of(self, arg: Arg) -> Op | None:
         """Return the producer of a new value, skipping exact casts."""
-        op = self.producer.get(_ref(arg).name)
+        op = self.emitter.producer.get(_ref(arg).name)
         while op is not None and self._is_exact(op):
-            op = self.producer.get(op.operands[0])
+            op = self.emitter.producer.get(op.operands[0])
         return op
 
     def _is_exact(self, op: Op) -> bool:
@@ -277,7 +273,7 @@ class _SortElimination:
     def _root(self, ref: Ref) -> str:
         """Return the name of a new value before its casts and reshapes."""
         name = ref.name
-        while (op := self.producer.get(name)) is not None and self._keeps_elements(op):
+        while (op := self.emitter.producer.get(name)) is not None and self._keeps_elements(op):
             name = op.operands[0]
         return name
 
@@ -364,8 +360,7 @@ class _SortElimination:
         emit = self.emitter.emit
         if by.copies > 1:
             rows = emit(aten.sum.dim_IntList, emit(aten.reshape.default, rows, (tokens, by.copies, *shape[1:])), (1,))
-        result: Ref = emit(aten.add.Tensor, self._new(base), rows)
-        return result
+        return emit(aten.add.Tensor, self._new(base), rows)
 
     def _is_blank(self, name: str) -> bool:
         """Return whether a value is zeros or uninitialized."""

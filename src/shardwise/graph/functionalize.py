@@ -141,8 +141,7 @@ class Functionalizer:
         """Return the name of a value, detached if it carries a gradient."""
         if not self.emitter.value(ref).requires_grad:
             return ref.name
-        detached: Ref = self.emitter.emit(aten.detach.default, ref)
-        return detached.name
+        return self.emitter.emit(aten.detach.default, ref).name
 
     def run(self, nodes: Iterable[Node]) -> Any:
         """Emit the nodes. Return the output node's argument with nodes replaced by what is known of them."""

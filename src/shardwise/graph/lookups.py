@@ -154,8 +154,7 @@ class _Lookup:
         values = self._expanded(values, [self.sizes[dim] for dim in self.order])
         values = self._permuted(values, _inverse(self.order))
         if not self.chosen:
-            total: Ref = self.emitter.emit(aten.add.Tensor, self.operand, self._reshaped(values, kept))
-            return total
+            return self.emitter.emit(aten.add.Tensor, self.operand, self._reshaped(values, kept))
         values = self._reshaped(values, [*kept, prod(self.sizes[len(kept) :])])
         scatter = aten.scatter_add.default if accumulate else aten.scatter.src
         result = self.emitter.emit(scatter, self._flat(), len(kept), self._index(), values)

@@ -58,8 +58,7 @@ def _draws_nothing(op: Op) -> bool:
 
 
 def _scaled(emitter: Emitter, ref: Ref, factor: Any) -> Ref:
-    result: Ref = ref if factor == 1 else emitter.emit(aten.mul.Tensor, ref, factor)
-    return result
+    return ref if factor == 1 else emitter.emit(aten.mul.Tensor, ref, factor)
 
 
 def _linear(op: Op, emitter: Emitter) -> Results:
@@ -148,8 +147,7 @@ def _drop(emitter: Emitter, x: Ref, p: float) -> Ref:
     """Emit a dropout of a value by the hash of seed and global index."""
     seed, call = next_random_call(emitter)
     shape = emitter.value(x).shape
-    result: Ref = emitter.emit(DROPOUT, x, seed, float(p), call, shape, (0,) * len(shape))
-    return result
+    return emitter.emit(DROPOUT, x, seed, float(p), call, shape, (0,) * len(shape))
 
 
 def _dropout(op: Op, emitter: Emitter) -> Results:
@@ -160,8 +158,7 @@ def _dropout(op: Op, emitter: Emitter) -> Results:
 
 
 def _ones(emitter: Emitter, shape: tuple[int, ...], dtype: torch.dtype) -> Ref:
-    result: Ref = emitter.emit(aten.full.default, shape, 1.0, dtype=dtype)
-    return result
+    return emitter.emit(aten.full.default, shape, 1.0, dtype=dtype)
 
 
 def _feature_dropout(op: Op, emitter: Emitter) -> Results:
@@ -223,7 +220,7 @@ def _attention(op: Op, emitter: Emitter) -> Results:
 
 def _mark(op: Op, emitter: Emitter) -> Results:
     """Rewrite the marker of ``constrain`` to an identity operator, which can have its own strategy."""
-    result: Ref = emitter.emit_as_is(aten.alias.default, op.args[0])
+    (result,) = emitter.emit_as_is(aten.alias.default, op.args[0])
     emitter.constraints.append((result.name, op.args[1]))
     return (result,)
 

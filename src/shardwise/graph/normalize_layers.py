@@ -139,8 +139,7 @@ def _bag_sums(emitter: Emitter, args: dict[str, Any], count: int) -> Callable[[R
 
         def add_rows(rows: Ref) -> Ref:
             columns = emitter.value(rows).shape[1]
-            result: Ref = emit(aten.sum.dim_IntList, emit(aten.reshape.default, rows, (bags, length, columns)), (1,))
-            return result
+            return emit(aten.sum.dim_IntList, emit(aten.reshape.default, rows, (bags, length, columns)), (1,))
 
         return add_rows
     bag = _bag_of(emitter, args["offsets"], count)
@@ -148,8 +147,7 @@ def _bag_sums(emitter: Emitter, args: dict[str, Any], count: int) -> Callable[[R
     def add_to_bags(rows: Ref) -> Ref:
         value = emitter.value(rows)
         zeros = emit(aten.full.default, (bags, value.shape[1]), 0.0, dtype=value.dtype)
-        result: Ref = emit(aten.index_add.default, zeros, 0, bag, rows)
-        return result
+        return emit(aten.index_add.default, zeros, 0, bag, rows)
 
     return add_to_bags
 
@@ -159,8 +157,7 @@ def _bag_of(emitter: Emitter, offsets: Ref, count: int) -> Ref:
     emit = emitter.emit
     ends = emit(aten.unsqueeze.default, offsets, 0)
     places = emit(aten.unsqueeze.default, emit(aten.arange.default, count), 1)
-    bag: Ref = emit(aten.sub.Tensor, emit(aten.sum.dim_IntList, emit(aten.ge.Tensor, places, ends), (1,)), 1)
-    return bag
+    return emit(aten.sub.Tensor, emit(aten.sum.dim_IntList, emit(aten.ge.Tensor, places, ends), (1,)), 1)
 
 
 def _bag_maxima(emitter: Emitter, args: dict[str, Any], rows: Ref, padding: int | None) -> Ref:
@@ -170,21 +167,19 @@ def _bag_maxima(emitter: Emitter, args: dict[str, Any], rows: Ref, padding: int 
     bags = emitter.value(args["offsets"]).shape[0] - bool(args["include_last_offset"])
     length = _equal_length(emitter, args["offsets"], count)
     if padding is None and length is not None and bags * length == count:
-        values: Ref = emit(aten.max.dim, emit(aten.reshape.default, rows, (bags, length, columns)), 1)[0]
-        return values
+        return emitter.emit_several(aten.max.dim, emit(aten.reshape.default, rows, (bags, length, columns)), 1)[0]
     bag = _bag_of(emitter, args["offsets"], count)
     if padding is not None:  # in a bag of its own, behind the others
         bag = emit(aten.masked_fill.Scalar, bag, emit(aten.eq.Scalar, args["indices"], padding), bags)
     zeros = emit(aten.full.default, (bags + 1, columns), 0.0, dtype=value.dtype)
     index = emit(aten.expand.default, emit(aten.unsqueeze.default, bag, 1), (count, columns))
     largest = emit(aten.scatter_reduce.two, zeros, 0, index, rows, "amax", include_self=False)
-    maxima: Ref = emit(aten.slice.Tensor, largest, 0, 0, bags)
-    return maxima
+    return emit(aten.slice.Tensor, largest, 0, 0, bags)
 
 
 def _equal_length(emitter: Emitter, offsets: Ref, count: int) -> int | None:
     """Return the step of ``offsets = arange(0, count, step)``, or None."""
-    producer = next((op for op in emitter.ops if offsets.name in op.results), None)
+    producer = emitter.producer.get(offsets.name)
     if producer is None or producer.target is not aten.arange.start_step:
         return None
     args = arguments(producer)

@@ -29,7 +29,7 @@ def _total(op: Op, args: dict[str, Any], scores: Ref, emitter: Emitter) -> Ref:
     schema = op.target._schema.arguments
     positional = [args[argument.name] for argument in schema if not argument.kwarg_only]
     keywords = {argument.name: args[argument.name] for argument in schema if argument.kwarg_only}
-    loss: Ref = emitter.emit(op.target, *positional, **keywords)
+    loss = emitter.emit(op.target, *positional, **keywords)
     if low_precision:
         loss = emitter.emit(aten.sum.default, loss, dtype=torch.float32)
     return loss

@@ -123,12 +123,12 @@ class Selections(SelectedRows):
     # -- selections ----------------------------------------------------------------------------------------------------
 
     def _select(self, op: Op, val: Any) -> tuple[Arg, ...]:
-        args, emit = arguments(op), self.emitter.emit
+        args = arguments(op)
         if op.target in _SELECTING[:4]:
             mask = args["condition"] if op.target is aten.where.default else args["self"]
             return self._coordinates(op, mask, val)
         if op.target is aten.masked_select.default:
-            x, mask = emit(aten.broadcast_tensors.default, (args["self"], args["mask"]))
+            x, mask = self.emitter.emit_several(aten.broadcast_tensors.default, (args["self"], args["mask"]))
             return (self._rows_of(op, x, mask, 0, val),)
         indices = args.get("indices", ())
         places = [place for place, index in enumerate(indices) if index is not None]
@@ -146,7 +146,7 @@ class Selections(SelectedRows):
         self._count(op, val.shape[place], flat)
         rows = Rows(flat, place)
         hidden = self._hidden(rows, len(self.emitter.value(all_rows).shape))
-        result: Ref = self.emitter.emit(aten.masked_fill.Scalar, all_rows, hidden, 0)
+        result = self.emitter.emit(aten.masked_fill.Scalar, all_rows, hidden, 0)
         self.rows[result.name], self.masked[result.name, 0] = rows, result
         return result
 
@@ -375,8 +375,7 @@ class Selections(SelectedRows):
         per_row = prod(value.shape[d] for d in every if d != rows.dim) * rows.copies
         count = emit(aten.mul.Tensor, emit(aten.sum.default, rows.mask), per_row)
         mean = emit(aten.div.Tensor, total, count)
-        result: Ref = mean if wide == dtype else emit(aten.to.dtype, mean, dtype)
-        return result
+        return mean if wide == dtype else emit(aten.to.dtype, mean, dtype)
 
     def _is_class_loss(self, op: Op) -> bool:
         return operator_name(op.target) in ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
@@ -452,8 +451,7 @@ class Selections(SelectedRows):
 
     def _unexpanded(self, mask: Ref) -> Ref:
         """Return a mask without trailing dims of size 1 and without those to which they were expanded."""
-        producers = {result: producer for producer in self.emitter.ops for result in producer.results}
-        while (producer := producers.get(mask.name)) is not None and producer.target in (
+        while (producer := self.emitter.producer.get(mask.name)) is not None and producer.target in (
             *_EXPANSIONS[:2],
             aten.unsqueeze.default,
         ):

@@ -178,8 +178,7 @@ class SelectedRows:
 
     def _reshaped(self, ref: Ref, shape: tuple[int, ...]) -> Ref:
         same = self.emitter.value(ref).shape == shape
-        result: Ref = ref if same else self.emitter.emit(aten.reshape.default, ref, shape)
-        return result
+        return ref if same else self.emitter.emit(aten.reshape.default, ref, shape)
 
     def _refusal(self, op: Op, what: str = "", fix: str = _FIX) -> CaptureError:
         name = operator_name(op.target)

@@ -158,14 +158,13 @@ def _dense(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     if not args["sparse"]:
         return None
     positional = tuple(False if name == "sparse" else value for name, value in args.items())
-    dense = emitter.emit(op.target, *positional)
-    return dense if isinstance(dense, tuple) else (dense,)
+    return emitter.emit_several(op.target, *positional)
 
 
 def _complex_view(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
     """Make pairs adjacent in memory, as the operator requires: the copies that did so were dropped."""
     packed = emitter.emit_as_is(aten.clone.default, _operand(op), memory_format=torch.contiguous_format)
-    return (emitter.emit_as_is(aten.view_as_complex.default, packed),)
+    return emitter.emit_as_is(aten.view_as_complex.default, *packed)
 
 
 SIMPLIFICATIONS: dict[OpOverload, Rewrite] = by_operator(

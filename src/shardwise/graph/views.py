@@ -33,20 +33,13 @@ def write_through(view: Op, index: int, base: Ref, new: Ref, emitter: Emitter) -
     return None if inverse is None else inverse(arguments(view), index, base, new, emitter)
 
 
-def _emit(emitter: Emitter, target: OpOverload, *args: Any) -> Ref:
-    result: Ref = emitter.emit(target, *args)
-    return result
-
-
 def _scatter(emitter: Emitter, target: OpOverload, base: Ref, new: Ref, dim: int, *place: Any) -> Ref:
     """Write ``new`` into a part of ``base``; complex numbers as pairs: the operator has no complex derivative."""
     if not emitter.value(base).dtype.is_complex:
-        return _emit(emitter, target, base, new, dim, *place)
+        return emitter.emit(target, base, new, dim, *place)
     dim %= len(emitter.value(base).shape)
-    pairs = (
-        _emit(emitter, aten.view_as_real.default, _emit(emitter, aten.resolve_conj.default, x)) for x in (base, new)
-    )
-    return _emit(emitter, aten.view_as_complex.default, _emit(emitter, target, *pairs, dim, *place))
+    pairs = (emitter.emit(aten.view_as_real.default, emitter.emit(aten.resolve_conj.default, x)) for x in (base, new))
+    return emitter.emit(aten.view_as_complex.default, emitter.emit(target, *pairs, dim, *place))
 
 
 def _same(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
@@ -58,7 +51,7 @@ def _same_unless_complex(args: dict[str, Any], index: int, base: Ref, new: Ref, 
 
 
 def _reshaped(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
-    return _emit(emitter, aten.reshape.default, new, emitter.value(base).shape)
+    return emitter.emit(aten.reshape.default, new, emitter.value(base).shape)
 
 
 def _expanded(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref | None:
@@ -71,13 +64,13 @@ def _transposed(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: 
     if len(emitter.value(base).shape) < 2:
         return new
     dims = (args.get("dim0", args.get("axis0", -2)), args.get("dim1", args.get("axis1", -1)))
-    return _emit(emitter, aten.transpose.int, new, *dims)
+    return emitter.emit(aten.transpose.int, new, *dims)
 
 
 def _permuted(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
     rank = len(args["dims"])
     order = [dim % rank for dim in args["dims"]]
-    return _emit(emitter, aten.permute.default, new, tuple(order.index(dim) for dim in range(rank)))
+    return emitter.emit(aten.permute.default, new, tuple(order.index(dim) for dim in range(rank)))
 
 
 def _selected(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
@@ -116,7 +109,7 @@ def _part_sizes(args: dict[str, Any], size: int) -> list[int]:
 
 
 def _diagonal(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
-    return _emit(emitter, aten.diagonal_scatter.default, base, new, args["offset"], args["dim1"], args["dim2"])
+    return emitter.emit(aten.diagonal_scatter.default, base, new, args["offset"], args["dim1"], args["dim2"])
 
 
 INVERSES: dict[OpOverload, Inverse] = by_operator(
