@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from shardwise.errors import CaptureError, problem
+from shardwise.errors import CaptureError
 from shardwise.graph.autocast import Autocast, casts_of
 from shardwise.graph.emitter import Emitter
 from shardwise.graph.ir import Arg, Op, Ref, map_operands
@@ -47,7 +47,7 @@ class Casting:
         casts = casts_of(self.autocast, op.target, partial(self._example, op))
         if casts is None:
             what = f"{self.autocast} casts inside of {operator_name(op.target)}, part by part"
-            raise CaptureError(problem(what, op=op.name.rstrip("/"), source=op.source, fix=_FIX))
+            raise CaptureError(what, op=op.name.rstrip("/"), source=op.source, fix=_FIX)
         numbers = count()
 
         def operand(name: str) -> Ref:
@@ -91,4 +91,4 @@ class Casting:
             cast_dtype = self.emitter.value(ref).dtype
             if isinstance(fake, torch.Tensor) and fake.dtype != cast_dtype:
                 what = f"{operator_name(op.target)} gives {fake.dtype} under {self.autocast}, {cast_dtype} by its casts"
-                raise CaptureError(problem(what, op=op.name.rstrip("/"), source=op.source, fix=_FIX))
+                raise CaptureError(what, op=op.name.rstrip("/"), source=op.source, fix=_FIX)

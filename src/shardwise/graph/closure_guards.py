@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.graph.code_reachability import ReachableCode, names_in_methods
 from shardwise.graph.looking import attribute, item_of, items_of, size_of, text_of
 from shardwise.graph.module_state import OF_TORCH
@@ -84,12 +84,10 @@ class ClosureGuards:
             self._take(now)
             return
         raise ShardwiseError(
-            problem(
-                f"the code of the model or of its loss uses {changed}, which changed after the programs were "
-                "captured: ranks would use the old value",
-                fix="pass values that change between steps as inputs, or keep them in a buffer of the model and "
-                "write to it (fill_, copy_); set constants before sw.plan and sw.parallelize",
-            )
+            f"the code of the model or of its loss uses {changed}, which changed after the programs were "
+            "captured: ranks would use the old value",
+            fix="pass values that change between steps as inputs, or keep them in a buffer of the model and "
+            "write to it (fill_, copy_); set constants before sw.plan and sw.parallelize",
         )
 
     def _now(self) -> _GuardReader:

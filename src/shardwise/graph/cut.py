@@ -85,31 +85,27 @@ def cut_apart(graph: Graph, parts: Sequence[Sequence[str]]) -> GraphCut:
     for number, names in enumerate(parts):
         _check_exist(graph, names)
         if not names:
-            raise PlanError(
-                problem(f"part {number} of {len(parts)} has no operators", fix="cut at fewer or other operators")
-            )
+            raise PlanError(f"part {number} of {len(parts)} has no operators", fix="cut at fewer or other operators")
         for name in names:
             if name in part_of:
                 where = (
                     f"twice in part {number}" if part_of[name] == number else f"in parts {part_of[name]} and {number}"
                 )
-                raise PlanError(problem(f"operator {name} is named {where}", fix="name every operator once"))
+                raise PlanError(f"operator {name} is named {where}", fix="name every operator once")
             part_of[name] = number
     missing = [op.name for op in graph.ops if op.name not in part_of]
     if missing:
         shown = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         what = f"{len(missing)} of {len(graph.ops)} operators belong to no part: {shown}"
-        raise PlanError(problem(what, fix="put every operator into one part"))
+        raise PlanError(what, fix="put every operator into one part")
     cutter = _Cutter(graph, part_of, len(parts))
     graphs = cutter.parts()
     for number, part in enumerate(graphs):
         if not part.ops:
             raise PlanError(
-                problem(
-                    f"part {number} of {len(parts)} has only operators that other parts repeat: "
-                    f"{', '.join(parts[number][:4])} depend on no input and no parameter",
-                    fix="cut at fewer or other operators",
-                )
+                f"part {number} of {len(parts)} has only operators that other parts repeat: "
+                f"{', '.join(parts[number][:4])} depend on no input and no parameter",
+                fix="cut at fewer or other operators",
             )
     return GraphCut(graphs, cutter.crossings, tuple(cutter.output_part.items()))
 
@@ -119,7 +115,7 @@ def _check_exist(graph: Graph, names: Iterable[str]) -> None:
         if name not in graph.op_by_name:
             near = get_close_matches(name, list(graph.op_by_name), 1)
             fix = f"did you mean {near[0]}?" if near else "print the graph to see the names of its operators"
-            raise PlanError(problem(f"the graph has no operator {name!r}", fix=fix))
+            raise PlanError(f"the graph has no operator {name!r}", fix=fix)
 
 
 def free_values(graph: Graph) -> frozenset[str]:
@@ -148,7 +144,7 @@ class _Cutter:
         activation = next((s.value for s in graph.sources if s.kind == "activation"), None)
         if activation is not None or graph.cotangents is not None:
             what = f"the graph is already a part of a graph{f': {activation} is an activation' if activation else ''}"
-            raise PlanError(problem(what, fix="cut the whole graph at all boundaries at once"))
+            raise PlanError(what, fix="cut the whole graph at all boundaries at once")
         self.free = free_values(graph)
         self.written = dict(graph.mutations)
         self.bound = [op for op in graph.ops if not self._is_free(op)]

@@ -22,7 +22,7 @@ from torch._higher_order_ops.wrap import wrap_with_autocast, wrap_with_set_grad_
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from shardwise.errors import CaptureError, problem
+from shardwise.errors import CaptureError
 from shardwise.graph.aliased_operands import NodeCalls
 from shardwise.graph.autocast import Autocast
 from shardwise.graph.batch_norm import batch_norm_with_statistics
@@ -535,4 +535,4 @@ def _argument_name(name: str) -> str:
 
 
 def _write_error(what: str, op: Op, fix: str) -> CaptureError:
-    return CaptureError(problem(what, op=op.module, source=op.source, fix=fix))
+    return CaptureError(what, op=op.module, source=op.source, fix=fix)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.errors import CaptureError, problem
+from shardwise.errors import CaptureError
 from shardwise.graph.change_line import Watching, watch_changes
 
 State = tuple[Any, bytes]
@@ -42,12 +42,10 @@ def reject_host_random(before: State, run: Callable[[Watching], object]) -> None
     _restore(drew)
     if lines and after != drew:
         raise CaptureError(
-            problem(
-                "the model draws random numbers in Python or numpy: every step would get the same",
-                source=lines[0],
-                fix="draw with torch (torch.rand, torch.bernoulli), pass the drawn values as inputs, or switch it off "
-                "(Hugging Face: mask_time_prob=0, layerdrop=0)",
-            )
+            "the model draws random numbers in Python or numpy: every step would get the same",
+            source=lines[0],
+            fix="draw with torch (torch.rand, torch.bernoulli), pass the drawn values as inputs, or switch it off "
+            "(Hugging Face: mask_time_prob=0, layerdrop=0)",
         )
 
 

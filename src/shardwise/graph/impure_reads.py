@@ -32,7 +32,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import CaptureError, CaptureWarning, problem
+from shardwise.errors import CaptureError, CaptureWarning
 from shardwise.garbage_collector import without_gc
 from shardwise.graph.change_line import Watching, watch_changes
 from shardwise.graph.code_reachability import ReachableCode
@@ -223,20 +223,16 @@ def reject_reads(reads: Sequence[ImpureRead], what: str) -> None:
     seeds = [read for read in reads if read.what.startswith(_SEEDS)]
     if seeds:
         raise CaptureError(
-            problem(
-                f"the model's forward sets {_described(seeds)}, but random numbers under a plan follow the seed of "
-                "sw.parallelize",
-                source=seeds[0].line,
-                fix="set the seed outside of the model, and pass values that must be the same in every step as inputs",
-            )
+            f"the model's forward sets {_described(seeds)}, but random numbers under a plan follow the seed of "
+            "sw.parallelize",
+            source=seeds[0].line,
+            fix="set the seed outside of the model, and pass values that must be the same in every step as inputs",
         )
     if reads and what:
         raise CaptureError(
-            problem(
-                f"the model's forward reads {_described(reads)}, and {what}",
-                source=reads[0].line,
-                fix="pass values that change between calls as inputs; draw with torch, without generator=",
-            )
+            f"the model's forward reads {_described(reads)}, and {what}",
+            source=reads[0].line,
+            fix="pass values that change between calls as inputs; draw with torch, without generator=",
         )
     if outside := [read for read in reads if not read.what.startswith(_GENERATOR)]:
         warnings.warn(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from shardwise.errors import CaptureError, problem
+from shardwise.errors import CaptureError
 from shardwise.graph.batch_norm import batch_norm_with_statistics
 from shardwise.graph.custom_operators import dropout as dropout_operator
 from shardwise.graph.custom_operators import mark as mark_operator
@@ -39,12 +39,10 @@ def normalize(graph: Graph) -> Graph:
     for op in normal.ops:
         if is_random(op.target) and not _draws_nothing(op):
             raise CaptureError(
-                problem(
-                    f"{operator_name(op.target)} draws random numbers, which would differ with every plan",
-                    op=op.module,
-                    source=op.source,
-                    fix="pass the random tensor as an input, or use nn.Dropout",
-                )
+                f"{operator_name(op.target)} draws random numbers, which would differ with every plan",
+                op=op.module,
+                source=op.source,
+                fix="pass the random tensor as an input, or use nn.Dropout",
             )
     return normal
 

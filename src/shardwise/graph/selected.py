@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import CaptureError, problem
+from shardwise.errors import CaptureError
 from shardwise.graph.ir import Arg, Op, Ref, map_operands
 from shardwise.graph.normalize_losses import LOSS_NORMALIZATIONS, MEAN, NONE, SUM
 from shardwise.graph.rejected import REJECTED
@@ -99,7 +99,7 @@ class Selections(SelectedRows):
         if ref.name in self.rows:
             what = "the model returns rows selected by a mask, and their number depends on data"
             fix = "return all rows and the mask, or a reduction of the rows"
-            raise CaptureError(problem(what, op=origin.module, source=origin.source, fix=fix))
+            raise CaptureError(what, op=origin.module, source=origin.source, fix=fix)
         return ref
 
     def apply(self, op: Op, val: Any) -> tuple[Arg, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import CaptureError, problem
+from shardwise.errors import CaptureError
 from shardwise.graph.emitter import Emitter
 from shardwise.graph.ir import Arg, Op, Ref
 from shardwise.graph.origins import is_of_package
@@ -185,7 +185,7 @@ class SelectedRows:
         what = what or "needs the rows selected by a mask as a tensor, and their number depends on data"
         if is_of_package("torch_geometric", op.source):
             fix = "pass add_self_loops=False to torch_geometric layers and add the loops to edge_index before"
-        return CaptureError(problem(f"{name} {what}", op=op.module, source=op.source, fix=fix))
+        return CaptureError(f"{name} {what}", op=op.module, source=op.source, fix=fix)
 
 
 def argument_key(arg: Arg, number: Callable[[str], int]) -> object:

@@ -19,7 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.graph.custom_operators import dropout_mask, uniform
 from shardwise.graph.infer import TypeInference
 from shardwise.graph.ir import Arg, Graph, Op
@@ -68,12 +68,10 @@ def _check_bits(op: Op, graph: Graph) -> None:
     if op.target is torch.ops.aten.view.dtype and are_bits and not WIDE.keys().isdisjoint(dtypes):
         shown = " as ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ShardwiseError(
-            problem(
-                f"the model reads the bits of {shown}, but verification computes in float64, which has other bits",
-                op=op.name,
-                source=op.source,
-                fix="verify the model without this operator; sw.plan and sw.parallelize support it",
-            )
+            f"the model reads the bits of {shown}, but verification computes in float64, which has other bits",
+            op=op.name,
+            source=op.source,
+            fix="verify the model without this operator; sw.plan and sw.parallelize support it",
         )
 
 

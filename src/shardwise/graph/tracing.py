@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError, problem
+from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError
 from shardwise.graph.annotate import AnnotatedRegion, record_annotations
 from shardwise.graph.change_line import Watching, watch_changes
 from shardwise.graph.code_reachability import ReachableCode
@@ -306,7 +306,7 @@ def _export_as(
                 if not lines.transformed:
                     raise
                 what = f"{TRANSFORMS} in forward cannot be captured"
-                raise CaptureError(problem(what, source=lines.transformed, fix=CONSTRUCTS[TRANSFORMS])) from error
+                raise CaptureError(what, source=lines.transformed, fix=CONSTRUCTS[TRANSFORMS]) from error
     if lines.caught:
         raise lines.caught[0]
     for question in lines.asked:

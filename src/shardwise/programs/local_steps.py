@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from shardwise.graph.ir import Arg, Ref, map_refs
 from shardwise.programs.buckets import Bucket
 from shardwise.programs.program import LocalOp
 from shardwise.programs.spmd import backward_order, conversions_of
@@ -53,12 +52,3 @@ def in_backward_order(
             if result in by_result:
                 ordered.setdefault(id(by_result[result]), by_result[result])
     return list(ordered.values())
-
-
-def renamed(
-    args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...], names: Mapping[str, str]
-) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-    def rename(name: str) -> Arg:
-        return Ref(names[name])
-
-    return map_refs(args, rename), map_refs(kwargs, rename)

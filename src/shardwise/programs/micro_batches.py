@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from shardwise.errors import PlanError, problem
+from shardwise.errors import PlanError
 from shardwise.graph.batch import batch_size
 from shardwise.graph.custom_operators import STREAMS
 from shardwise.graph.dead_code import eliminate_dead_code
@@ -114,10 +114,8 @@ class Passes:
         batch = batch_size(graph) or 1
         if rest := batch % micro_batch:
             raise PlanError(
-                problem(
-                    f"micro-batches of {micro_batch} of {batch} samples, each with a separate loss, leave {rest}",
-                    fix="choose a micro_batch that divides the batch",
-                )
+                f"micro-batches of {micro_batch} of {batch} samples, each with a separate loss, leave {rest}",
+                fix="choose a micro_batch that divides the batch",
             )
         alone = _numbered_alone(captured(micro_batch), graph, batch)
         written = frozenset(alone.source_of[buffer].names[0] for buffer, _ in alone.mutations)
@@ -211,11 +209,9 @@ class _MicroBatchWriter:
         if any(rest for _, rest in bounds):
             group = self.split.batch // atom
             raise PlanError(
-                problem(
-                    f"the model takes samples in groups of {group} ({self.split.batch} = {atom} x {group}), and a "
-                    f"micro-batch of {self.size} cuts a group",
-                    fix=f"choose a micro_batch that {group} divides",
-                )
+                f"the model takes samples in groups of {group} ({self.split.batch} = {atom} x {group}), and a "
+                f"micro-batch of {self.size} cuts a group",
+                fix=f"choose a micro_batch that {group} divides",
             )
         return bounds[0][0], bounds[1][0] - bounds[0][0]
 
@@ -242,7 +238,7 @@ class _MicroBatchWriter:
             why = (
                 f"the step is not a sum over micro-batches: {op.name} depends on the position of a sample in the batch"
             )
-            raise PlanError(problem(why, op=op.name, source=op.source, fix=FIX)) from None
+            raise PlanError(why, op=op.name, source=op.source, fix=FIX) from None
         self._append(local, op, operands)
 
     def _as_alone(self, op: Op) -> Op:
@@ -251,13 +247,11 @@ class _MicroBatchWriter:
         twin = self.alone.op_by_name.get(op.name)
         if twin is None or twin.target != op.target or twin.results != op.results or twin.operands != op.operands:
             raise PlanError(
-                problem(
-                    f"{op.name} depends on the batch size: the model computes something else for {self.size} "
-                    f"samples than for {self.split.batch}",
-                    op=op.name,
-                    source=op.source,
-                    fix=FIX,
-                )
+                f"{op.name} depends on the batch size: the model computes something else for {self.size} "
+                f"samples than for {self.split.batch}",
+                op=op.name,
+                source=op.source,
+                fix=FIX,
             )
         return twin
 
@@ -318,7 +312,7 @@ class _MicroBatchWriter:
         rows, rest = divmod(place.stride * place.size, self.split.batch)
         if rest or place.stride * place.size != shape[place.dim]:
             what = f"the samples of a micro-batch are not rows of dim {place.dim} of {list(shape)}"
-            raise PlanError(problem(what, op=op.name, source=op.source, fix=FIX))
+            raise PlanError(what, op=op.name, source=op.source, fix=FIX)
         return rows
 
     # -- values that are the same in every micro-batch -----------------------------------------------------------------

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from shardwise.errors import PlanError, problem
+from shardwise.errors import PlanError
 from shardwise.graph.batch import batch_size
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.disjoint import DisjointSets
@@ -83,15 +83,13 @@ def split_in_time(graph: Graph) -> TimeSplit:
     no sum over micro-batches."""
     if graph.loss is None:
         raise PlanError(
-            problem(
-                "micro-batches need a loss, but the module returns none",
-                fix="return the loss first, or pass loss= to plan and parallelize",
-            )
+            "micro-batches need a loss, but the module returns none",
+            fix="return the loss first, or pass loss= to plan and parallelize",
         )
     batch = batch_size(graph)
     if batch is None or batch < 2:
         have = "no input has dims" if batch is None else f"the inputs have {batch} sample"
-        raise PlanError(problem(f"no batch to split into micro-batches: {have}", fix="pass a whole batch"))
+        raise PlanError(f"no batch to split into micro-batches: {have}", fix="pass a whole batch")
     graph = eliminate_dead_code(replace(graph, outputs=(Ref(graph.loss),)))
     used: dict[str, Lowering] = {}  # operator of a lowering -> that lowering, so that it is not lowered again
     while True:
@@ -314,9 +312,7 @@ def _of_user(op: Op) -> str:
 def _refusal(op: Op, why: str) -> PlanError:
     """Return the error for a model that cannot be divided into micro-batches."""
     name = _of_user(op)
-    return PlanError(
-        problem(f"the step is not a sum over micro-batches: {name} {why}", op=name, source=op.source, fix=FIX)
-    )
+    return PlanError(f"the step is not a sum over micro-batches: {name} {why}", op=name, source=op.source, fix=FIX)
 
 
 def buffer_names(split: TimeSplit) -> Iterator[str]:

@@ -12,7 +12,7 @@ kernels ``b0``, ...; cotangents of the results ``c0``, ``c1``, ... by position.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -22,11 +22,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from shardwise.dispatch_mode import DispatchMode
-from shardwise.graph.ir import Arg, Ref, map_operands, map_refs, refs
+from shardwise.dispatch_mode import OpRecorder
+from shardwise.graph.ir import Arg, Ref, map_refs
 from shardwise.graph.schema import is_random
 from shardwise.graph.switches import CallCache
 from shardwise.programs.forms import Form
+from shardwise.programs.instructions import Compute, Origin, memories, with_operands
 
 aten = torch.ops.aten
 
@@ -52,42 +53,19 @@ _INSTEAD_OF = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """One traced call. ``results``, ``forms``: names and forms of the tensors it returns; ``places``: the index path of
-    each in the returned value (``()``: the value itself). ``shares``: per result the name of the operand whose memory
-    it shares, or None. ``writes``: operands that it overwrites."""
-
-    target: Any
-    args: tuple[Arg, ...]
-    kwargs: tuple[tuple[str, Arg], ...]
-    results: tuple[str, ...]
-    forms: tuple[Form, ...]
-    places: tuple[tuple[int, ...], ...]
-    shares: tuple[str | None, ...]
-    writes: tuple[str, ...] = ()
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """Return the names that it reads."""
-        return tuple(refs((self.args, self.kwargs)))
-
-    @property
-    def is_view(self) -> bool:
-        """Return whether all its results are views of operands."""
-        return bool(self.results) and not self.writes and all(name is not None for name in self.shares)
+_NOT_YET = Origin("", "", "forward")  # of traced kernels, which belong to no operator of a program
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardTrace:
     """A call in forward. ``results``: names of the tensors it returns; ``forms``, ``shares``: of these; ``places``: as
-    in ``Kernel``; ``kernels``: all that it calls; ``workspace``: bytes of temporary memory beyond its results."""
+    in ``Compute``; ``kernels``: all that it calls; ``workspace``: bytes of temporary memory beyond its results."""
 
     results: tuple[str, ...]
     forms: tuple[Form, ...]
     shares: tuple[str | None, ...]
     places: tuple[tuple[int, ...], ...]
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[Compute, ...]
     workspace: int
 
 
@@ -98,14 +76,14 @@ class BackwardTrace:
     operands and results. ``whole``: whether forward can stay a single call, because backward needs only its operands
     and results. ``opaque``: autograd computes it (``programs.opaque``)."""
 
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[Compute, ...]
     cotangents: tuple[str | None, ...]
     forms: tuple[Form | None, ...]
     needs: tuple[str, ...]
     whole: bool
     opaque: bool = False
 
-    def kernels_beside(self, weights: set[int]) -> tuple[Kernel, ...]:
+    def kernels_beside(self, weights: set[int]) -> tuple[Compute, ...]:
         """Return the kernels that the cotangents of operands other than ``weights`` (by position) need; all kernels if
         one of them overwrites memory."""
         if any(kernel.writes for kernel in self.kernels):
@@ -186,14 +164,14 @@ def typed_key(call: Call) -> object:
 # ------------------------------------------------------------------------------------------------------------- tracing
 
 
-class _KernelRecorder(DispatchMode):
+class _KernelRecorder(OpRecorder):
     """Records the kernels that are called. ``prefix``: of the names of their results."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: dict[int, str] = {}
         self.alive: list[torch.Tensor] = []  # keeps the ids in ``names`` unique
-        self.kernels: list[Kernel] = []
+        self.kernels: list[Compute] = []
         self.storages: dict[int, str] = {}  # storage -> the first name that had it
         self.prefix, self.count = "f", 0
 
@@ -207,13 +185,11 @@ class _KernelRecorder(DispatchMode):
             raise Untraceable("a tensor comes from outside of the call")
         return self.names[id(tensor)]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        returned = func(*args, **kwargs)
+    def record(self, func: Any, args: Any, kwargs: dict[str, Any], returned: Any) -> None:
         tensors = list(_tensors(returned))
         if func in _SAME and isinstance(same := self._arg(args[0]), Ref):
             self.know(tensors[0][1], same.name)
-            return returned
+            return
         if func in _SAME:  # of a number
             func, args, kwargs = aten.scalar_tensor.default, (same,), {"dtype": tensors[0][1].dtype, "device": None}
         shared = {_storage(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
@@ -233,18 +209,18 @@ class _KernelRecorder(DispatchMode):
             forms.append(Form.of(tensor))
             places.append(place)
         self.kernels.append(
-            Kernel(
+            Compute(
                 _INSTEAD_OF.get(func, func),
                 call_args,
                 call_kwargs,
                 tuple(names),
-                tuple(forms),
                 tuple(places),
+                tuple(forms),
                 tuple(shares),
+                _NOT_YET,
                 tuple(writes),
             )
         )
-        return returned
 
     def _arg(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -335,8 +311,8 @@ class _TracedKernels:
 
 
 def _backward_kind(
-    forward: Sequence[Kernel],
-    backward: Sequence[Kernel],
+    forward: Sequence[Compute],
+    backward: Sequence[Compute],
     results: frozenset[str],
     gradients: tuple[tuple[str | None, ...], tuple[Form | None, ...]],
     numbers: Mapping[str, int],
@@ -347,7 +323,7 @@ def _backward_kind(
     kernels = needed_kernels(backward, {name for name in cotangents if name is not None})
     by_result = {name: kernel for kernel in forward for name in kernel.results}
     made_again = _recomputable(forward, numbers)
-    replayed: dict[str, Kernel] = {}
+    replayed: dict[str, Compute] = {}
     whole = True
 
     def need(name: str) -> None:
@@ -378,10 +354,10 @@ def _backward_kind(
     return BackwardTrace(every[0], every[1], forms, tuple(needs), whole)
 
 
-def _recomputable(kernels: Sequence[Kernel], numbers: Mapping[str, int]) -> frozenset[str]:
+def _recomputable(kernels: Sequence[Compute], numbers: Mapping[str, int]) -> frozenset[str]:
     """Return the names to recompute: results of deterministic kernels that depend on no operand of the call, or only on
     integers and booleans that are smaller than the result. ``numbers``: these operands, with their bytes."""
-    root = _memories(kernels)
+    root = memories(kernels)
     overwritten = {root.get(name, name) for kernel in kernels for name in kernel.writes}
     origins: dict[str, frozenset[str]] = {name: frozenset((name,)) for name in numbers}
     recomputed: set[str] = set()
@@ -397,9 +373,9 @@ def _recomputable(kernels: Sequence[Kernel], numbers: Mapping[str, int]) -> froz
     return frozenset(recomputed)
 
 
-def needed_kernels(kernels: Sequence[Kernel], needed: set[str]) -> list[Kernel]:
+def needed_kernels(kernels: Sequence[Compute], needed: set[str]) -> list[Compute]:
     """Return the kernels that compute ``needed`` or write to its memory. ``needed`` is extended by their operands."""
-    root = _memories(kernels)
+    root = memories(kernels)
     memory = {root.get(name, name) for name in needed}
     kept = []
     for kernel in reversed(kernels):
@@ -412,31 +388,17 @@ def needed_kernels(kernels: Sequence[Kernel], needed: set[str]) -> list[Kernel]:
     return kept[::-1]
 
 
-def _memories(kernels: Sequence[Kernel]) -> dict[str, str]:
-    """Map each name to the name that first had its memory."""
-    root: dict[str, str] = {}
-    for kernel in kernels:
-        for name, shared in zip(kernel.results, kernel.shares, strict=True):
-            root[name] = name if shared is None else root.get(shared, shared)
-    return root
-
-
 def _without_twins(
-    kernels: Sequence[Kernel], cotangents: tuple[str | None, ...]
-) -> tuple[tuple[Kernel, ...], tuple[str | None, ...]]:
+    kernels: Sequence[Compute], cotangents: tuple[str | None, ...]
+) -> tuple[tuple[Compute, ...], tuple[str | None, ...]]:
     """Return the kernels with equal views merged and double transposes removed, and the renamed cotangents."""
     same: dict[str, str] = {}
     views: dict[object, str] = {}
     transposed: dict[str, str] = {}
-    kept: list[Kernel] = []
-
-    def renamed(name: str) -> Arg:
-        return Ref(same.get(name, name))
+    kept: list[Compute] = []
 
     for kernel in kernels:
-        shares = tuple(None if name is None else same.get(name, name) for name in kernel.shares)
-        writes = tuple(same.get(name, name) for name in kernel.writes)
-        kernel = replace(map_operands(kernel, renamed), shares=shares, writes=writes)
+        kernel = with_operands(kernel, same)
         if kernel.is_view and len(kernel.results) == 1:
             (name,) = kernel.results
             operand = kernel.args[0]
@@ -454,9 +416,9 @@ def _without_twins(
     return tuple(needed_kernels(kept, {name for name in merged if name is not None})), merged
 
 
-def _workspace(kernels: Sequence[Kernel], results: Sequence[str]) -> int:
+def _workspace(kernels: Sequence[Compute], results: Sequence[str]) -> int:
     """Return the peak number of live bytes beyond the results and the operands."""
-    root = _memories(kernels)
+    root = memories(kernels)
     last: dict[str, int] = {}
     for i, kernel in enumerate(kernels):
         for name in (*kernel.operands, *kernel.results):

@@ -67,7 +67,7 @@ def bind(template: RuleTemplate, op: Op, graph: Graph, sizes: Mapping[str, int] 
     tensors = (*pattern.operands, *pattern.results)
     if len(op.operands) != len(pattern.operands) or len(op.results) != len(pattern.results):
         counts = f"{len(op.operands)} operands and {len(op.results)} results"
-        raise LayoutError(problem(f"{op.target} has {counts}: its rule is {pattern}", op=op.name, source=op.source))
+        raise LayoutError(f"{op.target} has {counts}: its rule is {pattern}", op=op.name, source=op.source)
     leading = [
         len(shape) - len(dims) + 1 for dims, shape in zip(tensors, shapes, strict=True) if (ELLIPSIS,) in dims[:1]
     ]
@@ -169,7 +169,7 @@ def build(
         places = [any(factor.name in dim for dim in dims) for dims in nonempty or results]
         fault = kind_fault(factor.name, factor.kind, places, lowering)
         if fault:
-            raise LayoutError(problem(f"{op.target}: {fault}", op=op.name, source=op.source))
+            raise LayoutError(f"{op.target}: {fault}", op=op.name, source=op.source)
     through = tuple((windows or {}).items())
     return OpRule(factors, operands, results, _additive(op, graph, linear), localize, lowering, through)
 
