@@ -159,7 +159,6 @@ def constrain(x: torch.Tensor, text: str) -> torch.Tensor:
 
 
 def _with_out_strategy(result: Any, region: AnnotatedRegion) -> Any:
-    """Mark the results of an annotated call with their requested layouts."""
     out = region.out_strategy
     if out is None:
         return result

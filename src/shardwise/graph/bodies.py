@@ -216,7 +216,6 @@ def _with_subgraphs(nodes: Iterable[Node]) -> Iterator[Node]:
 
 
 def _key_of(arg: Any, pairs: Mapping[Node, Node]) -> object:
-    """Return an argument with nodes replaced by their counterparts."""
     if isinstance(arg, Node):
         return pairs.get(arg, arg)
     if isinstance(arg, (tuple, list)):
@@ -228,6 +227,3 @@ def _key_of(arg: Any, pairs: Mapping[Node, Node]) -> object:
 
 def _form(tensor: torch.Tensor) -> object:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad
-
-
-__all__ = ["Bodies", "Inlining", "NotRepeated", "marks_of", "storage_of"]

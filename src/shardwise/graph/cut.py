@@ -172,7 +172,6 @@ class _Cutter:
         return self.maker[value] if value in self.maker else min(self.users.get(buffer, ()), default=0)
 
     def _output_parts(self) -> dict[str, int]:
-        """Return a map from outputs and the loss to the parts that deliver them."""
         part_of_output: dict[str, int] = {}
         for name in [*refs(self.graph.outputs), *([] if self.graph.loss is None else [self.graph.loss])]:
             producer = self.graph.producer.get(name)

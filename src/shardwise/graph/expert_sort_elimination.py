@@ -177,7 +177,6 @@ class _SortElimination:
         self.ordered |= {name: _SortedValue("rows", op.name, keys) for name in rows}
 
     def _follow(self, op: Op, sort: str) -> None:
-        """Rewrite an operator that reads values in the order of a sort."""
         mixed = any(name in self.ordered and self.ordered[name].sort != sort for name in op.operands)
         results = None if mixed or is_random(op.target) or op.target in STREAMS else self._results(op, sort)
         if results is None:
@@ -285,7 +284,6 @@ class _SortElimination:
     # -- rows in and out -----------------------------------------------------------------------------------------------
 
     def _gathered_rows(self, op: Op, sort: str) -> _SortedValue | Arg | None:
-        """Rewrite an index of rows on dim 0."""
         index = self._index(op)
         if index is None or op.operands[0] == index:
             return None
@@ -340,7 +338,6 @@ class _SortElimination:
         return _SortedValue("inverse", sort) if self._is_counting(values.name) else None
 
     def _added(self, op: Op, sort: str) -> Arg | None:
-        """Rewrite an addition of sorted rows to those of their tokens."""
         if op.target not in (aten.index_add.default, aten.scatter_add.default):
             return None
         call = arguments(op)
@@ -363,7 +360,6 @@ class _SortElimination:
         return emit(aten.add.Tensor, self._new(base), rows)
 
     def _is_blank(self, name: str) -> bool:
-        """Return whether a value is zeros or uninitialized."""
         producer = self.old.producer.get(name)
         return producer is not None and producer.target in _BLANKS
 

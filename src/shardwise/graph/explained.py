@@ -103,6 +103,3 @@ def _line_of(error: BaseException) -> str:
             module_line = here
         step = step.tb_next
     return line or module_line
-
-
-__all__ = ["explain_export_error", "flex_attention_error"]

@@ -144,6 +144,3 @@ def _signature(graph: Graph, block: GraphBlock, before: GraphBlock | None) -> Ha
     sources = [(graph.source_of[name].kind, graph.source_of[name].trainable) for name in block.sources]
     ops = [(op.target, map_refs((op.args, op.kwargs), key_of), op.scope) for op in block.ops]
     return tuple(ops), tuple(values), tuple(sources)
-
-
-__all__ = ["Folding", "GraphBlock"]

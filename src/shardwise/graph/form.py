@@ -54,6 +54,3 @@ class GraphForm:
         """Return maps from names of operators, and of values, of this graph to those of an equal one."""
         assert self.key == other.key, "the graphs differ"
         return dict(zip(self.ops, other.ops, strict=True)), dict(zip(self.values, other.values, strict=True))
-
-
-__all__ = ["GraphForm"]

@@ -205,7 +205,6 @@ class Functionalizer:
         return self._read_call(node, op)
 
     def _inline(self, body: GraphModule, operands: Sequence[Any], grad: bool) -> Any:
-        """Emit the nodes of a sub-graph, with gradients on or off."""
         placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]
         self._values.update(zip(placeholders, operands, strict=True))
         before = self._grad, self._detached
@@ -217,7 +216,6 @@ class Functionalizer:
         return result
 
     def _repeat(self, node: Node) -> tuple[ProgramTensor, ...]:
-        """Emit the operators of a repeated layer with the operands of this call."""
         inlining = self._bodies.inlined(node, lambda operand: self._tensor(operand).storage)
         body, operands = inlining.body, self._lookup(node.args[0])
         if any(has_symbols(inner.meta.get("val")) for inner in (*body.operands, *body.nodes)):
@@ -316,8 +314,6 @@ class Functionalizer:
         return tuple(self.emitter.apply(op))
 
     def _cast(self, op: Op) -> Op:
-        """Return the operator with its operands cast as autocast does."""
-
         def cast(name: str, dtype: torch.dtype) -> Ref:
             return self._apply(replace(self.emitter.origin, target=aten.to.dtype, args=(Ref(name), dtype), kwargs=()))[
                 0
@@ -338,7 +334,6 @@ class Functionalizer:
         return ref
 
     def _lookup(self, arg: Any) -> Any:
-        """Replace nodes by what is known of them."""
         if isinstance(arg, Node):
             return self._values[arg]
         if isinstance(arg, (tuple, list)):

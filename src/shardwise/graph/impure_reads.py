@@ -15,7 +15,6 @@ import pickle
 import random
 import secrets
 import sys
-import sysconfig
 import threading
 import time
 import uuid
@@ -36,7 +35,8 @@ from shardwise.errors import CaptureError, CaptureWarning
 from shardwise.garbage_collector import without_gc
 from shardwise.graph.change_line import Watching, watch_changes
 from shardwise.graph.code_reachability import ReachableCode
-from shardwise.graph.origins import NOT_USER_CODE
+from shardwise.graph.looking import shown_first
+from shardwise.graph.origins import INSTALLED, NOT_USER_CODE, STANDARD_LIBRARY, is_standard
 
 _SEEDS = "its own seed"
 _GRADIENTS = "whether gradients are recorded"
@@ -45,11 +45,12 @@ _CLOCKS = frozenset({"ctime", "gmtime", "localtime", "monotonic", "perf_counter"
 _OF_THE_SYSTEM = frozenset(
     {"getcwd", "getloadavg", "getpid", "getppid", "getrandom", "listdir", "scandir", "stat", "urandom"}
 )
-_STANDARD = sysconfig.get_path("stdlib")
-_INSTALLED = sysconfig.get_path("purelib")  # lies inside it
 # What a model calls of the standard library to read, numpy, and wrappers of torch: who calls these is the reader.
 _BETWEEN = (
-    *(f"{_STANDARD}/{name}" for name in ("os.py", "random.py", "secrets.py", "uuid.py", "pathlib", "_collections_abc")),
+    *(
+        f"{STANDARD_LIBRARY}/{name}"
+        for name in ("os.py", "random.py", "secrets.py", "uuid.py", "pathlib", "_collections_abc")
+    ),
     str(Path(np.__file__).parent),
     *(str(Path(torch.__file__).parent / name) for name in ("_compile.py", "_dynamo/eval_frame.py")),
     "<frozen os>",
@@ -98,7 +99,6 @@ class ImpureRead:
 
 
 def _suspects(code: ReachableCode) -> bool:
-    """Return whether the code names something that reads from outside."""
     ids = {id(getattr(f, "__func__", f)) for f in _SUSPECTS}  # ``secrets`` has methods of a generator
     kinds = (np.random.Generator, np.random.RandomState, random.Random)
     return not code.names.isdisjoint(_SUSPECT_NAMES) or any(id(v) in ids or isinstance(v, kinds) for v in code.values)
@@ -160,13 +160,12 @@ def _asker(frame: FrameType | None) -> FrameType | None:
     if frame is None:
         return None
     name = frame.f_code.co_filename
-    is_standard = name.startswith(_STANDARD) and not name.startswith(_INSTALLED)
-    return None if is_standard or name.startswith(NOT_USER_CODE) else frame
+    return None if is_standard(name) or name.startswith(NOT_USER_CODE) else frame
 
 
 def _is_switch(what: str, asker: FrameType) -> bool:
     """Return whether an installed package reads the environment: these are settings of the process."""
-    return what == "os.environ" and asker.f_code.co_filename.startswith(_INSTALLED)
+    return what == "os.environ" and asker.f_code.co_filename.startswith(INSTALLED)
 
 
 def ask_gradients(reads: Sequence[ImpureRead]) -> frozenset[ImpureRead]:
@@ -196,8 +195,7 @@ def other_answers(answered: set[ImpureRead]) -> Iterator[None]:
 
 def _described(reads: Sequence[ImpureRead]) -> str:
     """Format reads as ``the clock (time.time), model.py:41; a file, model.py:43``."""
-    lines = [f"{read.what}, {read.line}" for read in reads]
-    return "; ".join(lines[:3]) + (f" and {len(lines) - 3} more" if len(lines) > 3 else "")
+    return shown_first([f"{read.what}, {read.line}" for read in reads], "; ")
 
 
 def reads_of(code: ReachableCode, run: Callable[[Watching], object]) -> tuple[ImpureRead, ...]:
@@ -241,6 +239,3 @@ def reject_reads(reads: Sequence[ImpureRead], what: str) -> None:
             CaptureWarning,
             stacklevel=2,
         )
-
-
-__all__ = ["ImpureRead", "ask_gradients", "other_answers", "reads_of", "reject_reads"]

@@ -40,6 +40,3 @@ def check_kinds(module: Any) -> None:
             layout = str(tensor.layout).removeprefix("torch.")
             what = f"{name} is a sparse tensor ({layout}), which cannot be split"
             raise CaptureError(what, fix=f"register {name}.to_dense() and multiply with torch.matmul")
-
-
-__all__ = ["check_kinds"]

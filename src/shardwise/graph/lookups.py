@@ -162,12 +162,10 @@ class _Lookup:
         return self._permuted(result, _inverse([*self.kept, *self.chosen]))
 
     def _flat(self) -> Ref:
-        """Return the operand with the chosen dims last, as one."""
         operand = self._permuted(self.operand, [*self.kept, *self.chosen])
         return self._reshaped(operand, [*(self.shape[dim] for dim in self.kept), -1])
 
     def _index(self) -> Ref:
-        """Return the index into ``_flat``."""
         emit, strides = self.emitter.emit, [self.shape[dim] for dim in self.chosen]
         index: Any = None
         outside: Any = None
@@ -215,6 +213,3 @@ class _Lookup:
 
 def _inverse(dims: Sequence[int]) -> list[int]:
     return [dims.index(dim) for dim in range(len(dims))]
-
-
-__all__ = ["align_lookups"]

@@ -153,7 +153,6 @@ def _bag_sums(emitter: Emitter, args: dict[str, Any], count: int) -> Callable[[R
 
 
 def _bag_of(emitter: Emitter, offsets: Ref, count: int) -> Ref:
-    """Return the bag number of every index."""
     emit = emitter.emit
     ends = emit(aten.unsqueeze.default, offsets, 0)
     places = emit(aten.unsqueeze.default, emit(aten.arange.default, count), 1)

@@ -331,7 +331,6 @@ def _modes() -> object:
 def _repeating(
     module: nn.Module, path: str, group: _Group, repeats: Repeats, line_of: Callable[[FrameType | None], str]
 ) -> Callable[..., Any]:
-    """Return the replaced forward of a module of a group."""
     original = module.forward
 
     @wraps(original)
@@ -469,6 +468,3 @@ def _reads(module: nn.Module, numbers: Mapping[Place, int]) -> Iterator[set[Plac
     original = nn.Module.__setattr__
     with patch.object(nn.Module, "__getattribute__", read), patch.object(nn.Module, "__setattr__", write):
         yield touched
-
-
-__all__ = ["ENTER", "LEAVE", "REPEAT", "Repeats", "trace_repeats_once"]

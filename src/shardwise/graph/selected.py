@@ -318,7 +318,6 @@ class Selections(SelectedRows):
     # -- reductions ----------------------------------------------------------------------------------------------------
 
     def _reduced(self, op: Op, val: Any) -> Arg:
-        """Emit an operator that reduces rows, or puts them back."""
         args, emit, name = arguments(op), self.emitter.emit, operator_name(op.target)
         if self.ranges.intersection(op.operands):
             raise self._refusal(op)
@@ -460,6 +459,3 @@ class Selections(SelectedRows):
                 break
             mask = Ref(producer.operands[0])
         return mask
-
-
-__all__ = ["Selections"]

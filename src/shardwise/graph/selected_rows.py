@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from shardwise.graph.emitter import Emitter
 from shardwise.graph.ir import Arg, Op, Ref
 from shardwise.graph.origins import is_of_package
 from shardwise.graph.schema import arguments, is_random, operator_name
-from shardwise.graph.trees import constant_key
+from shardwise.graph.trees import argument_key
 
 aten = torch.ops.aten
 
@@ -117,7 +117,6 @@ class SelectedRows:
         return first
 
     def _count(self, op: Op, size: Any, flat: Ref) -> None:
-        """Record whose number of rows a symbol is."""
         symbol = size.node.expr if isinstance(size, torch.SymInt) else size
         is_free = getattr(symbol, "is_Symbol", False)
         if not is_free or self._key(self.counts.setdefault(symbol, flat).name) != self._key(flat.name):
@@ -188,13 +187,6 @@ class SelectedRows:
         return CaptureError(f"{name} {what}", op=op.module, source=op.source, fix=fix)
 
 
-def argument_key(arg: Arg, number: Callable[[str], int]) -> object:
-    """Return a key of an argument, by the numbers of the values that it names."""
-    if isinstance(arg, Ref):
-        return Ref, number(arg.name)
-    return tuple(argument_key(item, number) for item in arg) if isinstance(arg, tuple) else constant_key(arg)
-
-
 def is_symbolic(value: Any) -> bool:
     return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
@@ -212,6 +204,3 @@ def has_symbols(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return any(isinstance(size, torch.SymInt) for size in value.shape)
     return is_symbolic(value)
-
-
-__all__ = ["Rows", "SelectedRows", "has_symbols", "is_size", "is_symbolic"]

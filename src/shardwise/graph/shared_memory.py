@@ -55,11 +55,7 @@ class _Extent:
 
 
 def _have_common_bytes(first: _Extent, second: _Extent) -> bool:
-    """Return whether two tensors with overlapping extents share bytes."""
     start = min(first.start, second.start)
     taken = torch.zeros(max(first.stop, second.stop) - start, dtype=torch.bool, device="cpu")
     taken.as_strided(first.sizes, first.strides, first.start - start).fill_(True)
     return bool(taken.as_strided(second.sizes, second.strides, second.start - start).any())
-
-
-__all__ = ["check_memory"]

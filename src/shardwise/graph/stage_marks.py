@@ -106,7 +106,6 @@ def marked_parts(graph: Graph, marks: dict[str, int], num_stages: int) -> list[l
 
 
 def _innermost(op: Op, marks: dict[str, int]) -> str | None:
-    """Return the innermost marked module around an operator."""
     path = op.name.partition("/")[0]
     while True:
         if path in marks:
@@ -134,6 +133,3 @@ def with_stages(
         current = stage_of.get(op.name, holding[0] if read and holding else current)
         parts[current].append(op.name)
     return parts
-
-
-__all__ = ["check_marks", "marked_parts", "marks_of", "stage", "with_stages"]

@@ -154,7 +154,6 @@ class TracedCall(nn.Module):
         return tuple(outputs)
 
     def _leaves(self, tensors: tuple[torch.Tensor, ...]) -> tuple[list[Any], pytree.TreeSpec, torch.Tensor | None]:
-        """Return the call's result, flattened, and its loss."""
         try:
             with composites_written_out():
                 output, loss = run_model(self._called.call, self.module, tensors)

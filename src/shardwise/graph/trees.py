@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn
@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError, ShardwiseError
+from shardwise.graph.ir import Arg, Ref
 
 _BY_VALUE = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, torch.Size, np.generic),
@@ -219,6 +220,13 @@ def constant_key(leaf: Any) -> object:
     if isinstance(leaf, np.generic):
         return type(leaf), leaf.tobytes()
     return type(leaf), repr(leaf) if isinstance(leaf, (float, complex, slice)) else leaf
+
+
+def argument_key(arg: Arg, number: Callable[[str], int]) -> object:
+    """Return a key of an argument, by the numbers of the values that it names."""
+    if isinstance(arg, Ref):
+        return Ref, number(arg.name)
+    return tuple(argument_key(item, number) for item in arg) if isinstance(arg, tuple) else constant_key(arg)
 
 
 def type_name(value: Any) -> str:

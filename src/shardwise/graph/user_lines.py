@@ -170,7 +170,6 @@ def _asks_for_nodes(frame: FrameType | None) -> bool:
 
 @cache
 def _user_file(filename: str) -> str:
-    """Return the name of a user's file, or ""."""
     return "" if filename.startswith(NOT_USER_CODE) else Path(filename).name
 
 
@@ -191,6 +190,3 @@ def user_line(frame: FrameType | None) -> str:
         what = "re-entrant activation checkpointing hides gradients from capture"
         raise CaptureError(what, source=line, fix="checkpoint(..., use_reentrant=False)")
     return "" if frame is None else line  # outside the model: export itself
-
-
-__all__ = ["DATA_DEPENDENT", "UserLines", "run_model", "user_line"]

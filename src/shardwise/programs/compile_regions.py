@@ -290,7 +290,6 @@ def _with_common(program: RankProgram, labels: Sequence[int], last: int) -> tupl
 
 
 def _renamed(program: RankProgram, names: Mapping[str, str]) -> RankProgram:
-    """Return the program with some values renamed wherever they are read."""
     if not names:
         return program
 
@@ -389,7 +388,6 @@ def _sections(
 def _regions(
     program: RankProgram, halves: Sequence[tuple[Sequence[Section], Sequence[Section]]]
 ) -> tuple[CompileRegion, ...]:
-    """Build the regions from their sections, with their inputs and outputs."""
     home: dict[str, tuple[int, int]] = {}  # name -> (region, half)
     for number, both in enumerate(halves):
         for side, sections in enumerate(both):
@@ -440,6 +438,3 @@ def _check_writes(program: RankProgram, home: dict[str, tuple[int, int]]) -> Non
             maker = home.get(root[name])
             if instruction.results and maker != home.get(instruction.results[0], maker):
                 raise BrokenProgram(f"{instruction.origin.op} overwrites {name!r} of another region")
-
-
-__all__ = ["CompileRegion", "RegionProgram", "SectionIndex", "divide", "kind_of"]

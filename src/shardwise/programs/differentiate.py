@@ -179,7 +179,6 @@ class _StepWriter:
                 self.parameter_values.add(source.value)
 
     def _needed(self, delivered: Iterable[str]) -> list[LocalOp | Conversion | Bucket]:
-        """Return the local instructions on which the delivered values and the mutations depend."""
         needed = {*delivered, *(value for _, value in self.spmd.mutations)}
         kept: list[LocalOp | Conversion | Bucket] = []
         for instruction in reversed(with_biases(self.local)):
@@ -197,7 +196,6 @@ class _StepWriter:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def _entries(self, instructions: Iterable[LocalOp | Conversion | Bucket]) -> list[LocalCall | ConversionGroup]:
-        """Return the instructions as entries, and record the form of each result in ``forms``."""
         entries: list[LocalCall | ConversionGroup] = []
         for instruction in instructions:
             if isinstance(instruction, LocalOp):
@@ -434,7 +432,6 @@ class _StepWriter:
         return tuple(conversion for conversion in entry.conversions if conversion.result in self.cotangents.names)
 
     def _sends(self, entry: ConversionGroup, backward: bool) -> int:
-        """Return the number of messages of an exchange."""
         return len(collectives_of(self._travelling(entry, backward=backward), backward=backward))
 
     def _travellers(self, entry: ConversionGroup, *, backward: bool) -> FusedConversions:

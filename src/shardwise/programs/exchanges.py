@@ -65,7 +65,6 @@ class ExchangeWriter:
         return legs
 
     def _flight(self, travellers: FusedConversions) -> tuple[Depart, Arrive]:
-        """Return the departure and the arrival of one message."""
         flight = f"flight {self._flights}"
         self._flights += 1
         forms, shares = self.forms_and_shares(travellers)

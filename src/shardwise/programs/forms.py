@@ -80,7 +80,6 @@ class Form:
 
 @lru_cache(maxsize=16384)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

@@ -206,6 +206,3 @@ class _Reductions:
 
 def _is_cast(instruction: Instruction) -> bool:
     return isinstance(instruction, Compute) and instruction.target == CAST and instruction.origin.part == "cast"
-
-
-__all__ = ["GradAccumProgram", "converted_once", "repeated", "with_once"]

@@ -280,7 +280,6 @@ class _Dividing:
         return left[0][::-1], left[1][::-1]
 
     def _making(self, names: Sequence[str], makers: Mapping[str, Instruction]) -> RankProgram:
-        """Return the program that delivers some constants."""
         needed: set[str] = set()
         waiting = list(names)
         while waiting:
@@ -303,7 +302,6 @@ def _is_steady(kernel: Compute) -> bool:
 def _of_their_own(
     forward: Sequence[Instruction], constants: Sequence[str], program: RankProgram, forms: dict[str, Form]
 ) -> list[Instruction]:
-    """Return the instructions with copies of kept parts of a larger memory, which would otherwise stay allocated."""
     root = memories(forward, program.spmd.graph.source_of)
     of_root: dict[str, list[str]] = {}
     for name in constants:
@@ -329,6 +327,3 @@ def _of_their_own(
                 Compute(_COPY, (Ref(whole),), (), (name,), ((),), (forms[name],), (None,), instruction.origin)
             )
     return written
-
-
-__all__ = ["SHARE", "HoistedProgram", "constant_values", "fixed_sources", "with_constants_apart"]

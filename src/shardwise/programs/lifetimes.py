@@ -173,7 +173,6 @@ def _written_together(forward: Sequence[Instruction]) -> dict[int, tuple[int, ..
 
 
 def _duplicate(instruction: Instruction, recomputed: Mapping[str, str]) -> Instruction:
-    """Return a copy of the instruction for backward, on recomputed operands."""
     duplicate = with_results(instruction, [name + AGAIN for name in instruction.results])
     renamed = {**recomputed, **dict(zip(instruction.results, duplicate.results, strict=True))}
     duplicate = with_operands(duplicate, renamed)
@@ -219,7 +218,6 @@ def _ancestors(instruction: Instruction, instructions: Sequence[Instruction]) ->
 
 
 def _split(convert: Convert) -> tuple[Depart, Arrive]:
-    """Return the departure and the arrival of a conversion's message."""
     conversions, results, flight = convert.conversions, convert.results, f"flight of {convert.results[0]}"
     return (
         Depart(flight, conversions, convert.backward, convert.operands, convert.origin),
@@ -288,6 +286,5 @@ def _gathered_again(backward: Sequence[Instruction]) -> list[list[list[int]]]:
 
 
 def _made_between(backward: Sequence[Instruction], begin: int, departure: int) -> bool:
-    """Return whether an operand of a departure is made between ``begin`` and the departure."""
     results = {name for instruction in backward[begin:departure] for name in instruction.results}
     return bool(results.intersection(backward[departure].operands))

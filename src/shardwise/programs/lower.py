@@ -148,7 +148,7 @@ def _divided(
 ) -> tuple[Graph, Factored]:
     """Return the captured lowering and its rules, with factors divided at the atoms of the operands."""
     fragment = _capture_lowering(lowering, args, kwargs)
-    rules = {inner.name: _rule_within(lowering, inner, fragment) for inner in fragment.ops}
+    rules = {inner.name: rule_within(lowering, inner, fragment) for inner in fragment.ops}
     names = (source.value for source in fragment.sources)
     return fragment, factor_graph(fragment, rules, dict(zip(names, atoms, strict=True)))
 
@@ -161,11 +161,11 @@ def _over(layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> Layout:
         return layout
 
 
-def _rule_within(lowering: Lowering, inner: Op, fragment: Graph) -> OpRule:
-    """Return the rule of an operator of a lowering. If the lowering calls the operator that it replaces, its lowered
-    factors are whole there, so that it is not lowered again."""
-    rule = rule_of(inner, fragment) or whole_rule(inner, fragment)
-    if rule.lowering is not lowering:
+def rule_within(lowering: Lowering | None, op: Op, graph: Graph) -> OpRule:
+    """Return the rule of an operator of a lowering (None: of the model). If the lowering calls the operator that it
+    replaces, its lowered factors are whole there, so that it is not lowered again."""
+    rule = rule_of(op, graph) or whole_rule(op, graph)
+    if lowering is None or rule.lowering is not lowering:
         return rule
     return rule.with_kinds({factor.name: "whole" for factor in rule.factors if factor.kind == "lowered"})
 

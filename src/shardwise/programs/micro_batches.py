@@ -216,7 +216,6 @@ class _MicroBatchWriter:
         return bounds[0][0], bounds[1][0] - bounds[0][0]
 
     def _local(self, name: str, value: Value) -> Value:
-        """Return the value with the sizes of a micro-batch."""
         return replace(value, shape=self._shape(value.shape, self.split.where[name]))
 
     def _shape(self, shape: tuple[int, ...], where: object) -> tuple[int, ...]:
@@ -419,17 +418,3 @@ def values_of_step(graph: Graph, whole: Mapping[str, torch.Tensor], first: int, 
         elif source.value.startswith(_WHOLE):
             values[source.value] = whole[source.value.removeprefix(_WHOLE)]
     return values
-
-
-__all__ = [
-    "APART",
-    "FIRST",
-    "Passes",
-    "is_of_step",
-    "numbers_samples",
-    "pass_graph",
-    "pass_sizes",
-    "values_of_step",
-    "whole_name",
-    "whole_sources",
-]

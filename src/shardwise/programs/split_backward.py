@@ -89,6 +89,3 @@ def _before_overwrites(instructions: tuple[Instruction, ...], chosen: list[bool]
         elif any(root.get(name, name) in overwritten for name in instruction.operands):
             readers.append(index)
     return readers
-
-
-__all__ = ["split_backward"]

@@ -32,10 +32,9 @@ from shardwise.graph.schema import is_random
 from shardwise.layouts.choice import ShardPosition, ShardPositions, Split, Where
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy
-from shardwise.programs.lower import PlacedOp, lower
+from shardwise.programs.lower import PlacedOp, lower, rule_within
 from shardwise.rules.atoms import Factored, factor_graph
-from shardwise.rules.rule import Lowering, OpRule
-from shardwise.rules.tables import rule_of, whole_rule
+from shardwise.rules.rule import Lowering
 
 AXIS = Mesh(micro=2)  # the length is arbitrary: operators do the same for every length
 FIX = "plan with micro_batch equal to global_batch, or write the loss as a sum over samples"
@@ -93,7 +92,7 @@ def split_in_time(graph: Graph) -> TimeSplit:
     graph = eliminate_dead_code(replace(graph, outputs=(Ref(graph.loss),)))
     used: dict[str, Lowering] = {}  # operator of a lowering -> that lowering, so that it is not lowered again
     while True:
-        rules = {op.name: _rule(op, graph, used) for op in graph.ops}
+        rules = {op.name: rule_within(used.get(op.name), op, graph) for op in graph.ops}
         factored = factor_graph(graph, rules)
         axis = _Axis(graph, factored, batch)
         lowered = [op for op in graph.ops if op.name in axis.splits and axis.is_lowered(op)]
@@ -102,17 +101,9 @@ def split_in_time(graph: Graph) -> TimeSplit:
         graph = _lowered(graph, factored, axis.splits, {op.name for op in lowered}, used)
 
 
-def _rule(op: Op, graph: Graph, used: Mapping[str, Lowering]) -> OpRule:
-    rule = rule_of(op, graph) or whole_rule(op, graph)
-    if op.name not in used or rule.lowering is not used[op.name]:
-        return rule
-    return rule.with_kinds({factor.name: "whole" for factor in rule.factors if factor.kind == "lowered"})
-
-
 def _lowered(
     graph: Graph, factored: Factored, splits: Mapping[str, Split], names: set[str], used: dict[str, Lowering]
 ) -> Graph:
-    """Return the graph with some operators replaced by their lowerings."""
     ops: list[Op] = []
     values = list(graph.values)
     for op in graph.ops:
@@ -310,7 +301,6 @@ def _of_user(op: Op) -> str:
 
 
 def _refusal(op: Op, why: str) -> PlanError:
-    """Return the error for a model that cannot be divided into micro-batches."""
     name = _of_user(op)
     return PlanError(f"the step is not a sum over micro-batches: {name} {why}", op=name, source=op.source, fix=FIX)
 
@@ -318,6 +308,3 @@ def _refusal(op: Op, why: str) -> PlanError:
 def buffer_names(split: TimeSplit) -> Iterator[str]:
     """Return the names of the buffers that every micro-batch writes."""
     return (split.graph.source_of[buffer].names[0] for buffer in split.statistics)
-
-
-__all__ = ["TimeSplit", "buffer_names", "split_in_time"]

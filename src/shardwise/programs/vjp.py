@@ -417,7 +417,6 @@ def _without_twins(
 
 
 def _workspace(kernels: Sequence[Compute], results: Sequence[str]) -> int:
-    """Return the peak number of live bytes beyond the results and the operands."""
     root = memories(kernels)
     last: dict[str, int] = {}
     for i, kernel in enumerate(kernels):

@@ -31,7 +31,6 @@ _Operand = tuple[tuple[int, ...], torch.dtype, bool]
 
 
 def _function(op: Op, graph: Graph) -> OpRule | None:
-    """Return the elementwise rule, or None if the function is not known to be elementwise."""
     args = arguments(op)
     operands = [graph.by_name[name] for name in op.operands]
     shape = max((value.shape for value in operands), key=len, default=())

@@ -23,7 +23,6 @@ LIBRARY: Final[Any] = _library.Library("shardwise", "FRAGMENT")
 
 
 def _define(schema: str, function: Callable[..., Any]) -> Any:
-    """Register ``shardwise::<schema>`` and return its overload."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
     LIBRARY.impl(name, function, "CompositeImplicitAutograd")
@@ -129,7 +128,6 @@ def _place_of_indices(dims: Sequence[int]) -> int:
 
 
 def _selector(rank: int, dims: Sequence[int], indices: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return the index expression between the brackets."""
     chosen: list[Any] = [slice(None)] * rank
     for dim, index in zip(dims, indices, strict=True):
         chosen[dim] = index

@@ -283,7 +283,6 @@ def _shifted(x: Tensor, number: int) -> Tensor:
 
 
 def _chunks(x: Tensor, order: Sequence[int], chunk: int) -> Tensor:
-    """Return the chunks of rows in another order."""
     count = len(order)
     moved: Tensor = torch.ops.shardwise.copied_runs(
         x, [x.dim() - 2], [count], [chunk] * count, [i * chunk for i in order], [1] * count
@@ -314,4 +313,3 @@ def _columns_of(mask: Tensor, origin: Tensor, number: int) -> Tensor:
 
 
 RING: Final = Ring()
-__all__ = ["RING", "Ring", "RingWithin", "zigzag"]
