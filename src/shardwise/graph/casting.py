@@ -15,8 +15,8 @@ from torch._ops import OpOverload
 from shardwise.errors import CaptureError
 from shardwise.graph.autocast import Autocast, casts_of
 from shardwise.graph.emitter import Emitter
-from shardwise.graph.ir import Arg, Op, Ref, map_operands
-from shardwise.graph.schema import operator_name, tensor_results
+from shardwise.graph.ir import Op, Ref, map_operands
+from shardwise.graph.schema import filled, operator_name, tensor_results
 
 _FIX = "call it under torch.autocast(..., enabled=False) with operands cast beforehand"
 
@@ -73,15 +73,11 @@ class Casting:
     def _example(self, op: Op, make: Callable[..., Any]) -> tuple[Any, Any]:
         """Return the arguments of an operator with examples for its tensors, in the order of ``refs``."""
 
-        def filled(arg: Arg) -> Any:
-            if isinstance(arg, tuple):
-                return [filled(item) for item in arg]
-            if isinstance(arg, Ref):
-                value = self.emitter.value(arg)
-                return make(value.shape, value.dtype)
-            return arg
+        def example(name: str) -> Any:
+            value = self.emitter.values[name]
+            return make(value.shape, value.dtype)
 
-        return [filled(arg) for arg in op.args], {key: filled(value) for key, value in op.kwargs}
+        return filled(op.args, example), {key: filled(arg, example) for key, arg in op.kwargs}
 
     def check(self, results: Sequence[Ref], val: Any, op: Op) -> None:
         """Raise CaptureError unless the results have the dtypes that the model saw. ``val``: the traced results."""

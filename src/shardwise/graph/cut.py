@@ -120,12 +120,8 @@ def _check_exist(graph: Graph, names: Iterable[str]) -> None:
 
 def free_values(graph: Graph) -> frozenset[str]:
     """Return the values that depend on no input and no parameter."""
-    free = {source.value for source in graph.sources if source.kind in ("buffer", "constant")}
-    for op in graph.ops:
-        pure = op.target.namespace in PURE and not is_random(op.target)
-        if pure and free.issuperset(op.operands):
-            free.update(op.results)
-    return frozenset(free)
+    fixed = (source.value for source in graph.sources if source.kind in ("buffer", "constant"))
+    return frozenset(graph.made_from(fixed, lambda op: op.target.namespace in PURE and not is_random(op.target)))
 
 
 @dataclass

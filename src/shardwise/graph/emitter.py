@@ -81,7 +81,7 @@ class Emitter:
         """Append ``op`` without rewrites. Raises CaptureError for operands of several dtypes if its kernels accept only
         one."""
         reject_mixed_dtypes(op, self.values, self.origin)
-        inferred = self._types.results(op.target, op.args, op.kwargs, self.values.__getitem__)
+        inferred = self._types.results(op, self.values.__getitem__)
         are_free = len(results) == len(inferred) and not any(name in self.values for name in results)
         names = results if are_free else self._fresh(operator_name(op.target), len(inferred))
         for name, value in zip(names, inferred, strict=True):
@@ -100,7 +100,7 @@ class Emitter:
             return set()
         if op.target in _READ_NUMBERS:
             return set(places)
-        left = self._types.without_gradient(op.target, op.args, op.kwargs, self.values.__getitem__)
+        left = self._types.without_gradient(op, self.values.__getitem__)
         reached = {name for name, without in zip(places, left, strict=True) if not without}
         return set(places) - reached
 

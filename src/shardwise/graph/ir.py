@@ -6,7 +6,7 @@ mutation or Python. It is produced by ``graph.capture`` and changed only by pass
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -158,6 +158,14 @@ class Graph:
             for name in op.operands:
                 ops_of[name][op.name] = op
         return {name: tuple(ops.values()) for name, ops in ops_of.items()}
+
+    def made_from(self, values: Iterable[str], admits: Callable[[Op], bool]) -> set[str]:
+        """Return the values, and those that operators compute from them alone. ``admits``: the operators that count."""
+        made = set(values)
+        for op in self.ops:
+            if made.issuperset(op.operands) and admits(op):
+                made.update(op.results)
+        return made
 
     @cached_property
     def differentiated(self) -> tuple[str, ...]:

@@ -309,11 +309,9 @@ def trace_difference(graph: Graph, constants: Mapping[str, torch.Tensor], half: 
         return "its next call would compute something else"
     boundary = next(i for i, op in enumerate(graph.ops) if mark.name in op.results)
     first = {name for op in graph.ops[:boundary] for name in op.results}
-    constant = {source.value for source in graph.sources if source.kind == "constant"}
+    constants_of_graph = (source.value for source in graph.sources if source.kind == "constant")
+    constant = graph.made_from(constants_of_graph, lambda op: not is_random(op.target))
     sources = {numbers[source.value] for source in graph.sources}
-    for op in graph.ops[:boundary]:
-        if not is_random(op.target) and constant.issuperset(op.operands):
-            constant.update(op.results)
     carried = {n for n in _read_later(graph, boundary, half) & first if n not in constant and numbers[n] not in sources}
     return "its next call would use a tensor made by this call" if carried else ""
 

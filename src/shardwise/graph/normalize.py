@@ -15,18 +15,16 @@ from torch._ops import OpOverload
 
 from shardwise.errors import CaptureError
 from shardwise.graph.batch_norm import batch_norm_with_statistics
-from shardwise.graph.custom_operators import dropout as dropout_operator
 from shardwise.graph.custom_operators import mark as mark_operator
 from shardwise.graph.einsum import diagonals
 from shardwise.graph.emitter import Emitter, Rewrite, rewrite_graph
 from shardwise.graph.ir import Arg, Graph, Op, Ref
-from shardwise.graph.normalize_layers import foreign_normalizations, layer_normalizations
+from shardwise.graph.normalize_layers import LAYER_NORMALIZATIONS, foreign_normalizations
 from shardwise.graph.normalize_losses import LOSS_NORMALIZATIONS
-from shardwise.graph.normalize_random import RANDOM_NORMALIZATIONS, next_random_call
+from shardwise.graph.normalize_random import RANDOM_NORMALIZATIONS, drop
 from shardwise.graph.schema import arguments, by_operator, is_random, operator_name
 
 aten = torch.ops.aten
-DROPOUT: OpOverload = dropout_operator._opoverload
 Results = tuple[Arg, ...] | None
 
 
@@ -141,18 +139,11 @@ def _batch_norm(op: Op, emitter: Emitter) -> Results:
 # ----------------------------------------------------------------------------------------------------- randomness
 
 
-def _drop(emitter: Emitter, x: Ref, p: float) -> Ref:
-    """Emit a dropout of a value by the hash of seed and global index."""
-    seed, call = next_random_call(emitter)
-    shape = emitter.value(x).shape
-    return emitter.emit(DROPOUT, x, seed, float(p), call, shape, (0,) * len(shape))
-
-
 def _dropout(op: Op, emitter: Emitter) -> Results:
     args = arguments(op)
     if not args["train"] or args["p"] == 0:
         return (args["input"],)
-    return (_drop(emitter, args["input"], args["p"]),)
+    return (drop(emitter, args["input"], args["p"]),)
 
 
 def _ones(emitter: Emitter, shape: tuple[int, ...], dtype: torch.dtype) -> Ref:
@@ -165,7 +156,7 @@ def _feature_dropout(op: Op, emitter: Emitter) -> Results:
     if not args["train"] or args["p"] == 0:
         return (args["input"],)
     value = emitter.value(args["input"])
-    noise = _drop(emitter, _ones(emitter, (*value.shape[:2], *[1] * (len(value.shape) - 2)), value.dtype), args["p"])
+    noise = drop(emitter, _ones(emitter, (*value.shape[:2], *[1] * (len(value.shape) - 2)), value.dtype), args["p"])
     return (emitter.emit(aten.mul.Tensor, args["input"], noise),)
 
 
@@ -174,7 +165,7 @@ def _native_dropout(op: Op, emitter: Emitter) -> Results:
     value = emitter.value(args["input"])
     if not args["train"] and args["train"] is not None:
         return args["input"], emitter.emit(aten.full.default, value.shape, True, dtype=torch.bool)
-    noise = _drop(emitter, _ones(emitter, value.shape, value.dtype), args["p"])
+    noise = drop(emitter, _ones(emitter, value.shape, value.dtype), args["p"])
     return emitter.emit(aten.mul.Tensor, args["input"], noise), emitter.emit(aten.ne.Scalar, noise, 0)
 
 
@@ -183,7 +174,7 @@ def _bernoulli(op: Op, emitter: Emitter) -> Results:
     args = arguments(op)
     value = emitter.value(args["self"])
     dtype = value.dtype if value.dtype.is_floating_point else torch.float32
-    noise = _drop(emitter, _ones(emitter, value.shape, dtype), 1.0 - args["p"])
+    noise = drop(emitter, _ones(emitter, value.shape, dtype), 1.0 - args["p"])
     return (emitter.emit(aten.to.dtype, emitter.emit(aten.ne.Scalar, noise, 0), value.dtype),)
 
 
@@ -212,7 +203,7 @@ def _attention(op: Op, emitter: Emitter) -> Results:
     elif mask is not None:
         scores = emit(aten.add.Tensor, scores, mask)
     softmax = aten.softmax.int if mask is None else aten._safe_softmax.default
-    weights = _drop(emitter, emit(softmax, scores, -1), args["dropout_p"])
+    weights = drop(emitter, emit(softmax, scores, -1), args["dropout_p"])
     return (emit(aten.matmul.default, weights, value),)
 
 
@@ -245,5 +236,5 @@ NORMALIZATIONS: dict[OpOverload, Rewrite] = by_operator(
     mark_operator._opoverload: _mark,
     **LOSS_NORMALIZATIONS,
     **RANDOM_NORMALIZATIONS,
-    **layer_normalizations(_drop),
+    **LAYER_NORMALIZATIONS,
 }

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
+from shardwise.graph.custom_operators import dropout as dropout_operator
 from shardwise.graph.custom_operators import uniform as uniform_operator
 from shardwise.graph.emitter import Emitter, Rewrite
 from shardwise.graph.ir import Arg, Op, Ref, Source, Value
 from shardwise.graph.schema import arguments, by_operator
 
 aten = torch.ops.aten
+DROPOUT: OpOverload = dropout_operator._opoverload
 UNIFORM: OpOverload = uniform_operator._opoverload
 SEED = "_shardwise_seed"
 Results = tuple[Arg, ...] | None
@@ -36,6 +38,13 @@ def next_random_call(emitter: Emitter) -> tuple[Ref, int]:
 def _uniform(emitter: Emitter, shape: tuple[int, ...], dtype: torch.dtype) -> Ref:
     seed, call = next_random_call(emitter)
     return emitter.emit(UNIFORM, seed, call, shape, (0,) * len(shape), shape, shape, dtype)
+
+
+def drop(emitter: Emitter, x: Ref, p: float) -> Ref:
+    """Emit a dropout of a value by the hash of seed and global index."""
+    seed, call = next_random_call(emitter)
+    shape = emitter.value(x).shape
+    return emitter.emit(DROPOUT, x, seed, float(p), call, shape, (0,) * len(shape))
 
 
 def _free(emitter: Emitter, arg: Arg) -> Arg:

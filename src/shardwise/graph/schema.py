@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch._ops import OpOverload
 
-from shardwise.graph.ir import Arg
+from shardwise.graph.ir import Arg, Ref
 
 Entry = TypeVar("Entry")
 
@@ -58,6 +58,18 @@ def arguments(op: AnyCall) -> dict[str, Arg]:
             default = argument.default_value
             bound[argument.name] = tuple(default) if isinstance(default, list) else default
     return bound
+
+
+def filled(arg: Arg, of: Callable[[str], Any]) -> Any:
+    """Return the argument with ``of(name)`` in place of every Ref, and lists in place of tuples."""
+    if isinstance(arg, Ref):
+        return of(arg.name)
+    return [filled(item, of) for item in arg] if isinstance(arg, tuple) else arg
+
+
+def run_call(call: AnyCall, of: Callable[[str], Any]) -> Any:
+    """Run a call with ``of(name)`` in place of every Ref."""
+    return call.target(*filled(call.args, of), **{key: filled(arg, of) for key, arg in call.kwargs})
 
 
 def written_arguments(target: OpOverload) -> tuple[str, ...]:

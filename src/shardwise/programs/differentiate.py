@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from shardwise.graph.ir import Ref, map_refs, refs
-from shardwise.programs.buckets import Bucket
+from shardwise.programs.buckets import Bucket, cuts_windows
 from shardwise.programs.casts import before_first_use, cast, computed_name
 from shardwise.programs.comm_schedule import GradientReduceQueue, legs_ahead
 from shardwise.programs.cotangents import Cotangents
@@ -32,7 +32,7 @@ from shardwise.programs.fuse_bias import with_biases
 from shardwise.programs.gradients import gradients_of
 from shardwise.programs.instructions import Arrive, Compute, Depart, Instruction, Origin, with_operands
 from shardwise.programs.lifetimes import with_lifetimes
-from shardwise.programs.local_steps import ConversionGroup, LocalCall, cuts_windows, in_backward_order
+from shardwise.programs.local_steps import ConversionGroup, LocalCall, in_backward_order
 from shardwise.programs.moves import converted_form
 from shardwise.programs.opaque import Differentiate, Record
 from shardwise.programs.pass_list import mark_overwrites, with_saved

@@ -77,20 +77,21 @@ def repeated(program: RankProgram) -> GradAccumProgram:
     """Divide ``program``, the step of one micro-batch, into the part of every micro-batch and the parts done once."""
     once = program.spmd.lifetimes.once
     ahead, rest = _divided(program.forward, once)
-    backward, behind, forms = _Reductions(program, once).apart()
-    read = {name for instruction in (*rest, *backward.instructions) for name in instruction.operands}
+    reductions = _Reductions(program, once)
+    (backward, gradients), (behind, final) = reductions.apart()
+    read = {name for instruction in (*rest, *backward) for name in instruction.operands}
     read |= {*program.delivered, *(value for _, value in program.mutations)}
     made_ahead = tuple(name for instruction in ahead for name in instruction.results if name in read)
     each = replace(
         program,
         forward=tuple(rest),
-        backward=backward.instructions,
-        gradients=backward.gradients,
-        forms=forms,
+        backward=tuple(backward),
+        gradients=gradients,
+        forms=reductions.forms,
         given=made_ahead,
     )
-    sums = tuple(backward.gradients[source] for source in behind.gradients)
-    after = {"backward": behind.instructions, "gradients": behind.gradients, "forms": forms}
+    sums = tuple(gradients[source] for source in final)
+    after = {"backward": tuple(behind), "gradients": final, "forms": reductions.forms}
     return GradAccumProgram(
         mark_overwrites(part_of(program, forward=tuple(ahead), delivered=made_ahead)),
         mark_overwrites(with_saved(each)),
@@ -109,12 +110,7 @@ def _divided(instructions: Sequence[Instruction], once: frozenset[str]) -> tuple
     return chosen, rest
 
 
-@dataclass(frozen=True)
-class _BackwardHalf:
-    """Instructions of backward. ``gradients``: source -> the name of its gradient."""
-
-    instructions: tuple[Instruction, ...]
-    gradients: Mapping[str, str]
+_Half = tuple[list[Instruction], dict[str, str]]  # instructions of backward, and source -> its gradient
 
 
 class _Reductions:
@@ -125,19 +121,18 @@ class _Reductions:
         self.graph, self.forms = program.spmd.graph, dict(program.forms)
         self.exchanges = ExchangeWriter(self.graph, program.spmd.mesh.coordinates(program.rank), self.forms)
 
-    def apart(self) -> tuple[_BackwardHalf, _BackwardHalf, Mapping[str, Form]]:
-        """Return the backward of a micro-batch, that after the last one, and the forms of all names."""
+    def apart(self) -> tuple[_Half, _Half]:
+        """Return the backward of a micro-batch, and that after the last one."""
         repeated, reductions = self._divided()
         taken = self._reduced_cotangents(repeated, reductions)  # source -> the cotangent that is reduced
         final = {source: name for source, name in self.program.gradients.items() if source in taken}
         cotangents = {**self.program.gradients, **taken}
         read = {name for instruction in repeated for name in instruction.operands} | set(cotangents.values())
         left = [i for i in repeated if not _is_cast(i) or read.intersection(i.results)]
-        written, gradients = gradients_of(self.graph, cotangents, left, self.forms)
-        behind = self._of_sums(reductions, {source: gradients[source] for source in final})
+        each = gradients_of(self.graph, cotangents, left, self.forms)
+        behind = self._of_sums(reductions, {source: each[1][source] for source in final})
         # A reduction may return a view of the sum, which then needs a copy.
-        reduced, final = gradients_of(self.graph, final, behind, self.forms)
-        return _BackwardHalf(tuple(written), gradients), _BackwardHalf(tuple(reduced), final), self.forms
+        return each, gradients_of(self.graph, final, behind, self.forms)
 
     def _divided(self) -> tuple[list[Instruction], list[Instruction]]:
         """Return the instructions of every micro-batch, and the reductions with what depends on them alone."""

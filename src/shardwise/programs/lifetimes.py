@@ -15,6 +15,7 @@ import torch
 from shardwise.graph.custom_operators import STREAMS
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.activation_offload import offloaded
+from shardwise.programs.buckets import cuts_windows
 from shardwise.programs.comm_schedule import legs_ahead
 from shardwise.programs.instructions import (
     Arrive,
@@ -29,7 +30,6 @@ from shardwise.programs.instructions import (
     with_operands,
     with_results,
 )
-from shardwise.programs.local_steps import cuts_windows
 from shardwise.programs.opaque import Record
 from shardwise.programs.pass_list import with_saved
 from shardwise.programs.rank_program import RankProgram

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.programs.buckets import Bucket
@@ -30,11 +30,6 @@ class ConversionGroup:
 
     conversions: tuple[Conversion, ...]
     of_parameters: bool
-
-
-def cuts_windows(conversions: Iterable[Conversion]) -> bool:
-    """Return whether any conversion moves windows. These need the rank's own tensor on arrival, so they block."""
-    return any(move.cut is not None or move.reverse is not None for c in conversions for move in c.moves)
 
 
 def in_backward_order(

@@ -398,10 +398,10 @@ class _MicroBatchWriter:
             return self.derived[key]
         number = sum(emitted.name.startswith(f"/{word}_of_pass") for emitted in self.ops)
         result = self.derived[key] = f"_shardwise_{word}_{number}"
-        (value,) = self.types.results(target, args, (), self.values.__getitem__)
-        self.values[result] = replace(value, name=result)
         source = "" if op is None else op.source
         self.ops.append(Op(f"/{word}_of_pass_{number}", target, args, (), (result,), source))
+        (value,) = self.types.results(self.ops[-1], self.values.__getitem__)
+        self.values[result] = replace(value, name=result)
         return result
 
 

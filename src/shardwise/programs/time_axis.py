@@ -281,11 +281,9 @@ def _of_inputs(graph: Graph, without: Collection[str] = ()) -> frozenset[str]:
     """Return the values that depend only on inputs and on sources that do not change during a step, excluding results
     of the operators ``without``."""
     changed = {buffer for buffer, _ in graph.mutations}
-    fixed = {s.value for s in graph.sources if s.kind in ("input", "buffer", "constant") and s.value not in changed}
-    for op in graph.ops:
-        if fixed.issuperset(op.operands) and op.name not in without and not is_random(op.target):
-            fixed.update(op.results)
-    return frozenset(fixed)
+    kinds = ("input", "buffer", "constant")
+    fixed = (s.value for s in graph.sources if s.kind in kinds and s.value not in changed)
+    return frozenset(graph.made_from(fixed, lambda op: op.name not in without and not is_random(op.target)))
 
 
 def _named(name: str, graph: Graph) -> str:

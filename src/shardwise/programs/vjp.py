@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.dispatch_mode import OpRecorder
 from shardwise.graph.ir import Arg, Ref, map_refs
-from shardwise.graph.schema import is_random
+from shardwise.graph.schema import filled, is_random
 from shardwise.graph.switches import CallCache
 from shardwise.programs.forms import Form
 from shardwise.programs.instructions import Compute, Origin, memories, with_operands
@@ -253,14 +253,13 @@ class _TracedKernels:
                 self.recorder.know(tensor, str(i))
             target, args, kwargs = call
             with self.recorder, torch.device(device):
-                returned = target(*map(self._fill, args), **{key: self._fill(arg) for key, arg in kwargs})
+                named = {key: filled(arg, self._input) for key, arg in kwargs}
+                returned = target(*filled(args, self._input), **named)
         self.outputs = list(_tensors(returned))  # each with its place
         self.kernels, self.recorder.kernels = self.recorder.kernels, []
 
-    def _fill(self, arg: Arg) -> Any:
-        if isinstance(arg, Ref):
-            return self.inputs[int(arg.name)]
-        return [self._fill(item) for item in arg] if isinstance(arg, tuple) else arg
+    def _input(self, name: str) -> torch.Tensor:
+        return self.inputs[int(name)]
 
     def forward(self) -> ForwardTrace:
         names = tuple(self.recorder.name_of(tensor) for _, tensor in self.outputs)
