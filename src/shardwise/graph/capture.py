@@ -88,14 +88,13 @@ class OutputMemory:
 class Capture:
     """A captured call.
 
-    ``in_spec``, ``out_spec``: pytree specs of (args, kwargs) and of the call's result (of the loss, if a loss function
+    ``out_spec``: pytree spec of the call's result (of the loss, if a loss function
     was given). ``constants``: value name -> data, for sources of kind "constant". ``annotations``: the user's
     strategies, by scope. ``memories``: of the outputs; None for constants. ``segments``: the parts that the model or
     the user wants recomputed in backward.
     """
 
     graph: Graph
-    in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     constants: dict[str, torch.Tensor]
     annotations: tuple[Annotation, ...]
@@ -178,7 +177,7 @@ def capture(
         for scope, region in zip(scopes, traced.regions, strict=True)
         if scope and region.strategy is not None
     )
-    return Capture(graph, in_spec, traced.outcome.spec, constants, annotations, memories, segments)
+    return Capture(graph, traced.outcome.spec, constants, annotations, memories, segments)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from shardwise.graph.ir import Arg, Ref, Value
+from shardwise.graph.ir import Value
 from shardwise.graph.schema import AnyCall, run_call, tensor_results
 from shardwise.graph.switches import CallCache
+from shardwise.graph.trees import argument_key
 
 _OF_PYTORCHS: CallCache[tuple[Value, ...]] = CallCache()
 _WITHOUT_GRADIENT: CallCache[tuple[bool, ...]] = CallCache()
@@ -95,14 +96,10 @@ def _on_meta(value: Value) -> torch.Tensor:
 
 
 def _call_signature(call: AnyCall, value: Callable[[str], Value]) -> object:
-    return call.target, _signature(call.args, value), _signature(call.kwargs, value), torch.get_default_dtype()
+    """Return a key of a call by types. It distinguishes 1, 1.0 and True, and 0.0 and -0.0."""
 
+    def of(name: str) -> object:
+        operand = value(name)
+        return operand.shape, operand.dtype, operand.requires_grad
 
-def _signature(arg: Arg, value: Callable[[str], Value]) -> object:
-    """Return a key of an argument by types. It distinguishes 1, 1.0 and True, and 0.0 and -0.0."""
-    if isinstance(arg, Ref):
-        operand = value(arg.name)
-        return Ref, operand.shape, operand.dtype, operand.requires_grad
-    if isinstance(arg, tuple):
-        return tuple(_signature(item, value) for item in arg)
-    return type(arg), repr(arg) if isinstance(arg, (float, complex)) else arg
+    return call.target, argument_key((call.args, call.kwargs), of), torch.get_default_dtype()

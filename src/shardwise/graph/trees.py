@@ -222,11 +222,11 @@ def constant_key(leaf: Any) -> object:
     return type(leaf), repr(leaf) if isinstance(leaf, (float, complex, slice)) else leaf
 
 
-def argument_key(arg: Arg, number: Callable[[str], int]) -> object:
-    """Return a key of an argument, by the numbers of the values that it names."""
+def argument_key(arg: Arg, key_of: Callable[[str], object]) -> object:
+    """Return a key of an argument, by keys of the values that it names."""
     if isinstance(arg, Ref):
-        return Ref, number(arg.name)
-    return tuple(argument_key(item, number) for item in arg) if isinstance(arg, tuple) else constant_key(arg)
+        return Ref, key_of(arg.name)
+    return tuple(argument_key(item, key_of) for item in arg) if isinstance(arg, tuple) else constant_key(arg)
 
 
 def type_name(value: Any) -> str:

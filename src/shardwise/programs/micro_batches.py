@@ -266,8 +266,8 @@ class _MicroBatchWriter:
         place = ShardPositions.of(self.split.factored.rules[op.name]).operand(position, split)
         return self._samples(name, place, op) if isinstance(place, ShardPosition) else name
 
-    def _localized(self, op: Op, split: Split | None, start: int = 0) -> Op:
-        """Return the call with the sizes of a micro-batch that begins at sample ``start``."""
+    def _localized(self, op: Op, split: Split | None) -> Op:
+        """Return the call with the sizes of a micro-batch, which must be the same for the first and the last one."""
         if split is None:
             return op
         rule = self.split.factored.rules[op.name]
@@ -275,7 +275,7 @@ class _MicroBatchWriter:
             return self._numbered(op, split)
         call = LocalOpCall(op.target, op.args, op.kwargs)
         if rule.localize is not None:
-            calls = [rule.localize(op, self._context(op, split, at)) for at in (start, self.split.batch - self.size)]
+            calls = [rule.localize(op, self._context(op, split, at)) for at in (0, self.split.batch - self.size)]
             if calls[0] != calls[1]:
                 raise _MovesWithSamples
             call = calls[0]

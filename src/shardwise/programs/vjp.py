@@ -26,6 +26,7 @@ from shardwise.dispatch_mode import OpRecorder
 from shardwise.graph.ir import Arg, Ref, map_refs
 from shardwise.graph.schema import filled, is_random
 from shardwise.graph.switches import CallCache
+from shardwise.graph.trees import argument_key
 from shardwise.programs.forms import Form
 from shardwise.programs.instructions import Compute, Origin, memories, with_operands
 
@@ -151,14 +152,8 @@ def numbered(target: Any, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], 
 
 def typed_key(call: Call) -> object:
     """Return a key that distinguishes 1, 1.0 and True."""
-
-    def typed(arg: Arg) -> object:
-        if isinstance(arg, tuple):
-            return tuple(map(typed, arg))
-        return arg if isinstance(arg, Ref) else (type(arg), repr(arg) if isinstance(arg, float) else arg)
-
     target, args, kwargs = call
-    return target, tuple(map(typed, args)), tuple((key, typed(arg)) for key, arg in kwargs)
+    return target, argument_key((args, kwargs), str)
 
 
 # ------------------------------------------------------------------------------------------------------------- tracing

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.errors import problem
 from shardwise.graph.ir import Graph, Op
-from shardwise.rules.arguments import flat_pieces, replace_arguments
+from shardwise.rules.arguments import with_pieces
 from shardwise.rules.binding import RuleTable, build, dim_names, single
 from shardwise.rules.local_kernels import local_index
 from shardwise.rules.rule import LocalContext, LocalOpCall, OpRule
@@ -103,8 +103,7 @@ def label_terms_rule(op: Op, graph: Graph) -> OpRule:
     maximum = tuple(() if name == "c" else (name,) for name in names)
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        sizes, offsets, lengths = flat_pieces(context.pieces["c"])
-        return replace_arguments(op, sizes=sizes, offsets=offsets, lengths=lengths)
+        return with_pieces(op, context.pieces["c"])
 
     operands = [single(names), maximum, rest]
     return build(op, graph, operands, [rest, rest], kinds={"c": "sum"}, localize=localize)

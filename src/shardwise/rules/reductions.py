@@ -113,24 +113,18 @@ def _histogram(op: Op, graph: Graph) -> OpRule | None:
 
 
 def along_rule(
-    op: Op,
-    graph: Graph,
-    dim: int,
-    *,
-    kind: FactorKind = "whole",
-    linear: Linear = (),
-    lowering: Lowering | None = None,
+    op: Op, graph: Graph, dim: int, *, kind: FactorKind = "whole", lowering: Lowering | None = None
 ) -> OpRule:
     """Scans and sorts: ``dim`` has ``kind``, the others are parallel. The result may differ in size along ``dim``."""
     names = dim_names(rank_of(op, graph))
     if not names:
-        return build(op, graph, [()] * len(op.operands), [()] * len(op.results), linear=linear)
+        return build(op, graph, [()] * len(op.operands), [()] * len(op.results))
     whole = normal_dim(dim, len(names))
     result = tuple("y" if i == whole else name for i, name in enumerate(names))
     kinds: Mapping[str, FactorKind] = {names[whole]: kind, "y": "whole"}
     same = all(graph.by_name[r].shape == graph.by_name[op.operands[0]].shape for r in op.results)
     results = [single(names if same else result)] * len(op.results)
-    return build(op, graph, [single(names)], results, kinds=kinds, linear=linear, lowering=lowering)
+    return build(op, graph, [single(names)], results, kinds=kinds, lowering=lowering)
 
 
 def _along(lowering: Lowering | None = None) -> RuleFunction:

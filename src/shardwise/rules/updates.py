@@ -20,8 +20,8 @@ from shardwise.rules.arguments import (
     flat_pieces,
     normal_dim,
     operand_positions,
-    replace_arguments,
     same_call,
+    with_pieces,
 )
 from shardwise.rules.binding import RuleTable, build, dim_names, single, with_dim
 from shardwise.rules.elementwise import broadcast_dims
@@ -194,8 +194,7 @@ def scattered_sum_rule(op: Op, graph: Graph) -> OpRule:
     indices = added if len(index) == len(src) else single(["i"])
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        sizes, offsets, lengths = flat_pieces(context.pieces["v"])
-        return replace_arguments(op, sizes=sizes, offsets=offsets, lengths=lengths)
+        return with_pieces(op, context.pieces["v"])
 
     return build(op, graph, [added, indices], [rows], kinds={"i": "sum"}, linear=((0,),), localize=localize)
 
