@@ -3,6 +3,10 @@
 Capture runs the model's Python once, on one rank, so such values would be the same on every rank and in every step.
 Calls of C functions are visible only to a profiler, which is slow; so the names in the model's code are checked first
 (``_suspects``).
+
+Random numbers of Python's ``random`` or numpy (which time steps SpecAugment masks, which layers LayerDrop skips) are
+detected by the generators' states before and after; only then the model runs once more, traced line by line, to name
+the line that draws. Generators that the model makes or holds itself are among the reads.
 """
 
 from __future__ import annotations
@@ -90,6 +94,9 @@ _SUSPECTS = (
 _SUSPECT_NAMES = frozenset({"manual_seed", "read_bytes", "read_text", "set_rng_state"})
 
 
+RandomState = tuple[Any, bytes]
+
+
 @dataclass(frozen=True, slots=True)
 class ImpureRead:
     """A read from outside. ``what``: its description; ``line``: ``model.py:41``."""
@@ -146,7 +153,7 @@ def _of_builtin(called: Any) -> str:
         return "the system (threading.get_ident)"
     if called in (torch.is_grad_enabled, torch.is_inference_mode_enabled):
         return f"{_GRADIENTS} (torch.{name})"
-    # Python's own generators are checked by ``host_random``.
+    # Python's own generators are checked by ``reject_host_random``.
     is_own_generator = isinstance(owner, random.Random) and owner is not random._inst
     if is_own_generator and name in ("random", "getrandbits"):
         return f"{_GENERATOR} (random.Random)"
@@ -239,3 +246,36 @@ def reject_reads(reads: Sequence[ImpureRead], what: str) -> None:
             CaptureWarning,
             stacklevel=2,
         )
+
+
+def host_random_state() -> RandomState:
+    """Return the states of the generators of ``random`` and ``numpy.random``, in a comparable form."""
+    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False))
+
+
+def reject_host_random(before: RandomState, run: Callable[[Watching], object]) -> None:
+    """Raise CaptureError naming the first line of the model that draws.
+
+    ``before``: the state when the model was captured; ``run``: captures it again inside the given context manager. If
+    that run does not change the state, the draws came from another thread, or the model sets a seed in every call
+    (BigBird's blocks) and every step draws the same.
+    """
+    drew = host_random_state()
+    if drew == before:
+        return
+    lines: list[str] = []
+    run(lambda: watch_changes(lines, host_random_state))
+    after = host_random_state()
+    _restore(drew)
+    if lines and after != drew:
+        raise CaptureError(
+            "the model draws random numbers in Python or numpy: every step would get the same",
+            source=lines[0],
+            fix="draw with torch (torch.rand, torch.bernoulli), pass the drawn values as inputs, or switch it off "
+            "(Hugging Face: mask_time_prob=0, layerdrop=0)",
+        )
+
+
+def _restore(state: RandomState) -> None:
+    random.setstate(state[0])
+    np.random.set_state(pickle.loads(state[1]))
