@@ -131,8 +131,4 @@ def blocks_at(
     """Return the blocks of some of the queries, given their indices in ascending runs."""
     block = torch.searchsorted(torch.tensor(rows).cumsum(0), index, right=True)
     which, counts = torch.unique_consecutive(block, return_counts=True)
-    return (
-        tuple(counts.tolist()),
-        tuple(firsts[i] for i in which.tolist()),
-        tuple(ends[i] for i in which.tolist()),
-    )
+    return (tuple(counts.tolist()), tuple(firsts[i] for i in which.tolist()), tuple(ends[i] for i in which.tolist()))

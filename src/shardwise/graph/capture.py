@@ -61,14 +61,7 @@ from shardwise.graph.segments import Segment, announce_selective, segments_of
 from shardwise.graph.shared_memory import check_memory
 from shardwise.graph.simplify import SIMPLIFICATIONS
 from shardwise.graph.step_precision import MODELS_OWN, Precision, check_real, with_reductions
-from shardwise.graph.tracing import (
-    ExportedCall,
-    ModuleCall,
-    TwoCalls,
-    line_of_change,
-    trace,
-    trace_pair,
-)
+from shardwise.graph.tracing import ExportedCall, ModuleCall, TwoCalls, line_of_change, trace, trace_pair
 from shardwise.graph.trees import check_leaves, flatten_with_path, leaf_name, unflatten
 
 _PREFIX = "module"  # where TracedCall keeps the module

@@ -232,9 +232,4 @@ NORMALIZATIONS: dict[OpOverload, Rewrite] = by_operator(
         "bernoulli.p": _bernoulli,
         "scaled_dot_product_attention": _attention,
     }
-) | {
-    mark_operator._opoverload: _mark,
-    **LOSS_NORMALIZATIONS,
-    **RANDOM_NORMALIZATIONS,
-    **LAYER_NORMALIZATIONS,
-}
+) | {mark_operator._opoverload: _mark, **LOSS_NORMALIZATIONS, **RANDOM_NORMALIZATIONS, **LAYER_NORMALIZATIONS}

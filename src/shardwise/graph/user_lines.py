@@ -36,12 +36,7 @@ _READS = frozenset(
     }
 )
 DATA_DEPENDENT = frozenset(
-    {
-        "GuardOnDataDependentSymNode",
-        "DataDependentOutputException",
-        "DynamicOutputShapeException",
-        "UserError",
-    }
+    {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException", "UserError"}
 )
 
 

@@ -279,11 +279,7 @@ def _with_common(program: RankProgram, labels: Sequence[int], last: int) -> tupl
     kept = {name for i in moved for name in program.forward[i].results}
     names = {name: other for name, other in same.items() if other in kept and name != other}
     start = next((i for i, label in enumerate(labels) if label > 0), len(labels))
-    order = [
-        *range(start),
-        *moved,
-        *(i for i in range(start, len(labels)) if i not in gone and i not in moved),
-    ]
+    order = [*range(start), *moved, *(i for i in range(start, len(labels)) if i not in gone and i not in moved)]
     forward = tuple(program.forward[i] for i in order)
     merged = replace(program, forward=forward, aliases={**program.aliases, **names})
     return _renamed(merged, names), [0 if i in moved else labels[i] for i in order]
@@ -393,11 +389,7 @@ def _regions(
         for side, sections in enumerate(both):
             home.update({name: (number, side) for section in sections for k in section for name in k.results})
     outside: dict[str, None] = dict.fromkeys(
-        (
-            *program.delivered,
-            *(value for _, value in program.mutations),
-            *program.gradients.values(),
-        )
+        (*program.delivered, *(value for _, value in program.mutations), *program.gradients.values())
     )
     mine = {id(k) for both in halves for sections in both for section in sections for k in section}
     for instruction in (*program.forward, *program.backward):

@@ -57,11 +57,6 @@ class Differentiate:
     def __call__(self, tape: OpaqueTape, *cotangents: Tensor) -> tuple[Tensor, ...]:
         results = [result for result, has_one in zip(tape.results, self.has_cotangent, strict=True) if has_one]
         gradients = torch.autograd.grad(
-            results,
-            list(tape.operands),
-            list(cotangents),
-            allow_unused=True,
-            materialize_grads=True,
-            retain_graph=True,
+            results, list(tape.operands), list(cotangents), allow_unused=True, materialize_grads=True, retain_graph=True
         )
         return tuple(gradient.contiguous() for gradient in gradients)

@@ -109,6 +109,4 @@ CONSTRUCTORS: RuleTable = by_operator(
         "eye eye.m": _eye,
         "tril_indices triu_indices": whole_rule,
     }
-) | {
-    **dict.fromkeys(SPACED, _spaced),
-}
+) | {**dict.fromkeys(SPACED, _spaced)}

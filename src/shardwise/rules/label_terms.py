@@ -109,7 +109,4 @@ def label_terms_rule(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, operands, [rest, rest], kinds={"c": "sum"}, localize=localize)
 
 
-LABEL_TERMS: RuleTable = {
-    label_terms._opoverload: label_terms_rule,
-    checked_labels._opoverload: checked_labels_rule,
-}
+LABEL_TERMS: RuleTable = {label_terms._opoverload: label_terms_rule, checked_labels._opoverload: checked_labels_rule}

@@ -57,12 +57,7 @@ def local_index(
     return torch.where(mine, local, torch.where(inside, 0, total)), mine
 
 
-def _embedding_rows(
-    weight: Tensor,
-    indices: Tensor,
-    padding_idx: int,
-    *atoms: Sequence[int],
-) -> Tensor:
+def _embedding_rows(weight: Tensor, indices: Tensor, padding_idx: int, *atoms: Sequence[int]) -> Tensor:
     if weight.shape[0] == 0:
         return weight.sum(0, dtype=weight.dtype).expand(*indices.shape, weight.shape[1])
     local, mine = local_index(indices, *atoms)
@@ -102,11 +97,7 @@ def _index_select_rows(x: Tensor, dim: int, index: Tensor, *atoms: Sequence[int]
 
 
 def _index_rows(
-    x: Tensor,
-    indices: Sequence[Tensor],
-    dims: Sequence[int],
-    counts: Sequence[int],
-    *atoms: Sequence[int],
+    x: Tensor, indices: Sequence[Tensor], dims: Sequence[int], counts: Sequence[int], *atoms: Sequence[int]
 ) -> Tensor:
     """``x`` indexed in ``dims``; ``counts``: how many atoms each of them has."""
     place = _place_of_indices(dims)
@@ -139,9 +130,7 @@ def _all_of(conditions: Sequence[Tensor]) -> Tensor:
 
 
 def _local_indices(
-    indices: Sequence[Tensor],
-    counts: Sequence[int],
-    atoms: Sequence[Sequence[int]],
+    indices: Sequence[Tensor], counts: Sequence[int], atoms: Sequence[Sequence[int]]
 ) -> list[tuple[Tensor, Tensor]]:
     """``local_index`` of every indexed dim, which has ``counts`` atoms. Negative indices count from the end."""
     local_indices: list[tuple[Tensor, Tensor]] = []
@@ -257,12 +246,7 @@ def _one_hot_classes(index: Tensor, *atoms: Sequence[int]) -> Tensor:
     return (classes.unsqueeze(-1) == global_index(*atoms, index.device)).to(torch.int64)
 
 
-def _triangle(
-    x: Tensor,
-    diagonal: int,
-    upper: bool,
-    *atoms: Sequence[int],
-) -> Tensor:
+def _triangle(x: Tensor, diagonal: int, upper: bool, *atoms: Sequence[int]) -> Tensor:
     """tril or triu of the shard whose last two dims hold the given rows and columns."""
     rows = global_index(*atoms[:3], x.device).unsqueeze(-1)
     columns = global_index(*atoms[3:], x.device)
@@ -290,12 +274,7 @@ def _linspace_block(start: float, end: float, steps: int, *args: Any) -> Tensor:
     return whole[global_index(*atoms, device)]
 
 
-def _cumulated(
-    x: Tensor,
-    dim: int,
-    dtype: torch.dtype,
-    *atoms: Sequence[int],
-) -> Tensor:
+def _cumulated(x: Tensor, dim: int, dtype: torch.dtype, *atoms: Sequence[int]) -> Tensor:
     """Return what the addends (the last atoms) contribute to the rows (the first) of a cumulative sum."""
     total = torch.cumsum(x, dim, dtype=dtype)
     total = torch.cat([total.new_zeros([1 if i == dim else n for i, n in enumerate(total.shape)]), total], dim)
@@ -365,6 +344,5 @@ LINSPACE_BLOCK: Final = _define(
 )
 CUMULATED: Final = _define(f"cumulated(Tensor x, int dim, ScalarType dtype, {_ROWS}, {_ATOMS}) -> Tensor", _cumulated)
 NOTHING: Final = _define(
-    "nothing(Tensor[] operands, int[] sizes, int[] ranks, str[] dtypes, bool[] differentiable) -> Tensor[]",
-    _nothing,
+    "nothing(Tensor[] operands, int[] sizes, int[] ranks, str[] dtypes, bool[] differentiable) -> Tensor[]", _nothing
 )

@@ -128,6 +128,4 @@ LOSSES: RuleTable = by_operator(
         "multi_margin_loss": _margin_loss(lowerings.multi_margin_loss),
         "multilabel_margin_loss": _margin_loss(lowerings.multilabel_margin_loss),
     }
-) | {
-    ctc_loss._opoverload: _ctc,
-}
+) | {ctc_loss._opoverload: _ctc}

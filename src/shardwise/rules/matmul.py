@@ -30,13 +30,7 @@ def linear_rule(op: Op, graph: Graph) -> OpRule:
         return build(op, graph, [x, weight], [result], kinds=_SUM, linear=_BILINEAR)
     bias = single(["n"] if weight_rank == 2 else [])
     return build(
-        op,
-        graph,
-        [x, weight, bias],
-        [result],
-        kinds={"k": "lowered"},
-        linear=((0, 2), (1, 2)),
-        lowering=linear,
+        op, graph, [x, weight, bias], [result], kinds={"k": "lowered"}, linear=((0, 2), (1, 2)), lowering=linear
     )
 
 
@@ -56,12 +50,7 @@ def matmul_rule(op: Op, graph: Graph) -> OpRule:
 
     result = single(batch) + left_matrix[:-1] + (right_matrix[1:])
     return build(
-        op,
-        graph,
-        [batched(left, left_matrix), batched(right, right_matrix)],
-        [result],
-        kinds=_SUM,
-        linear=_BILINEAR,
+        op, graph, [batched(left, left_matrix), batched(right, right_matrix)], [result], kinds=_SUM, linear=_BILINEAR
     )
 
 

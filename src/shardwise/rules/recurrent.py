@@ -32,8 +32,4 @@ def recurrent_rule(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, operands, results, kinds=kinds)
 
 
-RECURRENT: RuleTable = by_operator(
-    {
-        "lstm.input gru.input rnn_tanh.input rnn_relu.input": recurrent_rule,
-    }
-)
+RECURRENT: RuleTable = by_operator({"lstm.input gru.input rnn_tanh.input rnn_relu.input": recurrent_rule})

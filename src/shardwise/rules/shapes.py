@@ -481,6 +481,4 @@ SHAPES: RuleTable = by_operator(
         "tril": _triangle(upper=False),
         "triu": _triangle(upper=True),
     }
-) | {
-    COPIED_RUNS: _copied_runs,
-}
+) | {COPIED_RUNS: _copied_runs}

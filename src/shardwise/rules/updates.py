@@ -218,6 +218,4 @@ UPDATES: RuleTable = by_operator(
         "index_put": index_put_rule,
         "masked_scatter": masked_scatter_rule,
     }
-) | {
-    SCATTERED_SUM: scattered_sum_rule,
-}
+) | {SCATTERED_SUM: scattered_sum_rule}

@@ -80,12 +80,7 @@ def nanmean(self: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: tor
 
 
 def vector_norm(
-    self: Tensor,
-    ord: float = 2,
-    dim: Dims = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
+    self: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     x, dims = cast(self, dtype), dims_of(dim, self.dim())
     if ord == 0:
@@ -105,11 +100,7 @@ def vector_norm(
 
 
 def norm(
-    self: Tensor,
-    p: float | None = 2,
-    dim: Dims = None,
-    keepdim: bool = False,
-    dtype: torch.dtype | None = None,
+    self: Tensor, p: float | None = 2, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Tensor:
     return vector_norm(self, 2 if p is None else p, dim, keepdim, dtype=dtype)
 
