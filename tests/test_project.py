@@ -107,12 +107,9 @@ AS_OPERATORS_ARE = {
     "graph/custom_operators.py": {"dropout", "uniform", "stream_dropout", "stream_uniform"},
     "graph/to_float64.py": {"_attention"},
     "graph/attention_within.py": {"_attention_within"},
-    "rules/attention_kernels.py": {"_attention_rows"},
     "rules/lowerings/attention.py": {"attention_within"},
-    "rules/local_kernels.py": {"_scatter_rows", "_index_put_rows", "_triangle", "_cumulated"},
-    "rules/lowerings/normalization.py": {"batch_norm", "instance_norm"},
+    "rules/local_kernels.py": {"_scatter_rows"},
     "rules/ring.py": {"__call__", "zigzag"},
-    "rules/window_kernels.py": {"_max_pool_window", "_avg_pool_window", "_resample_window"},
 }
 CALLED_BY_USERS = {
     "api.py": {"plan"},

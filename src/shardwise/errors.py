@@ -67,11 +67,22 @@ class ShardwiseError(ValueError):
         section: The section of docs/errors.md that explains the error, or "".
     """
 
-    def __init__(self, message: str = "") -> None:
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        op: str = "",
+        source: str = "",
+        fix: str = "",
+        facts: Iterable[tuple[str, str]] = (),
+        section: Section | None = None,
+    ) -> None:
+        """Take what ``problem`` takes, or its result."""
+        if not isinstance(message, ErrorText):
+            message = problem(message, op=op, source=source, fix=fix, facts=facts, section=section)
         super().__init__("\n".join(map(_shortened, message.split("\n"))))
-        parts = message if isinstance(message, ErrorText) else ErrorText(message)
-        self.what, self.op, self.source = parts.what or message, parts.op, parts.source
-        self.fix, self.facts, self.section = parts.fix, parts.facts, parts.section
+        self.what, self.op, self.source = message.what, message.op, message.source
+        self.fix, self.facts, self.section = message.fix, message.facts, message.section
 
 
 class CaptureError(ShardwiseError):

@@ -243,7 +243,7 @@ def test_the_environment_that_an_installed_package_reads_is_silent(monkeypatch, 
     scale = importlib.import_module("installed_layers").scale
     with pytest.warns(CaptureWarning, match="os.environ, installed_layers.py:2"):
         capture(Scaled(scale), (torch.randn(2, 4),))
-    monkeypatch.setattr(impure_reads, "_INSTALLED", str(tmp_path))
+    monkeypatch.setattr(impure_reads, "INSTALLED", str(tmp_path))
     with warnings.catch_warnings():
         warnings.simplefilter("error", CaptureWarning)
         capture(Scaled(scale), (torch.randn(2, 4),))

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from graph.graph_text import format_graph, parse_graph
 from shardwise.errors import NotationError
 from shardwise.graph.capture import capture
-from shardwise.graph.graph_text import format_graph, parse_graph
 from shardwise.graph.ir import Graph, Op, Ref, Source, Value
 
 aten = torch.ops.aten

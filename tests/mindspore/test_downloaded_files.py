@@ -103,7 +103,7 @@ def test_damaged_files_are_named(kind: str, tmp_path: Path) -> None:
 # Where the package reads pickles, and whose they are.
 READERS = {
     "graph/function_operator.py": "arguments of a function, which the same job captured",
-    "graph/host_random.py": "the state of this process's generator",
+    "graph/impure_reads.py": "the state of this process's generator",
     "mindspore/dataset/files.py": "data sets, with the reader above",
     "mindspore/nn/own_backward.py": "attributes of a cell, which the same job captured",
     "runtime/agree.py": "what the ranks of a job send each other",

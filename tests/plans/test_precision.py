@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from graph.graph_text import format_graph, parse_graph
 from runtime.mixed_models import BF16, FP16, FP32, FP64, MODELS, made, plan_of
 from shardwise.api import step_memory
 from shardwise.graph.capture import capture
-from shardwise.graph.graph_text import format_graph, parse_graph
 from shardwise.plans.bind import program_of
 from shardwise.plans.file import plan_digest
 from shardwise.programs import casts, differentiate, exchanges, grad_accum_program, gradients

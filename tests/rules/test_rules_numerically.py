@@ -27,8 +27,7 @@ from rules.harness import (
 )
 from rules.samples import SAMPLES, Sample
 from rules.tracing import gathers
-from shardwise.graph.interpret import resolve_refs
-from shardwise.graph.schema import tensor_results
+from shardwise.graph.schema import filled, tensor_results
 from shardwise.rules import RULES, rule_of
 from shardwise.rules.rule import Factor, OpRule, Piece, takes_runs
 
@@ -188,8 +187,8 @@ def test_operators_are_linear_in_the_groups_that_say_so(sample: Sample) -> None:
     known = dict(zip(case.op.operands, (t.detach() for t in case.operands), strict=True))
 
     def run(values: Mapping[str, Tensor]) -> list[Tensor]:
-        args = [resolve_refs(arg, values) for arg in case.op.args]
-        kwargs = {key: resolve_refs(arg, values) for key, arg in case.op.kwargs}
+        args = [filled(arg, values.__getitem__) for arg in case.op.args]
+        kwargs = {key: filled(arg, values.__getitem__) for key, arg in case.op.kwargs}
         return [numbers(r) for r in tensor_results(case.op.target(*args, **kwargs))]
 
     if sample.unspecified:
@@ -229,8 +228,8 @@ def check_lowering(sample: Sample, case: Case, rule: OpRule, told: dict[str, tup
         for name, t in zip(case.op.operands, case.operands, strict=True)
     }
     result = rule.lowering(
-        *(resolve_refs(arg, known) for arg in case.op.args),
-        **{key: resolve_refs(arg, known) for key, arg in case.op.kwargs},
+        *(filled(arg, known.__getitem__) for arg in case.op.args),
+        **{key: filled(arg, known.__getitem__) for key, arg in case.op.kwargs},
         **told,
     )
     results = tensor_results(result)

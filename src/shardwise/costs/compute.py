@@ -27,7 +27,8 @@ from shardwise.costs.kernels import READ_ROWS, KernelCall, KernelWork, kernel_se
 from shardwise.graph.ir import Arg, Op, Ref, Value, map_refs
 from shardwise.graph.schema import operator_name
 from shardwise.programs.forms import Form
-from shardwise.programs.vjp import Call, Kernel, VjpCache, needed_kernels
+from shardwise.programs.instructions import Compute
+from shardwise.programs.vjp import Call, VjpCache, needed_kernels
 
 aten = torch.ops.aten
 
@@ -178,7 +179,7 @@ def _skipped(call: Call) -> int:
     return 1 if operator_name(call[0]) in READ_ROWS else 0
 
 
-def _works(kernels: Sequence[Kernel], forms: dict[str, Form]) -> tuple[KernelWork, ...]:
+def _works(kernels: Sequence[Compute], forms: dict[str, Form]) -> tuple[KernelWork, ...]:
     """Return the work of the kernels in order. ``forms``: of the values read; those of the results are added."""
     works = []
     for kernel in kernels:
