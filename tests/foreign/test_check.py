@@ -166,7 +166,7 @@ def test_a_star_is_one_part_of_a_path_as_torch_reads_it() -> None:
         wrapped.append(type(model).__name__)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.distributed.fsdp.fully_shard", note)
+        patch.setattr("shardwise.foreign.tools.fully_shard", note)
         check(net(), batch(), {"fully_shard": ["layers.*"]}, 2)
     assert sorted(set(wrapped)) == ["Block", "Net"]
 

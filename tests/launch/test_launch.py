@@ -13,8 +13,8 @@ import pytest
 
 from launch.jobs import Job
 from shardwise.errors import LaunchError
-from shardwise.hosts import Host
-from shardwise.launch.launcher import free_port, launch, num_cores
+from shardwise.hosts import Host, free_port
+from shardwise.launch.launcher import launch, num_cores
 
 # ---------------------------------------------------------------------------------------------------- what a rank sees
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.launcher import free_port
+from shardwise.hosts import free_port
 
 TIME_LIMIT = 120.0  # seconds, for a machine that is busy with other things
 OURS = (sys.executable, "-m", "shardwise.cli", "run")

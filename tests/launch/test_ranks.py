@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise.errors import LaunchError
+from shardwise.hosts import free_port
 from shardwise.launch import ranks
-from shardwise.launch.launcher import free_port
 from shardwise.launch.ranks import device, finish, init_ranks, rank, world_size
 
 FULL = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}

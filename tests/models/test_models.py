@@ -10,9 +10,9 @@ from torch import nn
 
 import shardwise as sw
 from models.full_width import CASES, measure
+from models.share import SplitShare, share_of_plan
 from models.tiny_models import MODELS, TinyModel, gpt2, llama, resnet, token_inputs
 from shardwise.graph.capture import capture
-from shardwise.report.share import SplitShare, share_of_plan
 
 
 def build(tiny: TinyModel, batch: int) -> tuple[nn.Module, dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from launch.machines import Machines
-from shardwise.launch.launcher import free_port
+from shardwise.hosts import free_port
 from train import elastic_run
 from train.test_recovery import check_equal, uninterrupted
 

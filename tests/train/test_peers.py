@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.errors import PlanWarning, ShardwiseError
-from shardwise.train.checkpoints import assign_writers, state_of
-from shardwise.train.parts import random_part
+from shardwise.train.checkpoints import assign_writers
+from shardwise.train.parts import random_part, state_of
 from shardwise.train.peers import Peers, assign_keepers
 from train.elastic_run import data
 from train.runs import batch, make
