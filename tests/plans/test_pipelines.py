@@ -25,7 +25,7 @@ from shardwise.plans import pipelines
 from shardwise.plans.schedule import SCHEDULES, schedule_of
 from shardwise.plans.stage_timing import StageTiming
 from shardwise.programs.spmd import SpmdProgram
-from shardwise.proof import pipeline_ranks as proof
+from shardwise.proof.ranks import VirtualRanks, VirtualStep
 from shardwise.runtime.local_shards import shard
 from shardwise.runtime.torch_schedules import order_of
 
@@ -421,50 +421,48 @@ def lost(self: Any, stage: int, micro_batch: int, *args: Any, **kwargs: Any) -> 
 
 
 def scaled(self: Any) -> None:
-    for held in self.tensors.values():
-        for own in held:
-            for tensor in own.values():
-                if tensor.grad is not None:
-                    tensor.grad = tensor.grad / len(self.passes.sizes)
+    for rank in self.ranks:
+        rank.gradients = {name: gradient / len(self.passes.sizes) for name, gradient in rank.gradients.items()}
     ADD_SHARED(self)
 
 
-def swapped(self: Any, stage: int, micro_batch: int, size: int) -> None:
+def swapped(self: Any, stage: int, micro_batch: int) -> None:
     """What crosses goes to the other device."""
-    FORWARD(self, stage, micro_batch, size)
+    FORWARD(self, stage, micro_batch)
     self.sent[stage, micro_batch].reverse()
 
 
-def mixed_up(self: Any, stage: int, micro_batch: int, size: int) -> None:
+def mixed_up(self: Any, stage: int, micro_batch: int) -> None:
     """What one micro-batch sends goes into another."""
-    FORWARD(self, stage, micro_batch, size)
+    FORWARD(self, stage, micro_batch)
     if micro_batch == 1 and stage == 0:
         self.sent[stage, 0], self.sent[stage, 1] = self.sent[stage, 1], self.sent[stage, 0]
 
 
-def stale(self: Any, part: Graph, spmd: SpmdProgram, own: Any, device: int, *args: Any) -> Any:
+def stale(self: Any, stage: int, spmd: SpmdProgram, *args: Any) -> Any:
     """A stage runs on the weights with which it began, whatever its optimizer made of them."""
-    binding = BOUND(self, part, spmd, own, device, *args)
-    for source in part.sources:
+    bindings = BINDINGS(self, stage, spmd, *args)
+    for source in spmd.graph.sources:
         if source.names[0] == "blocks.2.weight":
             layout = spmd.layouts[source.value]
-            binding[source.value] = shard(self.ranks.full[source.names[0]], layout, spmd.mesh.coordinates(device))
-    return binding
+            for device, binding in enumerate(bindings):
+                binding[source.value] = shard(self.ranks.full[source.names[0]], layout, spmd.mesh.coordinates(device))
+    return bindings
 
 
 BACKWARD, FORWARD, ADD_SHARED = (
-    proof._PipelineStep._backward,
-    proof._PipelineStep._forward,
-    proof.PipelineRanks._add_shared,
+    VirtualStep._backward,
+    VirtualStep._forward,
+    VirtualRanks._add_shared,
 )
-BOUND = proof._PipelineStep._bound
+BINDINGS = VirtualStep.bindings
 MUTATIONS: dict[str, Any] = {
-    "a micro-batch whose weights are lost": (proof._PipelineStep, "_backward", lost),
-    "gradients divided by the micro-batches": (proof.PipelineRanks, "_add_shared", scaled),
-    "tied gradients that are not added": (proof.PipelineRanks, "_add_shared", lambda self: None),
-    "devices that are exchanged at a boundary": (proof._PipelineStep, "_forward", swapped),
-    "micro-batches that are exchanged at a boundary": (proof._PipelineStep, "_forward", mixed_up),
-    "a stage with stale weights": (proof._PipelineStep, "_bound", stale),
+    "a micro-batch whose weights are lost": (VirtualStep, "_backward", lost),
+    "gradients divided by the micro-batches": (VirtualRanks, "_add_shared", scaled),
+    "tied gradients that are not added": (VirtualRanks, "_add_shared", lambda self: None),
+    "devices that are exchanged at a boundary": (VirtualStep, "_forward", swapped),
+    "micro-batches that are exchanged at a boundary": (VirtualStep, "_forward", mixed_up),
+    "a stage with stale weights": (VirtualStep, "bindings", stale),
 }
 
 

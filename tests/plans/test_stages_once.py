@@ -20,7 +20,7 @@ from shardwise.programs.instructions import sent_by
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.program import localize
 from shardwise.programs.vjp import VjpCache
-from shardwise.proof import pipeline_ranks
+from shardwise.proof import ranks
 
 MIXED = sw.Precision(torch.bfloat16, torch.float32, torch.float32)
 
@@ -74,8 +74,8 @@ def test_a_stage_sends_once_what_its_micro_batches_can_add_up(zero, ahead, each,
 
 
 def test_reductions_that_are_left_out_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline_ranks, "repeated", without_reductions)
-    monkeypatch.setattr(pipeline_ranks, "check_program", lambda _: None)
+    monkeypatch.setattr(ranks, "repeated", without_reductions)
+    monkeypatch.setattr(ranks, "check_program", lambda _: None)
     assert not sw.verify(model(), staged_batch(8), planned()).ok
 
 

@@ -15,8 +15,10 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.graph.capture import capture
 from shardwise.graph.to_float64 import to_float64
-from shardwise.plans.bind import program_of
-from shardwise.proof.runs import Ranks, RunStart, widened, widened_module
+from shardwise.plans.bind_stages import bound
+from shardwise.programs.micro_batches import Passes
+from shardwise.proof.ranks import VirtualRanks
+from shardwise.proof.runs import RunStart, widened, widened_module
 
 CLASSES, SAMPLES, WIDTH = 13, 8, 6  # parts of 7 and 6 classes
 LABELS = torch.arange(SAMPLES)
@@ -52,9 +54,20 @@ def planned(model: nn.Module, example: tuple[Tensor, ...]) -> sw.Plan:
 
 def on_virtual_ranks(model: nn.Module, example: tuple[Tensor, ...], plan: sw.Plan) -> None:
     captured = capture(model, example, {}, input_gradients=True)
-    spmd = program_of(plan, to_float64(captured.graph), training=True, original=captured.graph)
-    args = tuple(map(widened, example))
-    Ranks(RunStart(spmd, captured, widened_module(model), None, "sgd", args, {})).step(0)
+    graph, args = to_float64(captured.graph), tuple(map(widened, example))
+    bounds = {SAMPLES: bound(plan, graph, training=True, original=captured.graph)}
+    start = RunStart(
+        captured,
+        widened_module(model),
+        None,
+        "sgd",
+        args,
+        {},
+        Passes((SAMPLES,), None, (), {}, frozenset()),
+        True,
+        frozenset(),
+    )
+    VirtualRanks(start, plan, bounds).step(0)
 
 
 def losses() -> dict[str, tuple[Call, int]]:
