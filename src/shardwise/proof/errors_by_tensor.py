@@ -40,7 +40,8 @@ def compare(expected: Values, actual: Sequence[Values], local: Local, worst: dic
             if key not in expected or key not in values:
                 error = float("inf")
             else:
-                scale = max(magnitude(expected[key]), (1e-6 if kind == "gradient" else 1e-3) * floor[kind])
+                least = floor[kind] if kind != "gradient" else max(floor[kind], natural_gradient(expected, name))
+                scale = max(magnitude(expected[key]), (1e-6 if kind == "gradient" else 1e-3) * least)
                 error = relative_difference(local(key, expected[key], rank), values[key], scale)
             if key not in worst or error > worst[key].error or error != error:
                 worst[key] = TensorError(kind, name, error, rank)
@@ -48,9 +49,21 @@ def compare(expected: Values, actual: Sequence[Values], local: Local, worst: dic
 
 def magnitude(tensor: torch.Tensor) -> float:
     """Return the largest finite absolute value."""
-    finite = tensor.abs() if tensor.dtype != torch.bool else tensor.long()
+    exact = not (tensor.is_floating_point() or tensor.is_complex())
+    finite = (tensor.double() if exact else tensor).abs()  # torch has no abs of bool and of most unsigned types
     finite = finite[torch.isfinite(finite)] if finite.is_floating_point() else finite
     return float(finite.max()) if finite.numel() else 0.0
+
+
+def natural_gradient(values: Values, name: str) -> float:
+    """Return the gradient of a parameter for which moving it by its own magnitude changes the loss by all of the loss.
+
+    A gradient of 1e-16 of that is the rounding of a gradient that is zero: it moves the loss by less than its rounding.
+    """
+    parameter = values.get(("parameter", name))
+    size = 0.0 if parameter is None else magnitude(parameter)
+    losses = [magnitude(tensor) for (kind, _), tensor in values.items() if kind == "loss"]
+    return max(losses, default=0.0) / size if size else 0.0
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -137,7 +137,7 @@ class OneDevice:
                     leaf.detach().clone() if is_copied else leaf.detach()
                 )
                 if is_loss and leaf.requires_grad:
-                    leaf.backward()
+                    _run_backward(leaf)
         for name, parameter in self.module.named_parameters():
             if parameter.grad is not None:
                 if parameter.grad.is_sparse:  # ranks have dense gradients, and not all optimizers accept sparse ones
@@ -365,6 +365,14 @@ def state_of_part(
         for key, entry in state.items()
         if entry is not None
     }
+
+
+def _run_backward(loss: torch.Tensor) -> None:
+    try:
+        loss.backward()
+    except RuntimeError as error:
+        fix = "a loss whose gradient exists; without parameters that require grad, outputs alone are compared"
+        raise ShardwiseError(problem(f"the backward of the model fails on one device: {error}", fix=fix)) from error
 
 
 def _described(outputs: Sequence[Any]) -> str:

@@ -15,8 +15,10 @@ from torch import Tensor
 from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.to_float64 import to_float64
-from shardwise.proof.errors_by_tensor import Key, Values, is_finite, magnitude
+from shardwise.proof.errors_by_tensor import Key, Values, is_finite, magnitude, natural_gradient
 from shardwise.proof.runs import OneDevice, RunStart, whole_bindings
+
+ROUNDING = 16 * torch.finfo(torch.float64).eps  # of the loss, after a sum of a few terms that cancel
 
 
 class Substance:
@@ -35,7 +37,7 @@ class Substance:
                 continue
             if kind == "gradient":
                 self.has_gradient = True
-                self.has_nonzero_gradient |= magnitude(tensor) > 0
+                self.has_nonzero_gradient |= magnitude(tensor) > ROUNDING * natural_gradient(values, name)
             if is_finite(tensor):
                 continue
             num_nan, num_infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())

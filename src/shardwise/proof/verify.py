@@ -98,14 +98,19 @@ class Report:
         return self.matches_plan and performed == (self.planned_forward, self.planned_backward)
 
     @property
-    def ok(self) -> bool:
+    def is_equal(self) -> bool:
+        """Whether all values are equal, rounding aside, and all collectives are the planned ones."""
         same = self.max_error <= self.tolerance or (self.rounding is not None and not self.rounding.unexplained)
-        is_equal = same and self.collectives_match and (self.in_dtypes is None or self.in_dtypes.ok)
-        return is_equal and not self.not_proven
+        return same and self.collectives_match and (self.in_dtypes is None or self.in_dtypes.ok)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the plan is proven: all is equal, and the values can prove something."""
+        return self.is_equal and not self.not_proven
 
     def __str__(self) -> str:
         lines = [f"NOT PROVEN: {self.not_proven}"] if self.not_proven else []
-        verdict = "equal" if self.ok or self.not_proven else "NOT EQUAL"
+        verdict = "equal" if self.is_equal else "NOT EQUAL"
         lines.append(
             f"{verdict}: worst relative error {self.max_error:.2g} over {len(self.differences)} tensors "
             f"(tolerance {self.tolerance:g})"
