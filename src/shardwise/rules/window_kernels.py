@@ -131,7 +131,7 @@ def _avg_pool_window(x: Tensor, kernel: list[int], *rest: Any) -> Tensor:
     if len(kernel) == 1:
         y = F.avg_pool1d(x, kernel, *settings)
     else:
-        y = (F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d)(x, kernel, *settings, divisor)
+        y = (F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d)(x, kernel, *settings, divisor_override=divisor)
     return _valid_part(y, fronts, lengths)
 
 
