@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from layouts.placing import MESHES, random_layout
+from layouts.transfers import TransferBlock, cut_block, deliver, transfer
 from shardwise.errors import LayoutError
 from shardwise.graph.ir import Value
 from shardwise.layouts.layout import Layout, Windows
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.layouts.text import parse_layout
-from shardwise.layouts.transfer import TransferBlock, boundary_layout, transfer
-from shardwise.proof.boundary import deliver
-from shardwise.runtime.local_shards import cut_block, shard
+from shardwise.layouts.transfer import boundary_layout
+from shardwise.runtime.local_shards import shard
 
 SHAPES = (((12,), (6,)), ((3, 4), (5,)), ((2, 2, 3), (2, 3)), ((7,), (1,)), ((24,),), ())
 
