@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.costs.live_bytes import LiveBytes
+from costs.live_bytes import LiveBytes
 from shardwise.costs.optimizers import HELD, VARIANTS, parse_optimizer, states_of, temporary_bytes
 from shardwise.errors import ShardwiseError
 
