@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from costs.live_bytes import LiveBytes
 from shardwise.api import step_memory
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.ledger import CATEGORIES
-from shardwise.costs.live_bytes import LiveBytes
 from shardwise.costs.memory import MemoryEstimate, busiest_program, memory_of
 from shardwise.costs.prices import Prices
 from shardwise.graph.capture import capture

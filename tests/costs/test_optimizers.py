@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from costs.live_bytes import LiveBytes
 from raising import raises
-from shardwise.costs.live_bytes import LiveBytes
 from shardwise.costs.optimizers import HELD, VARIANTS, parse_optimizer, states_of, temporary_bytes
 from shardwise.errors import ShardwiseError
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layouts.classical import classical_view
 from layouts.placing import MESHES, random_layout
 from raising import raises
 from shardwise.errors import LayoutError, NotationError
-from shardwise.layouts.classical import classical_view
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh, prime_factors
 from shardwise.layouts.strategy import Strategy

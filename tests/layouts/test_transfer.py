@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from layouts.blocks import cut_block, deliver
 from layouts.placing import MESHES, random_layout
+from layouts.transfers import TransferBlock, cut_block, deliver, transfer
 from raising import raises
 from shardwise.errors import LayoutError
 from shardwise.graph.ir import Value
@@ -18,7 +18,7 @@ from shardwise.layouts.layout import Layout, Windows
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.layouts.text import parse_layout
-from shardwise.layouts.transfer import TransferBlock, boundary_layout, transfer
+from shardwise.layouts.transfer import boundary_layout
 from shardwise.runtime.local_shards import shard
 
 SHAPES = (((12,), (6,)), ((3, 4), (5,)), ((2, 2, 3), (2, 3)), ((7,), (1,)), ((24,),), ())

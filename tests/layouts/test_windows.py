@@ -11,11 +11,11 @@ from layouts.placing import scatter, worst_difference
 from raising import raises
 from shardwise.errors import NotationError
 from shardwise.layouts.conversions import collective_of
+from shardwise.layouts.holdings import segments
 from shardwise.layouts.layout import Atom, Layout, Ranges, Windows
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.text import format_layout, parse_layout
-from shardwise.layouts.window_owners import segments
 from shardwise.proof.virtual import VirtualCluster
 
 MESHES = (Mesh(x=2), Mesh(x=3), Mesh(x=4), Mesh(a=2, x=2), Mesh(x=2, y=3), Mesh(x=3, y=2))

@@ -16,9 +16,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import shardwise as sw
+from costs.live_bytes import LiveBytes
 from raising import raises
 from shardwise.api import step_memory
-from shardwise.costs.live_bytes import LiveBytes
 from shardwise.costs.optimizers import temporary_bytes
 from shardwise.errors import PlanWarning, ShardwiseError
 from shardwise.programs import state_groups

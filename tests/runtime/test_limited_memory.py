@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.costs.live_bytes import LiveBytes
+from costs.live_bytes import LiveBytes
 from shardwise.runtime.initial.materialize import full_tensors
 
 WIDTH, LAYERS, BATCH, STEPS = 256, 12, 16, 3

@@ -24,9 +24,8 @@ from shardwise.rules.atoms import factor_graph
 from shardwise.search import fit_memory
 from shardwise.search.auto import cost_graph
 from shardwise.search.cost_graph import BYTES, EXPOSED, TRAFFIC, Components
-from shardwise.search.memory_policy import MemoryPolicy
+from shardwise.search.memory_policy import MemoryPolicy, PricedPolicy, ReshardMode
 from shardwise.search.planner import least_that_fits
-from shardwise.search.recompute_spec import RecomputeSpec, ReshardMode
 from shardwise.search.rules import rules_of
 
 if TYPE_CHECKING:
@@ -100,7 +99,7 @@ def tables_of_storage(passes: int, *ways: ReshardMode, trains: bool = True) -> l
     weight = next(source.value for source in graph.sources if source.names == ("1.weight",))
     found = []
     for way in ways:
-        cost = cost_graph(graph, factored, {}, Axes.of(MESH), prices, RecomputeSpec(reshard_mode=way))
+        cost = cost_graph(graph, factored, {}, Axes.of(MESH), prices, PricedPolicy(reshard_mode=way))
         storage = cost.number["storage", weight]
         found.append([cost.kinds[kind] for scope, kind in cost.factors if scope[0] == storage and len(scope) == 2])
     return found
@@ -184,17 +183,19 @@ def test_what_messages_brought_is_brought_again_where_that_is_the_cheapest_that_
     assert again, "messages are sent again"
     assert own.peak_bytes <= limit < free.peak_bytes
     assert own.simulated_seconds >= free.simulated_seconds * (1 - 1e-9)
-    without = tuple(policy for policy in fit_memory.MEMORY_POLICIES if "gathers" not in (policy[0] or ""))
+    without = tuple(policy for policy in fit_memory.MEMORY_POLICIES if "gathers" not in (policy.recompute or ""))
     assert len(without) < len(fit_memory.MEMORY_POLICIES)
     monkeypatch.setattr(fit_memory, "MEMORY_POLICIES", without)
-    monkeypatch.setattr(fit_memory, "EASIER", {"full": ("cheap",)})
+    easier = {"full": ("cheap",)}
+    repeats = {how: own._replace(easier=easier.get(how, ("none",))) for how, own in fit_memory.REPEATS.items()}
+    monkeypatch.setattr(fit_memory, "REPEATS", repeats)
     assert own.simulated_seconds < of_sequences(limit).prediction.simulated_seconds
 
 
 def policy_result(how: How, fits_at: float, cheapest_fits: bool = False) -> fit_memory._PolicyResult:
     """A policy whose plan that fits has this price, twice that of its cheapest."""
     found = fit_memory._PolicyResult(
-        cast("Planner", SimpleNamespace(settings=SimpleNamespace(memory_policy=MemoryPolicy()))), how, ()
+        cast("Planner", SimpleNamespace(settings=SimpleNamespace(memory_policy=MemoryPolicy(how)))), ()
     )
     best = SimpleNamespace(candidate=SimpleNamespace(additive_price=fits_at))
     cheapest = SimpleNamespace(

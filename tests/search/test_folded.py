@@ -53,7 +53,7 @@ def memory_policy(graph: Graph, how: str) -> MemoryPolicy:
         "full": whole,
         "gathered again": MemoryPolicy.of(graph, (), None, "again"),
         "on the host": MemoryPolicy.of(graph, (), None, "held", "all"),
-        "half of the blocks": MemoryPolicy(whole.segments[:4]),
+        "half of the blocks": MemoryPolicy("full", segments=whole.segments[:4]),
     }[how]
 
 
@@ -119,7 +119,7 @@ def test_the_price_of_what_waits_on_the_host_has_its_copies(graph: Graph) -> Non
     cluster, settings = sw.Cluster.load("h100-1x8"), SearchConfig(memory_policy=memory_policy(graph, "on the host"))
     planner = Planner.of(graph, (), cluster, (sw.Mesh(dp=8),), settings)
     (cost,) = (planner.cost_graph(mesh) for mesh in planner.meshes)
-    policy = _PolicyResult(planner, None, [cost])
+    policy = _PolicyResult(planner, [cost])
     ((search,), _) = policy.searches
     built = planner._built(candidates([search], "dynamic_programming", planner.limit)[0], whole=True)
     assert built.spmd is not None
