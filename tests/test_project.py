@@ -6,6 +6,7 @@ import ast
 import doctest
 import importlib
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -166,3 +167,15 @@ def test_class_names_are_unique_outside_the_dialect() -> None:
                 if isinstance(node, ast.ClassDef):
                     modules.setdefault(node.name.lstrip("_"), []).append(str(path.relative_to(PACKAGE)))
     assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}
+
+
+def test_the_dialect_uses_the_public_api_and_names_the_rest_in_one_file() -> None:
+    public = re.compile(r"shardwise|shardwise\.(errors|results|mindspore)(\..*)?")
+    private = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in (PACKAGE / "mindspore").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("shardwise")
+        if not public.fullmatch(node.module)
+    }
+    assert private == {"mindspore/library.py"}
