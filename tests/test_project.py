@@ -182,3 +182,15 @@ def test_tests_know_errors_of_the_package_by_their_data() -> None:
                     text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
                     prose = re.findall(r"(?<![\w./(='-])[a-z]{2,}(?![\w./()='])", text)
                     assert len(prose) <= 2, f"{path}:{call.lineno}: {text}"
+
+
+def test_the_dialect_uses_the_public_api_and_names_the_rest_in_one_file() -> None:
+    public = re.compile(r"shardwise|shardwise\.(errors|results|mindspore)(\..*)?")
+    private = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in (PACKAGE / "mindspore").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("shardwise")
+        if not public.fullmatch(node.module)
+    }
+    assert private == {"mindspore/library.py"}
