@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from layouts.blocks import deliver
 from layouts.placing import random_layout, scatter, worst_difference
+from layouts.transfers import deliver, transfer
 from programs.running import VJP_CACHE, random_strategy
 from shardwise.graph.cut import GraphCut
 from shardwise.graph.interpret import interpret
@@ -23,7 +23,7 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.layouts.strategy import Strategy
-from shardwise.layouts.transfer import boundary_layout, transfer
+from shardwise.layouts.transfer import boundary_layout
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.invariants import check_program
 from shardwise.programs.program import localize
