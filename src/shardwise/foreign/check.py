@@ -311,7 +311,8 @@ def _differences(
                     values[key] = whole
                 if layout.splits:
                     layouts[f"{key[0]} {key[1]}"] = str(layout)
-        compare(want, have, lambda key, tensor, rank: tensor, worst)
+        for rank, values in enumerate(have):
+            compare(want, values, rank, worst)
     return sorted(worst.values(), key=lambda d: -d.error), [f"{name}: {text}" for name, text in layouts.items()]
 
 
