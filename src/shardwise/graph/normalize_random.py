@@ -202,7 +202,7 @@ def alpha_scale(p: float) -> tuple[float, float]:
     return a, a * alpha
 
 
-def _alpha_dropout(features: bool, op: Op, emitter: Emitter) -> Results:
+def _alpha_dropout(op: Op, emitter: Emitter, *, features: bool) -> Results:
     """Rewrite alpha dropout. ``features``: drop whole channels."""
     args, emit = arguments(op), emitter.emit
     x, p = args["input"], args["p"]

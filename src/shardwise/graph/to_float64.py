@@ -413,7 +413,7 @@ def _rrelu(
     return input * torch.where(input <= 0, mode.uniform(tuple(input.shape)) * (upper - lower) + lower, 1.0)
 
 
-def _alpha_dropout(features: bool, mode: Reference, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+def _alpha_dropout(mode: Reference, input: torch.Tensor, p: float, train: bool, *, features: bool) -> torch.Tensor:
     if not train or p == 0:
         return input
     if p == 1:

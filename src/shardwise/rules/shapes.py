@@ -428,7 +428,7 @@ def _unfold(op: Op, graph: Graph) -> OpRule:
     return moved_rule(op, graph, {place: sliding_map.ranges}, None, names, more=(("window",),))
 
 
-def _triangle(upper: bool, op: Op, graph: Graph) -> OpRule:
+def _triangle(op: Op, graph: Graph, *, upper: bool) -> OpRule:
     """tril and triu: a part of the rows or columns moves the diagonal."""
     names = (*dim_names(rank_of(op, graph) - 2), "m", "n")
     diagonal = arguments(op)["diagonal"]
