@@ -112,6 +112,7 @@ def test_a_short_model_stands_for_a_long_one(num_devices: int) -> None:
 
 
 @pytest.mark.parametrize("share", [0.5, 0.7])
+@pytest.mark.sampled(1)
 def test_less_memory_takes_about_what_the_search_of_the_policies_takes(share: float) -> None:
     free = fronts_of(8, SearchConfig(memory_bytes=1e15))
     (mesh,) = free.meshes(free.cluster)
@@ -119,8 +120,8 @@ def test_less_memory_takes_about_what_the_search_of_the_policies_takes(share: fl
     limit = share * float(search.outcome.components[BYTES])
     planner = Planner.of(free.whole, (), free.cluster, (mesh,), SearchConfig(memory_bytes=limit))
     prices = []
-    for how, reshard_mode in ESTIMATED_POLICIES:
-        memory_policy = MemoryPolicy.of(free.whole, (), how, reshard_mode)
+    for policy in ESTIMATED_POLICIES:
+        memory_policy = MemoryPolicy.of(free.whole, (), policy.recompute, policy.reshard_mode)
         searches, _ = replace(planner, settings=replace(planner.settings, memory_policy=memory_policy)).searches()
         prices += [own.outcome.seconds for own in searches]
     estimate = fronts_of(8, SearchConfig(memory_bytes=limit / ESTIMATED_MEMORY_SHARE)).seconds(
@@ -141,7 +142,7 @@ def test_a_model_without_blocks_that_makes_nothing_again_is_estimated(how: Any) 
         model, x = torch.nn.Linear(64, 64), torch.empty(32, 64)
     graph = capture(model, (x,), loss=lambda output: output.square().mean()).graph
     cluster, mesh = sw.Cluster.load("h100-1x8"), sw.Mesh(dp=8)
-    policies = ((how, "held"),)
+    policies = (MemoryPolicy(how, "held"),)
     fronts = StageEstimator(
         graph, lambda short, size: short, lambda part: (mesh,), cluster, SearchConfig(), policies=policies
     )
@@ -198,6 +199,7 @@ def test_a_cut_is_the_best_of_all(seed: int, limit: float) -> None:
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7])
+@pytest.mark.sampled(1)
 def test_where_stages_keep_too_much_they_are_cut_by_their_fronts_and_verify(share: float) -> None:
     """Each stage fits with one micro-batch, and the first not with the four that it has in flight."""
     model, batch = Deep(LAYERS, 64), small_batch(256)
@@ -267,6 +269,7 @@ def test_stages_that_differ_in_names_are_timed_once(schedule: str) -> None:
     assert apart.pipeline == plan.pipeline
 
 
+@pytest.mark.long
 def test_parameters_are_gathered_once_a_step_where_that_is_faster() -> None:
     """A limit below what whole states take, and above what whole gradients do: in every pass is slower."""
     model, batch = Deep(LAYERS, 128), small_batch(64)
@@ -276,7 +279,7 @@ def test_parameters_are_gathered_once_a_step_where_that_is_faster() -> None:
     found = sw.plan(model, batch, 4, memory_bytes=limit, **options)
     parts = [own for own in found.parameters if own.once and "@" in own.layout]
     assert parts, "something is stored in parts and gathered once"
-    without = tuple(policy for policy in fit_memory.MEMORY_POLICIES if policy[1] != "once")
+    without = tuple(policy for policy in fit_memory.MEMORY_POLICIES if policy.reshard_mode != "once")
     with mock.patch.object(fit_memory, "MEMORY_POLICIES", without):
         each = sw.plan(model, batch, 4, memory_bytes=limit, **options)
     assert found.prediction.planned_seconds < each.prediction.planned_seconds

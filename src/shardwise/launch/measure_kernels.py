@@ -95,7 +95,6 @@ def _forms(tree: Any) -> Sequence[Form]:
 
 
 def _functions(sizes: KernelSizes) -> list[tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]]:
-    """Return the functions to measure, with the shapes of their arguments."""
     table = (sizes.rows, sizes.width)
     heads = (1, sizes.heads, sizes.positions, sizes.head)
     images, kernel = (sizes.images, 64, sizes.side, sizes.side), (64, 64, 3, 3)
@@ -131,6 +130,3 @@ def _update(seconds: Seconds, device: torch.device, sizes: KernelSizes) -> Kerne
     update = update_of("adamw fused", foreach=device.type == "cuda")
     work = KernelWork("update", num_bytes=float(weight.nbytes * update.passes), scalars=weight.numel() * update.scalars)
     return KernelTime(work, seconds(optimizer.step))
-
-
-__all__ = ["KernelSizes", "host_bandwidth", "kernel_times", "launch_seconds"]

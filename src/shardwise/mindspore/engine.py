@@ -21,9 +21,6 @@ from torch.utils import _pytree as pytree
 
 import shardwise as sw
 from shardwise.errors import problem
-from shardwise.graph.trees import leaf_name
-from shardwise.launch.ranks import group_file
-from shardwise.layouts.layout import Layout
 from shardwise.mindspore import context, staged
 from shardwise.mindspore.calls import inside, is_split
 from shardwise.mindspore.common.seed import data_seed
@@ -37,6 +34,7 @@ from shardwise.mindspore.holding import (
     whole_shape,
     with_whole_parameters,
 )
+from shardwise.mindspore.library import Layout, Pipeline, from_rank_zero, leaf_name, ranks, shard
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.own_rows import own_rows, rows_of
 from shardwise.mindspore.planning import (
@@ -49,9 +47,6 @@ from shardwise.mindspore.planning import (
 )
 from shardwise.mindspore.storage import copied_axes
 from shardwise.mindspore.tensor import as_ours, plain
-from shardwise.runtime.agree import from_rank_zero
-from shardwise.runtime.local_shards import shard
-from shardwise.runtime.pipeline import Pipeline
 
 
 @dataclass
@@ -230,7 +225,7 @@ def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
     plan = from_rank_zero(lambda: decided(cell, model, meta_args, meta_kwargs, counts, options))
     if save := options.strategy_ckpt_save_file if cell.training else "":
         _save(plan, Path(save))
-    if groups := options.group_ckpt_save_file or group_file():
+    if groups := options.group_ckpt_save_file or ranks.group_file():
         from shardwise.mindspore.train.transforms import save_group
 
         save_group(plan, dist.get_rank(), groups)

@@ -12,11 +12,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import listed, problem
-from shardwise.launch import rank_groups
 from shardwise.mindspore import context, strict
+from shardwise.mindspore.library import APART, Pipeline, rank_groups
 from shardwise.mindspore.options import FULL_BATCH, Options
-from shardwise.programs.micro_batches import APART
-from shardwise.runtime.pipeline import Pipeline
 
 # The reference's name -> torch's schedule.
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "zero_bubble_v": "ZBVZeroBubble"}

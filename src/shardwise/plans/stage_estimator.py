@@ -47,24 +47,17 @@ from shardwise.search.constants import (
 )
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, CostWeights
 from shardwise.search.elimination import Scope, TooWide
-from shardwise.search.memory_policy import MemoryPolicy, blocks_of, ends_of
+from shardwise.search.memory_policy import MEMORY_POLICIES, MemoryPolicy, ReshardMode, blocks_of, ends_of
 from shardwise.search.planner import Planner
-from shardwise.search.recompute_spec import ReshardMode
 from shardwise.search.solving import minimise
 from shardwise.search.variables import StorageVariable
 
-# A memory policy: what is recomputed, and when parameters are gathered (``search.recompute_spec``).
-EstimatedPolicy = tuple[How | None, ReshardMode]
-EstimatedPolicies = tuple[EstimatedPolicy, ...]
-ESTIMATED_POLICIES: EstimatedPolicies = (
-    (None, "held"),
-    (None, "once"),
-    ("gathers", "once"),
-    ("cheap", "once"),
-    ("cheap+gathers", "once"),
-    (None, "again"),
-    ("full", "once"),
-    ("full", "again"),
+# In a stage "once" stands for "held" too, and the last blocks decide nothing.
+ESTIMATED_POLICIES = tuple(
+    policy
+    for policy in MEMORY_POLICIES
+    if policy in (MemoryPolicy(None, "held"), MemoryPolicy(None, "again"), MemoryPolicy("full", "again"))
+    or (policy.reshard_mode == "once" and policy.recompute != "offload")
 )
 # Columns of a point, after EXPOSED, COMPUTE and TRAFFIC. They divide the component BYTES.
 STAYS, KEPT = 3, 4
@@ -269,7 +262,7 @@ class StageEstimator:
     cluster: Cluster
     settings: SearchConfig
     segments: tuple[Segment, ...] = ()
-    policies: EstimatedPolicies = ESTIMATED_POLICIES
+    policies: tuple[MemoryPolicy, ...] = ESTIMATED_POLICIES
     known: dict[tuple[int, ...], ParetoFront | None] = field(default_factory=dict)
     graphs: dict[int, Graph | None] = field(default_factory=dict)
 
@@ -346,27 +339,29 @@ class StageEstimator:
         stage_cluster = self.cluster.with_devices(self.cluster.num_devices // setting.places)
         meshes, settings = self.meshes(stage_cluster), replace(self.settings, passes=setting.passes)
         planner = Planner.of(graph, (), stage_cluster, meshes, settings)
-        weakest, _ = self.policies[0]
-        first = [policy for policy in self.policies if policy[0] == weakest and policy[1] != "again"]
+        weakest = self.policies[0].recompute
+        first = [policy for policy in self.policies if policy.recompute == weakest and policy.reshard_mode != "again"]
         first = first or [self.policies[0]]
         others = [policy for policy in self.policies if policy not in first]
         ways = self._ways(planner, first, setting)
         return ParetoFront(ways, lambda: self._ways(planner, others, setting)) if ways else None
 
-    def _ways(self, planner: Planner, policies: Sequence[EstimatedPolicy], setting: StageConfig) -> list[MeshOption]:
+    def _ways(self, planner: Planner, policies: Sequence[MemoryPolicy], setting: StageConfig) -> list[MeshOption]:
         """Return the options of every mesh under each of ``policies``."""
-        graph, settings = planner.graph, planner.settings
+        graph = planner.graph
         has_blocks = bool(blocks_of(graph))
         names = graph.op_by_name.keys()
         segments = [replace(segment, operators=segment.operators & names) for segment in self.segments]
         ways = []
-        for how, reshard_mode in policies:
+        for policy in policies:
+            how, reshard_mode = policy.recompute, policy.reshard_mode
             if how not in (None, "none") and not has_blocks:
                 continue
-            if reshard_mode == "held" and setting.passes == 1 and (how, "once") in self.policies:  # same as "once"
+            if (
+                reshard_mode == "held" and setting.passes == 1 and MemoryPolicy(how, "once") in self.policies
+            ):  # same as "once"
                 continue
-            memory_policy = MemoryPolicy.of(graph, segments, how, reshard_mode)
-            with_policy = replace(planner, settings=replace(settings, memory_policy=memory_policy))
+            with_policy = planner.under(MemoryPolicy.of(graph, segments, how, reshard_mode))
             ways += [self._way(with_policy.cost_graph(mesh), setting.stages) for mesh in planner.meshes]
         return [way for way in ways if way is not None]
 
@@ -456,16 +451,16 @@ def _stays(cost: CostGraph, scope: Scope, components: Floats) -> bool:
 
 def estimated_policies_of(
     recompute: How | Literal["auto"] | None, reshard_mode: ReshardMode | None
-) -> EstimatedPolicies:
+) -> tuple[MemoryPolicy, ...]:
     """Return the memory policies to try: all of ESTIMATED_POLICIES, except where the user has chosen.
 
     ``recompute``: "auto" if the user left it free. ``reshard_mode``: None if the user left it free. If only
     ``recompute`` was chosen, gathered parameters are held.
     """
     if recompute != "auto":
-        return ((recompute, reshard_mode or "held"),)
-    ways = dict.fromkeys(how for how, _ in ESTIMATED_POLICIES)
-    return ESTIMATED_POLICIES if reshard_mode is None else tuple((how, reshard_mode) for how in ways)
+        return (MemoryPolicy(recompute, reshard_mode or "held"),)
+    ways = dict.fromkeys(policy.recompute for policy in ESTIMATED_POLICIES)
+    return ESTIMATED_POLICIES if reshard_mode is None else tuple(MemoryPolicy(how, reshard_mode) for how in ways)
 
 
 def _turns(setting: StageConfig) -> int:

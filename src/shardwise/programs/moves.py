@@ -15,9 +15,8 @@ from typing import Literal
 import torch
 
 from shardwise.layouts.conversions import WINDOW_CELLS, Move, collective_of
-from shardwise.layouts.holdings import held_rows, num_exchanged
+from shardwise.layouts.holdings import held_rows, num_exchanged, segments
 from shardwise.layouts.layout import Layout, Windows
-from shardwise.layouts.window_owners import segments
 from shardwise.programs.forms import Form
 
 LARGE = 2**18  # elements from which on a tensor is sent between two gloo ranks without a copy
@@ -62,8 +61,7 @@ def local_move(move: Move, coordinates: Mapping[str, int], *, backward: bool) ->
     """
     if move.reverse is not None:
         return local_move(move.reverse, coordinates, backward=not backward)
-    primitive = move.entry.backward if backward else move.entry.forward
-    before, after = (move.target, move.source) if backward else (move.source, move.target)
+    primitive, (before, after) = move.primitive(backward), move.ends(backward)
     shape = after.local_shape(coordinates)
     if move.cut is not None:
         return _window_move(move, move.cut, coordinates, shape, backward)
@@ -122,7 +120,7 @@ def sharing_buffers(
     Usually all share one buffer. But two gloo ranks send and receive large tensors in place, because concatenating and
     splitting takes longer than additional transfers.
     """
-    first = moves[0].entry.backward if backward else moves[0].entry.forward
+    first = moves[0].primitive(backward)
     together = list(range(len(moves)))
     pairs = moves[0].source.mesh.size_of(moves[0].axes) == 2
     if not (on_gloo and pairs and first in ("all_gather", "reduce_scatter")):

@@ -121,7 +121,7 @@ def _localize(op: Op, context: LocalContext) -> LocalOpCall:
         return same_call(op)
     pieces = flat_pieces(context.pieces["t"])
     if op.target is ATTENTION_WITHIN:
-        index = global_index(*pieces, "cpu")
+        index = global_index("cpu", *pieces)
         rows, firsts, ends = blocks_at(index, args["rows"], args["firsts"], args["ends"])
         return replace_arguments(op, rows=rows, firsts=firsts, ends=ends)
     return _rows(same_call(op), *pieces) if args["is_causal"] else same_call(op)

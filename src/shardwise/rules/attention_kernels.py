@@ -34,7 +34,7 @@ def _attention_rows(
         first, seen = block_offset(pieces), min(_last_row(pieces) + 1, key.shape[-2])
         device = query.device
         rows = (
-            global_index(*atoms, device) if first is None else torch.arange(first, first + prod(lengths), device=device)
+            global_index(device, *atoms) if first is None else torch.arange(first, first + prod(lengths), device=device)
         )
         key, value = key.narrow(-2, 0, seen), value.narrow(-2, 0, seen)
         is_causal = first == 0

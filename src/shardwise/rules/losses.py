@@ -108,7 +108,7 @@ def _ctc(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, [single("tnc"), targets, single("n"), single("n")], [single("n")], kinds=kinds)
 
 
-LOSSES: RuleTable = by_operator(
+_OF_ATEN: RuleTable = by_operator(
     {
         "cross_entropy_loss": partial(_class_loss, lowering=lowerings.cross_entropy_loss),
         "nll_loss nll_loss_nd nll_loss2d": partial(_class_loss, lowering=lowerings.nll_loss),
@@ -120,4 +120,5 @@ LOSSES: RuleTable = by_operator(
         "multi_margin_loss": partial(_margin_loss, lowerings.multi_margin_loss),
         "multilabel_margin_loss": partial(_margin_loss, lowerings.multilabel_margin_loss),
     }
-) | {ctc_loss._opoverload: _ctc}
+)
+LOSSES: RuleTable = {**_OF_ATEN, ctc_loss._opoverload: _ctc}

@@ -127,11 +127,12 @@ def _global_positions(index: Tensor, local: Sequence[int], starts: Sequence[int]
 
 
 def _avg_pool_window(x: Tensor, kernel: list[int], *rest: Any) -> Tensor:
-    *settings, divisor, fronts, lengths = rest
+    stride, padding, ceil_mode, include_pad, divisor, fronts, lengths = rest
     if len(kernel) == 1:
-        y = F.avg_pool1d(x, kernel, *settings)
+        y = F.avg_pool1d(x, kernel, stride, padding, ceil_mode, include_pad)
     else:
-        y = (F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d)(x, kernel, *settings, divisor)
+        average = F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d
+        y = average(x, kernel, stride, padding, ceil_mode, include_pad, divisor)
     return _valid_part(y, fronts, lengths)
 
 
