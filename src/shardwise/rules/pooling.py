@@ -16,7 +16,7 @@ import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
-from shardwise.rules.arguments import any_split, same_call
+from shardwise.rules.arguments import if_split
 from shardwise.rules.binding import RuleFunction, RuleTable, build, single
 from shardwise.rules.convolution import per_dim, spatial
 from shardwise.rules.empty import zeros_if_empty
@@ -58,9 +58,6 @@ def _over_maps(
     windows = {f"x{i}": Window(f"y{i}", rows[i]) for i in range(count) if f"x{i}" not in kinds}
     kinds = kinds | {f"y{name[1:]}": "whole" for name in kinds}
 
-    def local(op: Op, context: LocalContext) -> LocalOpCall:
-        return localize(op, context) if any_split(context, spatial("y", count)) else same_call(op)
-
     return build(
         op,
         graph,
@@ -68,7 +65,7 @@ def _over_maps(
         [single([*leading, *spatial("y", count)])] * len(op.results),
         kinds=kinds,
         linear=((0,),) if linear else (),
-        localize=local,
+        localize=if_split(localize, *spatial("y", count)),
         lowering=lowering,
         windows=windows,
     )

@@ -12,10 +12,10 @@ import torch
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import (
-    any_split,
     broadcast_shape,
     dims_of,
     flat_pieces,
+    if_split,
     normal_dim,
     operand_positions,
     same_call,
@@ -145,8 +145,6 @@ def _cumsum(op: Op, graph: Graph) -> OpRule:
     dim = normal_dim(arguments(op)["dim"], len(names))
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not any_split(context, ("s", "t")):
-            return same_call(op)
         rows, addends = flat_pieces(context.pieces["t"]), flat_pieces(context.pieces["s"])
         return LocalOpCall(CUMULATED, (Ref(op.operands[0]), dim, value.dtype, *rows, *addends))
 
@@ -157,7 +155,7 @@ def _cumsum(op: Op, graph: Graph) -> OpRule:
         [with_dim(names, dim, "t")],
         kinds={"s": "sum"},
         linear=((0,),),
-        localize=localize,
+        localize=if_split(localize, "s", "t"),
     )
 
 
