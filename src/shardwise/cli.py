@@ -25,7 +25,7 @@ from shardwise.commands.plans import PLAN_COMMANDS
 from shardwise.commands.run_alone import run_rank_alone
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.cluster_file import families, format_cluster
-from shardwise.errors import LaunchError, ShardwiseError, problem
+from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.hosts import Host, find_host, read_hostfile, read_rank_table
 from shardwise.launch.calibrate import calibrate
 from shardwise.launch.launcher import launch
@@ -146,7 +146,7 @@ def _check_alone(chosen: argparse.Namespace) -> None:
     options = [option for option, value in others.items() if value is not None]
     if options:
         what = f"--alone runs one rank, and {options[0]} is for several"
-        raise LaunchError(problem(what, fix=f"leave out {options[0]}: shardwise run --alone RANK PLAN MODEL"))
+        raise LaunchError(what, fix=f"leave out {options[0]}: shardwise run --alone RANK PLAN MODEL")
 
 
 def _hosts(chosen: argparse.Namespace) -> tuple[tuple[Host, ...], int]:
@@ -156,7 +156,7 @@ def _hosts(chosen: argparse.Namespace) -> tuple[tuple[Host, ...], int]:
         return (), chosen.node_rank or 0
     if chosen.nnodes is not None or (chosen.rank_table and chosen.num_ranks is not None):
         option = "--nnodes" if chosen.nnodes is not None else "-n"
-        raise LaunchError(problem(f"{option} and {path} both give the number", fix=f"leave out {option}"))
+        raise LaunchError(f"{option} and {path} both give the number", fix=f"leave out {option}")
     hosts = read_hostfile(path, chosen.num_ranks) if chosen.hostfile else read_rank_table(path)
     return hosts, find_host(hosts, path) if chosen.node_rank is None else chosen.node_rank
 

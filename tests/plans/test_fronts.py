@@ -112,6 +112,7 @@ def test_a_short_model_stands_for_a_long_one(num_devices: int) -> None:
 
 
 @pytest.mark.parametrize("share", [0.5, 0.7])
+@pytest.mark.sampled(1)
 def test_less_memory_takes_about_what_the_search_of_the_policies_takes(share: float) -> None:
     free = fronts_of(8, SearchConfig(memory_bytes=1e15))
     (mesh,) = free.meshes(free.cluster)
@@ -198,6 +199,7 @@ def test_a_cut_is_the_best_of_all(seed: int, limit: float) -> None:
 
 
 @pytest.mark.parametrize("share", [0.9, 0.7])
+@pytest.mark.sampled(1)
 def test_where_stages_keep_too_much_they_are_cut_by_their_fronts_and_verify(share: float) -> None:
     """Each stage fits with one micro-batch, and the first not with the four that it has in flight."""
     model, batch = Deep(LAYERS, 64), small_batch(256)
@@ -267,6 +269,7 @@ def test_stages_that_differ_in_names_are_timed_once(schedule: str) -> None:
     assert apart.pipeline == plan.pipeline
 
 
+@pytest.mark.long
 def test_parameters_are_gathered_once_a_step_where_that_is_faster() -> None:
     """A limit below what whole states take, and above what whole gradients do: in every pass is slower."""
     model, batch = Deep(LAYERS, 128), small_batch(64)

@@ -16,7 +16,7 @@ import shardwise as sw
 from shardwise.errors import PlanError, PlanWarning
 from shardwise.programs import time_axis
 from shardwise.programs.micro_batches import pass_sizes
-from shardwise.proof import micro_batch_runs
+from shardwise.proof import ranks
 
 EQUAL = 1e-10  # float64, over sums of some thousand terms
 BATCH = 8
@@ -409,10 +409,10 @@ def test_a_penalty_that_every_pass_counts_is_found():
 def test_masks_that_do_not_know_which_samples_a_pass_has_are_found():
     module, inputs = made("dropout")
     plan = sw.plan(module, inputs, 2, mode="data_parallel", global_batch=BATCH, micro_batch=2)
-    real = micro_batch_runs.values_of_step
+    real = ranks.values_of_step
 
     def mutated(graph, whole, first, device):
         return real(graph, whole, 0, device)
 
-    with mock.patch.object(micro_batch_runs, "values_of_step", mutated):
+    with mock.patch.object(ranks, "values_of_step", mutated):
         assert not sw.verify(module, inputs, plan, steps=1).ok

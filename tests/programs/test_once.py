@@ -25,7 +25,7 @@ from shardwise.programs.instructions import sent_by
 from shardwise.programs.invariants import check_program
 from shardwise.programs.program import localize
 from shardwise.programs.vjp import VjpCache
-from shardwise.proof import micro_batch_runs
+from shardwise.proof import ranks
 from shardwise.runtime.cpu_embedding import place_on_cpu, with_copies
 
 BATCH = 8
@@ -146,8 +146,8 @@ def test_a_pass_is_priced_with_its_share_of_what_a_step_does_once():
 
 
 def test_a_reduction_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_batch_runs, "repeated", without_reductions)
-    monkeypatch.setattr(micro_batch_runs, "check_program", lambda program: None)
+    monkeypatch.setattr(ranks, "repeated", without_reductions)
+    monkeypatch.setattr(ranks, "check_program", lambda program: None)
     assert not sw.verify(net(), inputs(), planned()).ok
 
 

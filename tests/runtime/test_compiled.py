@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from raising import raises
 from runtime.small_gpt import example_module
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
@@ -167,7 +168,7 @@ def test_a_compiled_step_computes_what_the_program_computes(model: str) -> None:
     loss = made(tensors)[0][0]
     first = gradients_twice(loss, tensors)
     torch.testing.assert_close(first[0], first[1], rtol=0, atol=0)
-    with pytest.raises(sw.ShardwiseError, match="differentiated already"):
+    with raises(sw.ShardwiseError, "differentiated"):
         loss.backward()
 
 

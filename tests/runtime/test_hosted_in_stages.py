@@ -99,6 +99,7 @@ def test_numbers_are_those_of_one_process(num_ranks: int, schedule: str, stages:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.sampled(1)
 def test_compiled_they_are_those_of_one_process(num_ranks: int, run_ranks: RunRanks) -> None:
     assert max(run_ranks(train, num_ranks, num_ranks, "1F1B", 2, True, time_limit_seconds=240)) < 1e-11
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from raising import raises
 from runtime.staged_model import Staged, staged_batch
 from shardwise.costs.pipeline_simulation import simulate_pipeline
 from shardwise.plans.quantities import format_seconds
@@ -45,7 +46,7 @@ def profiled(path: str, num_ranks: int, schedule: str, stages: int, how: dict[st
     assert loss is not None
     assert wanted is not None
     assert torch.equal(loss, wanted)
-    with pytest.raises(sw.ShardwiseError, match="steps is a number from 1"):
+    with raises(sw.ShardwiseError, 1, 0, "steps"):
         par.profile(*batch, steps=0)
     if dist.get_rank() == 0:
         profile.trace(path)

@@ -16,6 +16,7 @@ from torch import Tensor
 import shardwise as sw
 from models import zoo_transformers
 from models.tiny_models import gpt2, llama, resnet, vit
+from raising import raises
 from runtime.staged_model import Staged, staged_batch
 from shardwise.plans.schedule import SCHEDULES, schedule_of
 from shardwise.runtime.compiled import CompiledKernels
@@ -110,7 +111,7 @@ def with_schedules(names: list[str]) -> dict[str, float]:
             check_dropout(name, stages)
         if name == "ZBVZeroBubble":
             check_outputs(par, reference)
-            with pytest.raises(sw.PlanError, match=r"weight gradients, but compiled .*\n.*schedule \(GPipe, 1F1B"):
+            with raises(sw.PlanError, "GPipe, 1F1B"):
                 sw.parallelize(copy.deepcopy(reference), par.plan, compile=True)
     return found
 
@@ -148,15 +149,15 @@ def check_calls(par: Pipeline, reference: torch.nn.Module) -> None:
     par.zero_grad()
     check_outputs(par, reference)
     assert set(par.state_dict()) < set(reference.state_dict())
-    with pytest.raises(sw.ShardwiseError, match=r"train with loss = par\.step"):
+    with raises(sw.ShardwiseError, "= par.step"):
         par(ids, labels)
-    with pytest.raises(sw.ShardwiseError, match='"all"'):
+    with raises(sw.ShardwiseError, '"all"'):
         par.step(ids, labels, loss="first")  # type: ignore[arg-type]
     thawed = copy.deepcopy(reference).requires_grad_(False)
     thawed.tokens.requires_grad_(True)
     split = sw.parallelize(thawed, par.plan if dist.get_rank() == 0 else None)
     split.requires_grad_(True)
-    with pytest.raises(sw.ShardwiseError, match="was frozen at sw"):
+    with raises(sw.ShardwiseError, "sw.parallelize", "frozen"):
         split.step(*staged_batch(8))
 
 
@@ -198,7 +199,7 @@ def check_predicted() -> None:
     plan = sw.plan(module, (x, x), 2, loss=squared, stages=2, micro_batch=2) if dist.get_rank() == 0 else None
     par = sw.parallelize(copy.deepcopy(module), plan, loss=squared)
     par = copy.deepcopy(par)  # with process groups that are shared
-    with pytest.raises(sw.errors.LaunchError, match="cannot be pickled"):
+    with raises(sw.errors.LaunchError, "pickled"):
         pickle.dumps(par)
     for size in (8, 3):
         found, want = par.predict(x[:size]), module(x[:size])
@@ -299,8 +300,8 @@ NAMES = ["1F1B", "ZBVZeroBubble", "Solved"]
 @pytest.mark.parametrize(
     "names",
     [
-        NAMES,
-        pytest.param([name for name in SCHEDULES if name not in NAMES], marks=pytest.mark.long),
+        NAMES[:2],
+        pytest.param([name for name in SCHEDULES if name not in NAMES[:2]], marks=pytest.mark.long),
         pytest.param(["Interleaved1F1B:3", "LoopedBFS:3"], marks=pytest.mark.long),
     ],
 )

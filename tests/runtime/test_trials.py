@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from raising import raises
 from runtime.staged_model import Staged, staged_batch
 from shardwise.errors import PlanWarning
 from shardwise.runtime import compile_benchmark, compiled
@@ -189,7 +190,7 @@ def test_a_step_that_does_not_compile_runs_eager(tmp_path: Path, monkeypatch: py
         turn.is_complete = True
         assert made is None
     assert (len(calls), trial.choice, trial.is_preferred) == (1, False, False)
-    with pytest.raises(RuntimeError, match="at all"):
+    with raises(RuntimeError, "at all"):
         CompiledVariant(make).begin()
 
 
@@ -413,7 +414,7 @@ def on_two_ranks(folder: str) -> dict[str, Any]:
         compile_benchmark.stopwatch_of = telling(2.0, 1.0 if faster else 3.0)
         turns, worst, _ = steps_beside_eager(made, batches)
         found[made.__name__] = (turns == [*ORDER, faster, faster], worst, 0, [])
-    with pytest.raises(sw.ShardwiseError, match=r'compile is True, False or "auto"'):
+    with raises(sw.ShardwiseError, "False", '"auto"'):
         whole("always")
     return found
 

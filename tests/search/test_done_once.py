@@ -111,6 +111,7 @@ def test_searches_under_several_limits_solve_what_they_share_once(seed: int) -> 
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.3])
+@pytest.mark.sampled(1)
 def test_rungs_that_a_bound_rules_out_are_not_searched_and_the_plan_is_the_same(share: float) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCABULARY, (64, 16), generator=generator)

@@ -78,6 +78,7 @@ def test_the_other_searches_are_as_good_as_they_say_on_small_graphs(search):
 
 
 @pytest.mark.parametrize("name", TINY)
+@pytest.mark.sampled(2)
 def test_elimination_and_the_integer_program_agree_on_models(name):
     cost = tiny_cost(name, sw.Mesh(x=4, y=2))
     number = list(TINY).index(name)
@@ -223,6 +224,7 @@ def test_a_search_that_would_take_too_much_memory_ends_in_a_plan_with_a_gap():
 
 @pytest.mark.parametrize("search", ["dynamic_programming", "ilp"])
 @pytest.mark.parametrize("name", WIDE)
+@pytest.mark.sampled(1)
 def test_plans_of_wide_models_by_conditioning_are_not_above_their_gap(name, search, monkeypatch):
     kind, shape = WIDE[name]
     model, x, mesh = kind(), torch.randn(shape), sw.Mesh(x=2)

@@ -111,6 +111,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "place"), CASES)
+@pytest.mark.sampled(2)
 def test_no_search_beats_the_default_in_the_simulation(name: str, place: str) -> None:
     check_default_is_fastest(compared(name, place, SEARCHES))
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,5 +45,5 @@ def writing(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ShardwiseError(
-            problem(f"cannot write {path}: {error.strerror or error}", fix="give another file with -o")
+            f"cannot write {path}: {error.strerror or error}", fix="give another file with -o"
         ) from error

@@ -15,7 +15,7 @@ from shardwise.commands.command import Command, add_output, writing
 from shardwise.commands.json_output import add_json, entry_data, explanation_data, predicted, ranking_data, show, totals
 from shardwise.commands.models import add_model, load_named_object, model_of, names_plan
 from shardwise.commands.plan_options import add_settings, cluster_of, settings_of
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.progress import show_progress
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def _plan(chosen: argparse.Namespace) -> int:
     from shardwise.api import compare, plan
 
     if chosen.compare and chosen.search:
-        raise ShardwiseError(problem("--compare plans with every search", fix="leave out --search or --compare"))
+        raise ShardwiseError("--compare plans with every search", fix="leave out --search or --compare")
     cluster, settings = cluster_of(chosen.cluster), settings_of(chosen)
     model = model_of(chosen)
     planned: Plan | None
@@ -190,7 +190,7 @@ def _searched(chosen: argparse.Namespace) -> PlanningResult:
     from shardwise.api import plan
 
     if chosen.cluster is None:
-        raise ShardwiseError(problem("a model needs a cluster", fix="add --cluster h100-1x8, or give a plan file"))
+        raise ShardwiseError("a model needs a cluster", fix="add --cluster h100-1x8, or give a plan file")
     model = model_of(chosen)
     with show_progress(f"planning for {chosen.cluster}"):
         settings = {"search": "dynamic_programming", **settings_of(chosen)}
@@ -202,7 +202,7 @@ def _is_plan(text: str) -> bool:
     file that is missing or does not parse."""
     path = Path(text)
     if path.suffix == ".json" and not path.exists():
-        raise ShardwiseError(problem(f"there is no file {text}", fix="check the path"))
+        raise ShardwiseError(f"there is no file {text}", fix="check the path")
     if path.suffix != ".json" or path.is_dir():
         return False
     if names_plan(path):
@@ -211,7 +211,7 @@ def _is_plan(text: str) -> bool:
         json.loads(path.read_bytes())
     except ValueError as error:
         fix = "give a plan file, a config.json on disk, or FILE:FUNCTION"
-        raise ShardwiseError(problem(f"{text} is not JSON: {str(error)[:100]}", fix=fix)) from error
+        raise ShardwiseError(f"{text} is not JSON: {str(error)[:100]}", fix=fix) from error
     return False
 
 
@@ -231,7 +231,7 @@ def _diff(chosen: argparse.Namespace) -> int:
     from shardwise.plans.plan import Plan
 
     if chosen.max_growth is not None and isnan(chosen.max_growth):
-        raise ShardwiseError(problem("--max-growth is not a number", fix="give percent, such as --max-growth 5"))
+        raise ShardwiseError("--max-growth is not a number", fix="give percent, such as --max-growth 5")
     first, second = Plan.load(chosen.plan), Plan.load(chosen.other)
     diff = first.diff(second)
     growth: dict[str, float] = {}
@@ -251,7 +251,7 @@ def _diff(chosen: argparse.Namespace) -> int:
         return 0
     if not growth:
         raise ShardwiseError(
-            problem("one of the plans has no prediction", fix="plan with a search by price, or leave out --max-growth")
+            "one of the plans has no prediction", fix="plan with a search by price, or leave out --max-growth"
         )
     return int(not all(share <= chosen.max_growth / 100 for share in growth.values()))
 
@@ -311,14 +311,12 @@ def _check(chosen: argparse.Namespace) -> int:
         try:
             plan = json.loads(Path(plan).read_text("utf-8"))
         except (OSError, ValueError) as error:
-            raise ShardwiseError(
-                problem(f"cannot read {plan}: {error}", fix='a JSON file of {"path": "style"}')
-            ) from error
+            raise ShardwiseError(f"cannot read {plan}: {error}", fix='a JSON file of {"path": "style"}') from error
     elif plan != "auto":
         text, plan = plan, load_named_object(plan)
         if plan is None:
             place, _, name = text.rpartition(":")
-            raise ShardwiseError(problem(f"{place} has no {name}", fix="define it, or name another plan"))
+            raise ShardwiseError(f"{place} has no {name}", fix="define it, or name another plan")
     mesh = None if chosen.mesh is None else Mesh.parse(chosen.mesh)
     cluster = None if chosen.cluster is None else Cluster.of(cluster_of(chosen.cluster))
     model = model_of(chosen, values=True)

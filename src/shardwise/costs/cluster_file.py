@@ -245,10 +245,9 @@ class _FigureReader:
                 if len(self.wrong) > 1
                 else "the cluster file has a fault"
             )
-            listed = [f"  {where}: {text}" for where, text in self.wrong[:_NUM_SHOWN]]
-            listed += [f"  and {len(self.wrong) - _NUM_SHOWN} more"] if len(self.wrong) > _NUM_SHOWN else []
+            more = [("and", f"{len(self.wrong) - _NUM_SHOWN} more")] if len(self.wrong) > _NUM_SHOWN else []
             fix = f"correct them; the format is described in {page('clusters')}"
-            raise ShardwiseError("\n".join([problem(what, source=self.path), *listed, f"  fix:    {fix}"]))
+            raise ShardwiseError(problem(what, source=self.path, facts=[*self.wrong[:_NUM_SHOWN], *more], fix=fix))
 
 
 def _key(name: str) -> str:

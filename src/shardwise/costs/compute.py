@@ -27,7 +27,8 @@ from shardwise.costs.saved_for_backward import numbered_call
 from shardwise.graph.ir import Op, Value
 from shardwise.graph.schema import operator_name
 from shardwise.programs.forms import Form
-from shardwise.programs.vjp import Call, Kernel, VjpCache, needed_kernels
+from shardwise.programs.instructions import Compute
+from shardwise.programs.vjp import Call, VjpCache, needed_kernels
 
 aten = torch.ops.aten
 
@@ -146,7 +147,7 @@ def traced_profile(
     return Profile(first, second, flops, num_bytes)
 
 
-def _works(kernels: Sequence[Kernel], forms: dict[str, Form]) -> tuple[KernelWork, ...]:
+def _works(kernels: Sequence[Compute], forms: dict[str, Form]) -> tuple[KernelWork, ...]:
     """Return the work of the kernels in order. ``forms``: of the values read; those of the results are added."""
     works = []
     for kernel in kernels:

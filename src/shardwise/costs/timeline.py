@@ -23,7 +23,7 @@ from shardwise.costs.pricing import priced_call
 from shardwise.graph.ir import Source
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.grad_accum_program import GradAccumProgram
-from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, is_view, sent_by
+from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, sent_by
 from shardwise.programs.opaque import Differentiate, Record
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.spmd import SpmdProgram
@@ -239,7 +239,7 @@ class Timeline:
 
     def _kernel(self, instruction: Compute) -> None:
         """One kernel: it starts when the one before it is done, and the host has come to it."""
-        if is_view(instruction):
+        if instruction.is_view:
             return
         if (step := self.fused.get(instruction.origin.op)) is not None:
             key = instruction.origin.op, instruction.origin.part == "forward", instruction.origin.again

@@ -20,7 +20,7 @@ import torch.fx.traceback
 import torch.utils.checkpoint
 from torch import nn
 
-from shardwise.errors import CaptureWarning, PlanWarning, ShardwiseError, problem
+from shardwise.errors import CaptureWarning, PlanWarning, ShardwiseError
 from shardwise.graph.ir import Op
 
 Recompute = Literal["full", "all", "cheap", "gathers", "cheap+gathers", "none"]
@@ -75,12 +75,10 @@ def recompute(target: _Target, how: Recompute = "full", *, messages: Messages = 
         ShardwiseError: ``target`` cannot be called, or another value of ``how`` or ``messages``.
     """
     if not callable(target):
-        raise ShardwiseError(
-            problem(f"recompute takes a module, not {type(target).__name__}", fix="recompute(model.layers[3])")
-        )
+        raise ShardwiseError(f"recompute takes a module, not {type(target).__name__}", fix="recompute(model.layers[3])")
     check_how(how, "recompute")
     if messages not in MESSAGES:
-        raise ShardwiseError(problem(f"recompute: unknown messages {messages!r}", fix=f"one of {', '.join(MESSAGES)}"))
+        raise ShardwiseError(f"recompute: unknown messages {messages!r}", fix=f"one of {', '.join(MESSAGES)}")
     if isinstance(target, nn.Module):
         _mark(target, how, messages)
         return target
@@ -112,9 +110,7 @@ def offload(module: _Module) -> _Module:
         ShardwiseError: ``module`` is not a module.
     """
     if not isinstance(module, nn.Module):
-        raise ShardwiseError(
-            problem(f"offload takes a module, not {type(module).__name__}", fix="offload(model.layers[3])")
-        )
+        raise ShardwiseError(f"offload takes a module, not {type(module).__name__}", fix="offload(model.layers[3])")
     _mark(module, "offload", "values")
     return module
 
@@ -132,7 +128,7 @@ def check_how(how: object, where: str, *others: str) -> None:
     if how not in WAYS:
         choices = (*others, *WAYS)
         raise ShardwiseError(
-            problem(f"{where}: unknown way to recompute {how!r}", fix=f"one of {', '.join(map(repr, choices))}")
+            f"{where}: unknown way to recompute {how!r}", fix=f"one of {', '.join(map(repr, choices))}"
         )
 
 

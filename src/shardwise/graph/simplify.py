@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from shardwise.graph.emitter import Emitter, Rewrite
 from shardwise.graph.ir import Arg, Op, Ref
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 
 aten = torch.ops.aten
 
@@ -158,52 +158,40 @@ def _dense(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     if not args["sparse"]:
         return None
     positional = tuple(False if name == "sparse" else value for name, value in args.items())
-    dense = emitter.emit(op.target, *positional)
-    return dense if isinstance(dense, tuple) else (dense,)
+    return emitter.emit_several(op.target, *positional)
 
 
 def _complex_view(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
     """Make pairs adjacent in memory, as the operator requires: the copies that did so were dropped."""
     packed = emitter.emit_as_is(aten.clone.default, _operand(op), memory_format=torch.contiguous_format)
-    return (emitter.emit_as_is(aten.view_as_complex.default, packed),)
+    return emitter.emit_as_is(aten.view_as_complex.default, *packed)
 
 
-SIMPLIFICATIONS: dict[OpOverload, Rewrite] = {
-    aten.add.Tensor: _sum,
-    aten.alias.default: _identity,
-    aten.clone.default: _identity,
-    aten.contiguous.default: _identity,
-    aten.lift_fresh.default: _identity,
-    aten.lift_fresh_copy.default: _identity,
-    aten.detach.default: _detach,
-    aten.to.dtype: _cast,
-    aten.type_as.default: _cast_like,
-    aten.positive.default: _identity,
-    aten.flatten.using_ints: _flatten,
-    aten.real.default: _of_real,
-    aten.conj.default: _of_real,
-    aten.conj_physical.default: _of_real,
-    aten.resolve_conj.default: _of_real,
-    aten.resolve_neg.default: _of_real,
-    aten.atleast_1d.Sequence: _at_least(1),
-    aten.atleast_2d.Sequence: _at_least(2),
-    aten.atleast_3d.Sequence: _at_least(3),
-    aten.view.default: _reshape,
-    aten._unsafe_view.default: _reshape,
-    aten.reshape.default: _reshape,
-    aten.view_as.default: _reshape_like,
-    aten.reshape_as.default: _reshape_like,
-    aten.expand.default: _expand,
-    aten.expand_as.default: _expand_like,
-    aten.broadcast_tensors.default: _broadcast,
-    aten.meshgrid.default: _meshgrid,
-    aten.meshgrid.indexing: _meshgrid,
-    aten.new_zeros.default: _constructor(aten.zeros.default),
-    aten.new_ones.default: _constructor(aten.ones.default),
-    aten.new_full.default: _constructor(aten.full.default),
-    aten.new_empty.default: _constructor(aten.empty.memory_format),
-    aten.slice.Tensor: _slice,
-    aten.cat.default: _cat,
-    aten.view_as_complex.default: _complex_view,
-    aten.embedding.default: _dense,
-}
+SIMPLIFICATIONS: dict[OpOverload, Rewrite] = by_operator(
+    {
+        "add.Tensor": _sum,
+        "alias clone contiguous lift_fresh lift_fresh_copy positive": _identity,
+        "detach": _detach,
+        "to.dtype": _cast,
+        "type_as": _cast_like,
+        "flatten.using_ints": _flatten,
+        "real conj conj_physical resolve_conj resolve_neg": _of_real,
+        "atleast_1d.Sequence": _at_least(1),
+        "atleast_2d.Sequence": _at_least(2),
+        "atleast_3d.Sequence": _at_least(3),
+        "view _unsafe_view reshape": _reshape,
+        "view_as reshape_as": _reshape_like,
+        "expand": _expand,
+        "expand_as": _expand_like,
+        "broadcast_tensors": _broadcast,
+        "meshgrid meshgrid.indexing": _meshgrid,
+        "new_zeros": _constructor(aten.zeros.default),
+        "new_ones": _constructor(aten.ones.default),
+        "new_full": _constructor(aten.full.default),
+        "new_empty": _constructor(aten.empty.memory_format),
+        "slice.Tensor": _slice,
+        "cat": _cat,
+        "view_as_complex": _complex_view,
+        "embedding": _dense,
+    }
+)

@@ -386,10 +386,8 @@ def _raise_faults(faults: list[str]) -> None:
     if faults:
         shown = sorted(faults)[:_NUM_SHOWN]
         more = [f"  and {len(faults) - len(shown)} more"] if len(faults) > len(shown) else []
-        fix = "  fix:    make a plan for this model and these inputs with sw.plan"
-        raise PlanError(
-            "\n".join(["the plan is for another model or other inputs:", *(f"  {f}" for f in shown), *more, fix])
-        )
+        what = "\n".join(["the plan is for another model or other inputs:", *(f"  {f}" for f in shown), *more])
+        raise PlanError(problem(what, fix="make a plan for this model and these inputs with sw.plan"))
 
 
 def input_faults(

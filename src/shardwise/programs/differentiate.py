@@ -17,12 +17,12 @@ A conversion that changes nothing on this rank adds no instruction. Its result b
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from shardwise.graph.ir import Ref, refs
-from shardwise.programs.buckets import Bucket
+from shardwise.graph.ir import Ref, map_refs, refs
+from shardwise.programs.buckets import Bucket, cuts_windows
 from shardwise.programs.casts import before_first_use, cast, computed_name
 from shardwise.programs.comm_schedule import GradientReduceQueue, legs_ahead
 from shardwise.programs.cotangents import Cotangents
@@ -30,17 +30,17 @@ from shardwise.programs.exchanges import ExchangeWriter, FusedConversions
 from shardwise.programs.forms import Form
 from shardwise.programs.fuse_bias import with_biases
 from shardwise.programs.gradients import gradients_of
-from shardwise.programs.instructions import Arrive, Compute, Depart, Instruction, Origin
+from shardwise.programs.instructions import Arrive, Compute, Depart, Instruction, Origin, with_operands
 from shardwise.programs.lifetimes import with_lifetimes
-from shardwise.programs.local_steps import ConversionGroup, LocalCall, cuts_windows, in_backward_order, renamed
+from shardwise.programs.local_steps import ConversionGroup, LocalCall, in_backward_order
 from shardwise.programs.moves import converted_form
 from shardwise.programs.opaque import Differentiate, Record
-from shardwise.programs.pass_list import mark_overwrites
+from shardwise.programs.pass_list import mark_overwrites, with_saved
 from shardwise.programs.program import LocalOp, LocalProgram
 from shardwise.programs.rank_program import RankProgram, delivered_values
 from shardwise.programs.spmd import conversions_of
 from shardwise.programs.spmd_steps import Conversion, collectives_of
-from shardwise.programs.vjp import BackwardTrace, ForwardTrace, Kernel, VjpCache, needed_kernels, numbered
+from shardwise.programs.vjp import BackwardTrace, ForwardTrace, VjpCache, needed_kernels, numbered
 
 aten = torch.ops.aten
 
@@ -142,14 +142,12 @@ class _StepWriter:
         used = dict.fromkeys(name for instruction in self.backward for name in instruction.operands)
         ends = (*map(self.resolve, delivered), *(value for _, value in mutations), *used)
         forward = before_first_use(written, self.casts, ends)
-        available = {name for instruction in forward for name in instruction.results} | set(self.graph.source_of)
-        saved = tuple(name for name in used if name in available)
-        return RankProgram(
+        program = RankProgram(
             self.local.rank,
             self.spmd,
             tuple(forward),
             tuple(self.backward),
-            saved,
+            (),
             tuple(map(self.resolve, delivered)),
             mutations,
             tuple(seeds),
@@ -158,6 +156,7 @@ class _StepWriter:
             self.forms | self.stored,
             dict(self.vjp_cache.untraceable),
         )
+        return with_saved(program)
 
     def resolve(self, name: str) -> str:
         return self.aliases.get(name, name)
@@ -180,15 +179,12 @@ class _StepWriter:
                 self.parameter_values.add(source.value)
 
     def _needed(self, delivered: Iterable[str]) -> list[LocalOp | Conversion | Bucket]:
-        """Return the local instructions on which the delivered values and the mutations depend."""
         needed = {*delivered, *(value for _, value in self.spmd.mutations)}
         kept: list[LocalOp | Conversion | Bucket] = []
         for instruction in reversed(with_biases(self.local)):
             if isinstance(instruction, LocalOp):
                 results: Iterable[str] = instruction.results
-                operands: Iterable[str] = refs(
-                    (instruction.call.args, tuple(value for _, value in instruction.call.kwargs))
-                )
+                operands: Iterable[str] = refs((instruction.call.args, instruction.call.kwargs))
             else:
                 results = [conversion.result for conversion in conversions_of(instruction)]
                 operands = [conversion.value for conversion in conversions_of(instruction)]
@@ -200,7 +196,6 @@ class _StepWriter:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def _entries(self, instructions: Iterable[LocalOp | Conversion | Bucket]) -> list[LocalCall | ConversionGroup]:
-        """Return the instructions as entries, and record the form of each result in ``forms``."""
         entries: list[LocalCall | ConversionGroup] = []
         for instruction in instructions:
             if isinstance(instruction, LocalOp):
@@ -282,7 +277,7 @@ class _StepWriter:
             if not kept:
                 return []  # it returns its operand
             named = dict(zip(kind.results, entry.results, strict=True))
-            args, kwargs = renamed(entry.call[1], entry.call[2], names)
+            args, kwargs = map_refs(entry.call[1:], lambda name: Ref(names[name]))
             return [
                 Compute(
                     entry.call[0],
@@ -317,15 +312,12 @@ class _StepWriter:
                 names.setdefault(name, f"{entry.results[0]}.{name}")
         return names
 
-    def _compute(self, kernel: Kernel, names: Mapping[str, str], origin: Origin) -> Compute:
-        args, kwargs = renamed(kernel.args, kernel.kwargs, names)
+    def _compute(self, kernel: Compute, names: Mapping[str, str], origin: Origin) -> Compute:
         results = tuple(names[name] for name in kernel.results)
         for name, form in zip(results, kernel.forms, strict=True):
             self.forms.setdefault(name, form.with_gradient(False))
-        shares = tuple(None if shared is None else names[shared] for shared in kernel.shares)
-        writes = tuple(names[name] for name in kernel.writes)
         forms = tuple(self.forms[name] for name in results)
-        return Compute(kernel.target, args, kwargs, results, kernel.places, forms, shares, origin, writes)
+        return replace(with_operands(kernel, names), results=results, forms=forms, origin=origin)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -440,7 +432,6 @@ class _StepWriter:
         return tuple(conversion for conversion in entry.conversions if conversion.result in self.cotangents.names)
 
     def _sends(self, entry: ConversionGroup, backward: bool) -> int:
-        """Return the number of messages of an exchange."""
         return len(collectives_of(self._travelling(entry, backward=backward), backward=backward))
 
     def _travellers(self, entry: ConversionGroup, *, backward: bool) -> FusedConversions:

@@ -37,7 +37,7 @@ class ExchangeWriter:
     _flights: int = field(default=0)
 
     def on_the_spot(self, travellers: FusedConversions) -> Convert:
-        forms, shares = self._forms_and_shares(travellers)
+        forms, shares = self.forms_and_shares(travellers)
         return Convert(
             travellers.conversions,
             travellers.backward,
@@ -65,10 +65,9 @@ class ExchangeWriter:
         return legs
 
     def _flight(self, travellers: FusedConversions) -> tuple[Depart, Arrive]:
-        """Return the departure and the arrival of one message."""
         flight = f"flight {self._flights}"
         self._flights += 1
-        forms, shares = self._forms_and_shares(travellers)
+        forms, shares = self.forms_and_shares(travellers)
         conversions, backward = travellers.conversions, travellers.backward
         origin, of_parameters = self.origin(conversions[0], backward), travellers.of_parameters
         departure = Depart(flight, conversions, backward, travellers.operands, origin, of_parameters)
@@ -90,7 +89,7 @@ class ExchangeWriter:
         part: Part = "input" if backward else "forward"
         return Origin(op.name if op else conversion.op, op.source if op else "", part)
 
-    def _forms_and_shares(self, travellers: FusedConversions) -> tuple[tuple[Form, ...], tuple[str | None, ...]]:
+    def forms_and_shares(self, travellers: FusedConversions) -> tuple[tuple[Form, ...], tuple[str | None, ...]]:
         """Return the form of each result, and the operand whose memory it shares, or None."""
         forms, shares = [], []
         named = zip(travellers.conversions, travellers.operands, travellers.results, strict=True)

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land
-from shardwise.programs.pass_list import memories
+from shardwise.programs.instructions import (
+    Arrive,
+    Compute,
+    Convert,
+    Copy,
+    Depart,
+    Instruction,
+    Land,
+    memories,
+    writes_of,
+)
 from shardwise.programs.rank_program import RankProgram
 
 
@@ -89,6 +98,5 @@ def _check(
 
 
 def _written(instruction: Instruction) -> tuple[str, ...]:
-    if isinstance(instruction, Compute):
-        return instruction.writes
-    return instruction.operands if isinstance(instruction, (Convert, Depart)) and instruction.overwrites else ()
+    overwrites = isinstance(instruction, (Convert, Depart)) and instruction.overwrites
+    return instruction.operands if overwrites else writes_of(instruction)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.graph.ir import Arg, Ref, map_refs
 from shardwise.programs.buckets import Bucket
 from shardwise.programs.program import LocalOp
 from shardwise.programs.spmd import backward_order, conversions_of
@@ -33,11 +32,6 @@ class ConversionGroup:
     of_parameters: bool
 
 
-def cuts_windows(conversions: Iterable[Conversion]) -> bool:
-    """Return whether any conversion moves windows. These need the rank's own tensor on arrival, so they block."""
-    return any(move.cut is not None or move.reverse is not None for c in conversions for move in c.moves)
-
-
 def in_backward_order(
     entries: Sequence[LocalCall | ConversionGroup], steps: Sequence[OpStep | Conversion | Bucket]
 ) -> list[LocalCall | ConversionGroup]:
@@ -53,12 +47,3 @@ def in_backward_order(
             if result in by_result:
                 ordered.setdefault(id(by_result[result]), by_result[result])
     return list(ordered.values())
-
-
-def renamed(
-    args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...], names: Mapping[str, str]
-) -> tuple[tuple[Arg, ...], tuple[tuple[str, Arg], ...]]:
-    def rename(name: str) -> Arg:
-        return Ref(names[name])
-
-    return tuple(map_refs(arg, rename) for arg in args), tuple((key, map_refs(arg, rename)) for key, arg in kwargs)

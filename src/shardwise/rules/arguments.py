@@ -83,6 +83,12 @@ def block_offset(pieces: Sequence[Piece]) -> int | None:
     return offset
 
 
+def with_pieces(op: Op, pieces: Sequence[Piece], **changes: Arg) -> LocalOpCall:
+    """Return the call of ``op`` with the given pieces as its ``sizes``, ``offsets`` and ``lengths``."""
+    sizes, offsets, lengths = flat_pieces(pieces)
+    return replace_arguments(op, sizes=sizes, offsets=offsets, lengths=lengths, **changes)
+
+
 def flat_pieces(pieces: Sequence[Piece]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """``(sizes, offsets, lengths)``, the form in which kernels take pieces."""
     return (

@@ -175,7 +175,6 @@ def _means_first(x: torch.Tensor, output_size: Any) -> torch.Tensor:
 
 
 def _maximum(x: torch.Tensor, output_size: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the maximum of a whole map, and where it is."""
     ones = (1,) if isinstance(output_size, int) else (1,) * len(output_size)
     values, indices = max_dim(x.flatten(-len(ones)), -1)
     return values.reshape(*values.shape, *ones), indices.reshape(*indices.shape, *ones)

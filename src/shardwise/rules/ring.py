@@ -60,9 +60,8 @@ class Ring:
     ) -> Tensor:
         """Scaled dot-product attention. ``runs``: how many queries and keys a device holds; all, where they do not
         divide, and there is no ring then."""
-        length = query.shape[-2]
-        run = runs[query.dim() - 2] if runs else length
-        if not 0 < run < length:
+        run = _run(query, runs)
+        if not run:
             return scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -90,11 +89,10 @@ class RingWithin:
         runs: Sequence[int] = (),
     ) -> Tensor:
         """Attention of queries that see the keys from ``first`` up to ``end``; ``runs`` as of ``Ring``."""
-        length = query.shape[-2]
-        run = runs[query.dim() - 2] if runs else length
-        if not 0 < run < length:
+        run = _run(query, runs)
+        if not run:
             return attention_within(query, key, value, first, end, seen, enable_gqa, scale)
-        bounds = [None if x is None else x.unflatten(0, (length // run, run)).unsqueeze(-1) for x in (first, end)]
+        bounds = [None if x is None else x.unflatten(0, (-1, run)).unsqueeze(-1) for x in (first, end)]
 
         def is_outside(rows: Tensor, columns: Tensor) -> Tensor:
             before, behind = bounds
@@ -104,6 +102,13 @@ class RingWithin:
 
         hidden = is_outside if any(bound is not None for bound in bounds) else None
         return _in_turns(query, key, value, seen, hidden, self.band, (scale, enable_gqa, run))
+
+
+def _run(query: Tensor, runs: Sequence[int]) -> int:
+    """Return how many queries a device holds; 0 if it holds all, or they do not divide."""
+    length = query.shape[-2]
+    run = runs[query.dim() - 2] if runs else length
+    return run if run < length else 0
 
 
 def _is_later(rows: Tensor, columns: Tensor) -> Tensor:
@@ -158,11 +163,10 @@ def zigzag(
     number."""
     assert is_causal, "the rule offers it for causal attention alone"
     assert attn_mask is None, "causal attention has no other mask"
-    length = query.shape[-2]
-    run = runs[query.dim() - 2] if runs else length
-    if not 0 < run < length or run % 2:
+    run = _run(query, runs)
+    if not run or run % 2:
         return Ring()(query, key, value, None, dropout_p, True, scale=scale, enable_gqa=enable_gqa, runs=runs)
-    number, chunk = length // run, run // 2
+    number, chunk = query.shape[-2] // run, run // 2
     q, k, v, _, grouped = _operands(query, key, value, None, scale, enable_gqa)
     order = [chunk for i in range(number) for chunk in (i, 2 * number - 1 - i)]  # of the chunks, device by device
     q, k, v = (_chunks(x, order, chunk).unflatten(-2, (number, 2, chunk)) for x in (q, k, v))
@@ -283,7 +287,6 @@ def _shifted(x: Tensor, number: int) -> Tensor:
 
 
 def _chunks(x: Tensor, order: Sequence[int], chunk: int) -> Tensor:
-    """Return the chunks of rows in another order."""
     count = len(order)
     moved: Tensor = torch.ops.shardwise.copied_runs(
         x, [x.dim() - 2], [count], [chunk] * count, [i * chunk for i in order], [1] * count
@@ -314,4 +317,3 @@ def _columns_of(mask: Tensor, origin: Tensor, number: int) -> Tensor:
 
 
 RING: Final = Ring()
-__all__ = ["RING", "Ring", "RingWithin", "zigzag"]

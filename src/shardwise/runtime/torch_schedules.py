@@ -301,9 +301,13 @@ def _is_loss(output: Tensor, target: Tensor) -> Tensor:
     return output
 
 
-def order_of(schedule: Schedule, num_places: int, num_micro_batches: int) -> Order:
+def order_of(schedule: Schedule | None, num_places: int, num_micro_batches: int) -> Order:
     """Return the actions of every pipeline rank, in the solved order or in torch's. Until an order is solved, the
-    schedule that replaces it counts. Needs no process group."""
+    schedule that replaces it counts. Without a schedule there is one stage: forward and backward of each micro-batch.
+    Needs no process group."""
+    if schedule is None:
+        kinds: tuple[Kind, ...] = "forward", "backward"
+        return (tuple(Action(0, kind, number) for number in range(num_micro_batches) for kind in kinds),)
     if schedule.actions:
         return schedule.actions
     if schedule.is_solved:

@@ -19,10 +19,9 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.ir import Graph, Op, refs
 from shardwise.graph.segments import How, Segment, block_of
 from shardwise.programs.activation_offload import offloaded_operators
-from shardwise.programs.instructions import Arrive, Compute, Convert, Instruction, is_view, sent_by
+from shardwise.programs.instructions import Arrive, Compute, Convert, Instruction, memories, sent_by
 from shardwise.programs.lifetimes import is_repeatable, repeated, with_lifetimes
 from shardwise.programs.lower import lowered_by_model, lowered_operators, model_operators
-from shardwise.programs.pass_list import memories
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.spmd import Lifetimes, SpmdProgram
 from shardwise.search.constants import MIN_RESEND_SAVING
@@ -322,7 +321,7 @@ class _MinimumCuts:
         for i, instruction in enumerate(program.forward):
             if not (isinstance(instruction, (Convert, Arrive)) and instruction.of_parameters):
                 self.positions.setdefault(instruction.origin.op, []).append((i, instruction))
-            if isinstance(instruction, Compute) and not is_view(instruction):
+            if isinstance(instruction, Compute) and not instruction.is_view:
                 self.work.add(instruction.origin.op)
 
     def recomputed(self, inside: Collection[str], work: Collection[str]) -> tuple[set[str], set[str]]:

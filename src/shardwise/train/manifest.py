@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import CheckpointError, ShardwiseError, problem
+from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.train.values import DTYPES
 from shardwise.untrusted_text import MAX_FILE, MAX_NUMBER, read_json, read_text, shorten_repr
 
@@ -113,16 +113,14 @@ def read_manifest(folder: Path) -> Manifest:
         text = read_text(folder / FILE, MAX_FILE)
     except (OSError, UnicodeDecodeError, ShardwiseError) as error:
         raise CheckpointError(
-            problem(
-                f"{folder} is no checkpoint: {FILE} cannot be read ({shorten_repr(str(error), 200)})",
-                fix="give the folder of a complete checkpoint, or the folder that contains several",
-            )
+            f"{folder} is no checkpoint: {FILE} cannot be read ({shorten_repr(str(error), 200)})",
+            fix="give the folder of a complete checkpoint, or the folder that contains several",
         ) from error
     try:
         return parse_manifest(text)
     except ShardwiseError as error:
         fix = "load an older checkpoint; this one was changed after it was written"
-        raise CheckpointError(problem(f"{folder / FILE} is damaged: {error}", fix=fix)) from error
+        raise CheckpointError(f"{folder / FILE} is damaged: {error}", fix=fix) from error
 
 
 def parse_manifest(text: str) -> Manifest:
@@ -191,6 +189,3 @@ def _count(value: Any) -> int:
 def _require(holds: bool, what: str) -> None:
     if not holds:
         raise ShardwiseError(f"invalid value: {what}")
-
-
-__all__ = ["BLOCK_BYTES", "FILE", "Chunk", "DataFile", "Manifest", "StoredTensor", "parse_manifest", "read_manifest"]

@@ -30,6 +30,3 @@ def front_of(par: ParallelModule) -> torch.nn.Module:
 
     front.__dict__.update(forward=forward, train=train)
     return front
-
-
-__all__ = ["front_of"]
