@@ -20,7 +20,6 @@ from runtime.staged_model import Staged, staged_batch
 from shardwise.costs.pipeline_simulation import Action, StageSeconds, simulate_pipeline
 from shardwise.graph.capture import capture
 from shardwise.graph.cut import cut_apart
-from shardwise.graph.ir import Graph
 from shardwise.graph.stage_marks import with_stages
 from shardwise.plans import pipelines
 from shardwise.plans.schedule import SCHEDULES, schedule_of
