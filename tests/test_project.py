@@ -6,12 +6,15 @@ import ast
 import doctest
 import importlib
 import os
+import re
 import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from shardwise import errors
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "shardwise"
@@ -166,3 +169,28 @@ def test_class_names_are_unique_outside_the_dialect() -> None:
                 if isinstance(node, ast.ClassDef):
                     modules.setdefault(node.name.lstrip("_"), []).append(str(path.relative_to(PACKAGE)))
     assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}
+
+
+def test_tests_know_errors_of_the_package_by_their_data() -> None:
+    """Their class, fields, numbers and names (tests/raising.py): words may change."""
+    own = tuple(name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, ValueError))
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            if ast.unparse(call.func) in ("raises", "pytest.raises") and ast.unparse(call.args[0]).endswith(own):
+                match = [keyword.value for keyword in call.keywords if keyword.arg == "match"]
+                for node in (node for value in (*call.args[1:], *match) for node in ast.walk(value)):
+                    text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+                    prose = re.findall(r"(?<![\w./(='-])[a-z]{2,}(?![\w./()='])", text)
+                    assert len(prose) <= 2, f"{path}:{call.lineno}: {text}"
+
+
+def test_the_dialect_uses_the_public_api_and_names_the_rest_in_one_file() -> None:
+    public = re.compile(r"shardwise|shardwise\.(errors|results|mindspore)(\..*)?")
+    private = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in (PACKAGE / "mindspore").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("shardwise")
+        if not public.fullmatch(node.module)
+    }
+    assert private == {"mindspore/library.py"}

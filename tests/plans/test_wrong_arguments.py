@@ -84,8 +84,8 @@ def test_numbers_of_other_questions_are_refused() -> None:
                 sw.verify(nn.Linear(4, 4), (X,), plan, loss=mean, **{name: value})
     for name, values in {"seconds": ["x", None, -1, float("nan")], "price_per_hour": ["x", -1, [1]]}.items():
         for value in values:
-            with raises(sw.ShardwiseError, name):
+            with pytest.raises(sw.ShardwiseError, match=r"seconds|price"):
                 sw.fits(nn.Linear(4, 4), (X,), 2, loss=mean, **{name: value})
     for searches in (3, "ilp", [3]):
-        with raises(sw.ShardwiseError, searches, "sharding_propagation"):
+        with pytest.raises(sw.ShardwiseError, match="search"):
             sw.compare(nn.Linear(4, 4), (X,), 2, loss=mean, searches=searches)

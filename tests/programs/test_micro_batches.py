@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from unittest import mock
 
@@ -13,6 +12,7 @@ import transformers
 from torch import nn
 
 import shardwise as sw
+from raising import raises
 from shardwise.errors import PlanError, PlanWarning
 from shardwise.programs import time_axis
 from shardwise.programs.micro_batches import pass_sizes
@@ -370,12 +370,9 @@ class Chosen(Body):
 
 @pytest.mark.parametrize("kind", [Contrastive, Centred, Balanced, Rooted, Chosen])
 def test_a_loss_that_is_no_sum_over_micro_batches_is_refused_by_operator_and_line(kind):
-    with pytest.raises(PlanError) as caught:
+    with raises(PlanError, "micro-batches", "micro_batch", "global_batch", source="test_micro_batches.py") as caught:
         sw.plan(kind(), (rows(6),), 2, mode="data_parallel", micro_batch=4)
-    text = str(caught.value)
-    assert "the step is not a sum over micro-batches: /" in text
-    assert re.search(r"op: +/\w+ \(test_micro_batches.py:\d+\)", text), text
-    assert "plan with micro_batch equal to global_batch" in text
+    assert caught.value.op.startswith("/")
     assert sw.plan(kind(), (rows(6),), 2, mode="data_parallel", micro_batch=BATCH).micro_batches == 1
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from raising import raises
 from search.deep_model import LAYERS, Deep
 from shardwise.costs.memory import busiest_program
 from shardwise.costs.timeline import simulate
@@ -107,10 +108,10 @@ def test_a_search_for_a_better_step_than_a_known_one_ends_where_prices_are_clear
     step = free.prediction.planned_seconds
     near, far = (replace(planner, settings=replace(settings, known=own)) for own in (step, 0.1 * step))
     assert fit_memory(near, ()).choice == free.choice
-    with pytest.raises(sw.PlanError, match=r"steps take about .* s, and a plan with .* s is known"):
+    with raises(sw.PlanError, f"{0.1 * step:.3g}", "known"):
         fit_memory(far, ())
     together = replace(planner, settings=replace(settings, known=1.5 * step, together=2))
-    with pytest.raises(sw.PlanError, match=rf"a plan with {1.5 * step:.3g} s is known"):
+    with raises(sw.PlanError, f"{1.5 * step:.3g}"):
         fit_memory(together, ())
 
 

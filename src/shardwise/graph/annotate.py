@@ -74,9 +74,7 @@ class AnnotationRecorder:
 
         @wraps(forward)
         def covered(*args: Any, **kwargs: Any) -> Any:
-            with torch.fx.traceback.annotate({REGION: number}):
-                result = forward(*args, **kwargs)
-            return _with_out_strategy(result, region)
+            return _in_region(forward, region, number, args, kwargs)
 
         module.forward = covered
 
@@ -126,10 +124,7 @@ def shard(target: Target, in_strategy: Any, out_strategy: Any = None) -> Target:
         if recorder is None:
             return target(*args, **kwargs)
         region = AnnotatedRegion(name, "", strategy, out, source)
-        number = recorder.add(region)
-        with torch.fx.traceback.annotate({REGION: number}):
-            result = target(*args, **kwargs)
-        return _with_out_strategy(result, region)
+        return _in_region(target, region, recorder.add(region), args, kwargs)
 
     return cast(Target, sharded)
 
@@ -158,7 +153,11 @@ def constrain(x: torch.Tensor, text: str) -> torch.Tensor:
     return cast(torch.Tensor, mark(x, text))
 
 
-def _with_out_strategy(result: Any, region: AnnotatedRegion) -> Any:
+def _in_region(
+    function: Callable[..., Any], region: AnnotatedRegion, number: int, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    with torch.fx.traceback.annotate({REGION: number}):
+        result = function(*args, **kwargs)
     out = region.out_strategy
     if out is None:
         return result

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
@@ -83,15 +83,12 @@ def recompute(target: _Target, how: Recompute = "full", *, messages: Messages = 
         _mark(target, how, messages)
         return target
 
-    @wraps(target)
-    def covered(*args: Any, **kwargs: Any) -> Any:
-        opened = _OPENED.get()
-        if opened is None:
-            return target(*args, **kwargs)
-        with opened(getattr(target, "__name__", type(target).__name__), how, messages):
-            return target(*args, **kwargs)
+    def opened() -> AbstractContextManager[None]:
+        segment = _OPENED.get()
+        name = getattr(target, "__name__", type(target).__name__)
+        return segment(name, how, messages) if segment is not None else nullcontext()
 
-    return cast(_Target, covered)
+    return cast(_Target, _inside(target, opened))
 
 
 def offload(module: _Module) -> _Module:
@@ -162,7 +159,7 @@ def open_segments(module: nn.Module) -> Iterator[None]:
     for path, part in module.named_modules():
         policy = vars(part).get(_ATTRIBUTE)
         if policy is not None:
-            part.forward = _inside(part.forward, segment, path, *policy)
+            part.forward = _inside(part.forward, partial(segment, path, *policy))
     token = _OPENED.set(segment)
     try:
         with _checkpoints_run(checkpointed):
@@ -217,13 +214,11 @@ def announce_kept(segments: Iterable[Segment], operators: Collection[str], recom
         )
 
 
-def _inside(
-    forward: Callable[..., Any], segment: _Opened, path: str, how: How, messages: Messages
-) -> Callable[..., Any]:
-    @wraps(forward)
+def _inside(target: Callable[..., Any], opened: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
+    @wraps(target)
     def covered(*args: Any, **kwargs: Any) -> Any:
-        with segment(path, how, messages):
-            return forward(*args, **kwargs)
+        with opened():
+            return target(*args, **kwargs)
 
     return covered
 

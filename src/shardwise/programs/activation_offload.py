@@ -68,8 +68,7 @@ def _waiting(program: RankProgram) -> tuple[_OffloadedMemory, ...]:
     forward, moved = program.forward, program.spmd.lifetimes.offloaded
     maker = {name: i for i, instruction in enumerate(forward) for name in instruction.results}
     root = memories(forward, program.spmd.graph.source_of)
-    stay = {*program.spmd.graph.source_of, *program.delivered, *(value for _, value in program.mutations)}
-    stay = {root[name] for name in stay}
+    stay = {root[name] for name in (*program.spmd.graph.source_of, *program.ends)}
     read: dict[str, list[str]] = {}
     for name in program.saved:
         if name in maker and root[name] not in stay:

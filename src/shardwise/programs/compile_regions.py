@@ -388,9 +388,7 @@ def _regions(
     for number, both in enumerate(halves):
         for side, sections in enumerate(both):
             home.update({name: (number, side) for section in sections for k in section for name in k.results})
-    outside: dict[str, None] = dict.fromkeys(
-        (*program.delivered, *(value for _, value in program.mutations), *program.gradients.values())
-    )
+    outside: dict[str, None] = dict.fromkeys((*program.ends, *program.gradients.values()))
     mine = {id(k) for both in halves for sections in both for section in sections for k in section}
     for instruction in (*program.forward, *program.backward):
         if id(instruction) not in mine:
@@ -423,8 +421,7 @@ def _regions(
 
 def _check_writes(program: RankProgram, home: dict[str, tuple[int, int]]) -> None:
     """Raise BrokenProgram if a kernel overwrites memory that its own region did not allocate."""
-    names = [*program.taken, *(name for name in program.cotangents if name)]
-    root = memories([*program.forward, *program.backward], names)
+    root = memories([*program.forward, *program.backward], (*program.taken, *program.handed))
     for instruction in (*program.forward, *program.backward):
         for name in writes_of(instruction):
             maker = home.get(root[name])

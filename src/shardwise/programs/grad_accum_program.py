@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.programs.casts import CAST, computed_name
-from shardwise.programs.exchanges import ExchangeWriter, FusedConversions
+from shardwise.programs.exchanges import ExchangeWriter
 from shardwise.programs.forms import Form
 from shardwise.programs.gradients import gradients_of
 from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction, converts_only
@@ -79,8 +79,7 @@ def repeated(program: RankProgram) -> GradAccumProgram:
     ahead, rest = _divided(program.forward, once)
     reductions = _Reductions(program, once)
     (backward, gradients), (behind, final) = reductions.apart()
-    read = {name for instruction in (*rest, *backward) for name in instruction.operands}
-    read |= {*program.delivered, *(value for _, value in program.mutations)}
+    read = {name for instruction in (*rest, *backward) for name in instruction.operands} | {*program.ends}
     made_ahead = tuple(name for instruction in ahead for name in instruction.results if name in read)
     each = replace(
         program,
@@ -186,8 +185,9 @@ class _Reductions:
 
     def _reduced(self, instruction: Convert | Arrive, operands: tuple[str, ...]) -> Instruction:
         """Return the instruction with the forms of its results for these operands."""
-        together = FusedConversions(instruction.conversions, operands, instruction.results, backward=True)
-        forms, shares = self.exchanges.forms_and_shares(together)
+        forms, shares = self.exchanges.forms_and_shares(
+            instruction.conversions, operands, instruction.results, backward=True
+        )
         changed = replace(instruction, forms=forms, shares=shares)
         return replace(changed, operands=operands) if isinstance(changed, Convert) else changed
 

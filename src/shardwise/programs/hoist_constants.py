@@ -230,7 +230,7 @@ class _Dividing:
             [with_operands(instruction, same) for instruction in half] for half in (forward, program.backward)
         )
         forward, backward = self._without_unread(forward, backward, set(makers))
-        read = {name for instruction in (*forward, *backward) for name in instruction.operands} | self._ends
+        read = {name for instruction in (*forward, *backward) for name in instruction.operands}.union(program.ends)
         constants = tuple(
             name for instruction in program.forward for name in instruction.results if name in used and name in read
         )
@@ -248,10 +248,6 @@ class _Dividing:
     def spmd(self) -> SpmdProgram:
         return self.program.spmd
 
-    @property
-    def _ends(self) -> set[str]:
-        return {*self.program.delivered, *(value for _, value in self.program.mutations)}
-
     def _constants(self, analysis: _Analysis) -> dict[str, Instruction]:
         """Map names to the instructions of forward that compute them from constants."""
         values = {self.program.resolve(name) for name in analysis.makers} | {computed_name(n) for n in analysis.fixed}
@@ -267,7 +263,7 @@ class _Dividing:
         self, forward: Sequence[Instruction], backward: Sequence[Instruction], constants: set[str]
     ) -> tuple[list[Instruction], list[Instruction]]:
         """Return both halves without constants, also recomputed ones, that no instruction reads any more."""
-        read = set(self._ends)
+        read = set(self.program.ends)
         constants = constants | {name + AGAIN for name in constants}
         left: tuple[list[Instruction], list[Instruction]] = [], []
         for half, instructions in ((1, backward), (0, forward)):

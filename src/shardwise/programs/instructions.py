@@ -221,6 +221,24 @@ def sent_by(instruction: Instruction) -> tuple[Collective, ...]:
     return ()
 
 
+def in_flight(convert: Convert, flight: str) -> tuple[Depart, Arrive]:
+    """Return a conversion of one message as its departure and its arrival."""
+    conversions, backward, origin = convert.conversions, convert.backward, convert.origin
+    return (
+        Depart(flight, conversions, backward, convert.operands, origin, convert.of_parameters),
+        Arrive(
+            flight,
+            conversions,
+            backward,
+            convert.results,
+            convert.forms,
+            convert.shares,
+            origin,
+            convert.of_parameters,
+        ),
+    )
+
+
 def memories(instructions: Iterable[Instruction], names: Iterable[str] = ()) -> dict[str, str]:
     """Map each name to the name that first had its memory. ``names``: names that exist before the instructions."""
     root = {name: name for name in names}

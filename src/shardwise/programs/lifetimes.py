@@ -25,6 +25,7 @@ from shardwise.programs.instructions import (
     Instruction,
     converts_only,
     forms_of,
+    in_flight,
     memories,
     sent_by,
     with_operands,
@@ -155,7 +156,7 @@ def dropped_values(program: RankProgram) -> frozenset[str]:
         if drops:
             candidates.update(instruction.results)
     root = memories(forward, program.spmd.graph.source_of)
-    stay = {root[name] for name in (*program.delivered, *(value for _, value in program.mutations))}
+    stay = {root[name] for name in program.ends}
     return frozenset(name for name in candidates if root[name] in candidates and root[name] not in stay)
 
 
@@ -190,7 +191,7 @@ def _sent_ahead(repeated: Sequence[Instruction], read: Set[str]) -> tuple[list[I
         if isinstance(duplicate, Convert) and _travels_alone(duplicate) and read >= set(duplicate.results):
             needs = _ancestors(duplicate, late)
             if not any(isinstance(need, (Depart, Arrive)) or sent_by(need) for need in needs):
-                departure, arrival = _split(duplicate)
+                departure, arrival = in_flight(duplicate, f"flight of {duplicate.results[0]}")
                 early += [*needs, departure]
                 late = [*(instruction for instruction in late if instruction not in needs), arrival]
                 continue
@@ -215,14 +216,6 @@ def _ancestors(instruction: Instruction, instructions: Sequence[Instruction]) ->
                 ops.update(writing.intersection((earlier.origin.op,)))
                 grows = True
     return [earlier for i, earlier in enumerate(instructions) if i in ancestors]
-
-
-def _split(convert: Convert) -> tuple[Depart, Arrive]:
-    conversions, results, flight = convert.conversions, convert.results, f"flight of {convert.results[0]}"
-    return (
-        Depart(flight, conversions, convert.backward, convert.operands, convert.origin),
-        Arrive(flight, conversions, convert.backward, results, convert.forms, convert.shares, convert.origin),
-    )
 
 
 def _behind(backward: Sequence[Instruction], begin: int, early: Sequence[Instruction]) -> int:

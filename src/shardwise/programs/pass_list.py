@@ -26,14 +26,14 @@ def with_saved(program: RankProgram) -> RankProgram:
 
 def mark_overwrites(program: RankProgram) -> RankProgram:
     """Let exchanges use their operand's memory if no instruction reads it later and nothing else holds it."""
-    fixed = {*program.taken, *program.delivered, *(value for _, value in program.mutations)}
+    fixed = {*program.taken, *program.ends}
     forward = _marked(program.forward, {*fixed, *program.saved})
     return mark_overwrites_of_backward(replace(program, forward=forward))
 
 
 def mark_overwrites_of_backward(program: RankProgram) -> RankProgram:
     """Repeat ``mark_overwrites`` for backward alone, after it was reordered."""
-    protected = {*program.saved, *(name for name in program.cotangents if name), *program.gradients.values()}
+    protected = {*program.handed, *program.gradients.values()}
     return replace(program, backward=_marked(program.backward, protected))
 
 

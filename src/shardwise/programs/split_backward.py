@@ -31,7 +31,6 @@ def split_backward(program: RankProgram) -> tuple[RankProgram, RankProgram]:
     first_results = {name for instruction in first for name in instruction.results}
     early = {source: name for source, name in program.gradients.items() if name in first_results}
     late = {source: name for source, name in program.gradients.items() if name not in first_results}
-    start_names = {*program.saved, *(name for name in program.cotangents if name)}
     handed = {name: name for name in read_of(second, first_results)}
     of_first = {name for instruction in first for name in instruction.operands}
     return (
@@ -44,7 +43,7 @@ def split_backward(program: RankProgram) -> tuple[RankProgram, RankProgram]:
         replace(
             whole,
             backward=second,
-            saved=read_of(second, first_results | start_names),
+            saved=read_of(second, first_results.union(program.handed)),
             cotangents=(None,) * len(program.cotangents),
             gradients=late,
         ),
@@ -56,8 +55,7 @@ def _needed_by_cotangents(program: RankProgram) -> list[bool]:
     memory that is read later."""
     sources = program.spmd.graph.source_of
     needed = {name for source, name in program.gradients.items() if sources[source].kind == "activation"}
-    start_names = {*program.saved, *(name for name in program.cotangents if name)}
-    root = memories(program.backward, start_names)
+    root = memories(program.backward, program.handed)
     chosen = [False] * len(program.backward)
     while True:
         flights, read = set[str](), {root.get(name, name) for name in needed}  # memory that is read later
