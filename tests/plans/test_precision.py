@@ -253,6 +253,21 @@ def test_what_one_device_can_not_run_is_said() -> None:
     assert "one device cannot run it" in str(report)
 
 
+def test_a_backward_that_one_device_can_not_run_is_said() -> None:
+    backward = torch.Tensor.backward
+
+    def lacking(loss: torch.Tensor) -> None:
+        if loss.dtype != FP64:
+            raise RuntimeError("there is no kernel for these dtypes")
+        backward(loss)
+
+    with mock.patch.object(torch.Tensor, "backward", lacking):
+        report = sw.verify(made("llama"), MODELS["llama"][1](0), plan_of("llama", 2, MIXED, "dp"), steps=1)
+    assert report.is_equal
+    assert report.in_dtypes is not None
+    assert "there is no kernel" in report.in_dtypes.not_run
+
+
 # ----------------------------------------------------------------------------------------------------------- bad input
 
 
