@@ -43,11 +43,6 @@ class Repeats(NamedTuple):
     work: frozenset[str]
     easier: tuple[How, ...] = ("none",)
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether a minimum cut decides what is kept: no product is repeated."""
-        return bool(self.work) and "products" not in self.work
-
 
 # Ways of recomputation that can be compared. Those that are missing here cannot.
 REPEATS: Mapping[How | None, Repeats] = {
@@ -57,7 +52,8 @@ REPEATS: Mapping[How | None, Repeats] = {
     "cheap+gathers": Repeats(frozenset(("messages", "kernels")), ("cheap", "gathers")),
     "full": Repeats(frozenset(("messages", "kernels", "products")), ("cheap", "cheap+gathers")),
 }
-CUTS = frozenset(how for how, repeats in REPEATS.items() if repeats.is_cut)
+# Of these a minimum cut decides what is kept: no product is repeated.
+CUTS = frozenset(how for how, repeats in REPEATS.items() if repeats.work and "products" not in repeats.work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +104,12 @@ class MemoryPolicy:
 
     @property
     def offloads(self) -> bool:
-        """Whether saved values of all repeated blocks are offloaded."""
+        """Return whether saved values of all repeated blocks are offloaded."""
         return self.offload == "all"
 
     @property
     def key(self) -> Hashable:
-        """What decides a program: equal keys give equal programs."""
+        """Return what decides a program: equal keys give equal programs."""
         return self.segments, self.reshard_mode, self.offloads
 
     def repeats_no_less(self, other: MemoryPolicy) -> bool:
