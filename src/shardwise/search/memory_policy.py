@@ -143,12 +143,8 @@ class MemoryPolicy:
         empty = MemoryPolicy(recompute, reshard_mode, offload)
         segments = _kept_on_device(segments) if offload == "none" else tuple(segments)
         if empty.offloads and not blocks_of(graph):
-            raise ShardwiseError(
-                problem(
-                    "offload='all': the model has no repeated blocks (modules whose path has a number)",
-                    fix="name the parts: sw.offload(model.encoder)",
-                )
-            )
+            what = "offload='all': the model has no repeated blocks (modules whose path has a number)"
+            raise ShardwiseError(problem(what, fix="name the parts: sw.offload(model.encoder)"))
         if recompute == "none":
             return replace(empty, segments=tuple(segment for segment in segments if segment.how == "offload"))
         if recompute is None:
@@ -156,12 +152,8 @@ class MemoryPolicy:
         taken = {name for segment in segments for name in segment.operators}
         blocks = [Segment(block.name, recompute, block.operators - taken) for block in blocks_of(graph)]
         if not blocks and not segments:
-            raise ShardwiseError(
-                problem(
-                    f"recompute={recompute!r}: the model has no repeated blocks (modules whose path has a number)",
-                    fix="name the parts: sw.recompute(model.encoder)",
-                )
-            )
+            what = f"recompute={recompute!r}: the model has no repeated blocks (modules whose path has a number)"
+            raise ShardwiseError(problem(what, fix="name the parts: sw.recompute(model.encoder)"))
         return replace(empty, segments=(*segments, *(block for block in blocks if block.operators)))
 
     def priced(self, graph: Graph, in_flight: int = 1) -> PricedPolicy:
