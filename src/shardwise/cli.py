@@ -19,10 +19,9 @@ import shtab
 
 from shardwise.commands.command import Command, add_output
 from shardwise.commands.elastic_options import add_elastic_arguments, elastic_settings
-from shardwise.commands.json_output import add_json, cluster_data, show
+from shardwise.commands.json_output import cluster_data, show
 from shardwise.commands.models import BuildError
-from shardwise.commands.plans import PLAN_COMMANDS
-from shardwise.commands.run_alone import run_rank_alone
+from shardwise.commands.plans import PLAN_COMMANDS, run_rank_alone
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.cluster_file import families, format_cluster
 from shardwise.errors import LaunchError, ShardwiseError
@@ -46,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
         command.add_arguments(subparser)
+        if command.has_json:
+            subparser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else")
         subparser.set_defaults(execute=command.execute)
     chosen = parser.parse_args(arguments)
     try:
@@ -168,7 +169,6 @@ def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--like", metavar="CLUSTER", help="a bundled cluster of the same hardware, for the peaks: h100")
     add("--points", metavar="FILE", help="fit a file of shardwise.launch.measure instead of measuring")
     add("--tiny", action="store_true", help="measure only a few small sizes, as a test")
-    add_json(parser)
 
 
 def _calibrate(chosen: argparse.Namespace) -> int:
@@ -185,7 +185,6 @@ def _calibrate(chosen: argparse.Namespace) -> int:
 
 def _add_clusters_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", help="show the figures and sources of this cluster: h100-16x8, or a file")
-    add_json(parser)
 
 
 def _clusters(chosen: argparse.Namespace) -> int:
@@ -201,7 +200,7 @@ def _clusters(chosen: argparse.Namespace) -> int:
 
 COMMANDS: tuple[Command, ...] = (
     *PLAN_COMMANDS,
-    Command("run", "start the ranks of a training script on this machine", _add_run_arguments, _run),
+    Command("run", "start the ranks of a training script on this machine", _add_run_arguments, _run, has_json=False),
     Command("calibrate", "measure this machine and write a cluster file", _add_calibrate_arguments, _calibrate),
     Command("clusters", "list the bundled clusters, or show one", _add_clusters_arguments, _clusters),
 )

@@ -282,7 +282,7 @@ def test_without_locks_a_save_whose_folder_another_job_takes_finds_out(
     path = tmp_path / "step-1"
     token = saving.make_room(path)
     staged = StagedFile.empty(PlannedFile("one.safetensors", b"", (), 0), pinned=False)
-    manifest = Manifest(1, 2, "", {}, 1, {}, {}, {}, {})
+    manifest = Manifest(num_ranks=2, tensors={}, tied={})
     jobs = [saving.SaveJob(path, token, rank, 2, [staged] * (rank == 0), manifest, None, 60.0) for rank in range(2)]
     real = os.rename
 

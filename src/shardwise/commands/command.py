@@ -14,12 +14,14 @@ from shardwise.errors import ShardwiseError
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand with its arguments. ``execute`` runs it and returns the exit code."""
+    """A subcommand with its arguments. ``execute`` runs it and returns the exit code; ``has_json``: whether it has the
+    option ``--json``."""
 
     name: str
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     execute: Callable[[argparse.Namespace], int]
+    has_json: bool = True
 
 
 def add_output(parser: argparse.ArgumentParser, what: str, *, required: bool = True) -> None:

@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from shardwise.search.micro_batch import MicroBatchOutcome
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else")
-
-
 def show(text: Any, chosen: argparse.Namespace, data: Callable[[], Any]) -> None:
     print(json.dumps(_plain(data()), indent=1, allow_nan=False) if chosen.json else text)
 

@@ -23,7 +23,7 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.errors import ShardwiseError
 from shardwise.foreign.call_recorder import CallRecorder, local
-from shardwise.foreign.first_error import FirstError, describe_rank_error, first_wrong_call, first_wrong_value
+from shardwise.foreign.first_error import ErrorSearch, FirstError, describe_rank_error
 from shardwise.foreign.inferred_layout import infer_layout
 from shardwise.foreign.outcome import Checked, StepComparison
 from shardwise.foreign.rank_threads import RankThread, on_ranks
@@ -173,9 +173,7 @@ def check(
         ranks = _ranks(parts, foreign, records=False, work=work)
         failed = next((rank for rank in ranks if rank.error is not None), None)
         if failed is not None:
-            _, recorded = _one_device(call, records=True)
-            traced = _ranks(parts, foreign, records=True, work=None)
-            where = first_wrong_call(recorded, traced, foreign.mesh, tolerance)
+            where = _error_search(call, parts, foreign, tolerance).wrong_call()
             failure = describe_rank_error(failed)
             with default_dtype(models_default):
                 stops = failure.refutes and _stops(_divided(plain, foreign), foreign)
@@ -186,10 +184,8 @@ def check(
         wrong = [difference for difference in differences if not difference.error <= tolerance]
         first: FirstError | None = None
         if wrong:
-            _, recorded = _one_device(call, records=True)
-            traced = _ranks(parts, foreign, records=True, work=None)
-            gradients = _gradients(expected, ranks)
-            first = first_wrong_value(recorded, traced, wrong, gradients, foreign.mesh, foreign.data_axes, tolerance)
+            search = _error_search(call, parts, foreign, tolerance)
+            first = search.wrong_call() or search.wrong_gradient(wrong, _gradients(expected, ranks))
     return Checked(
         foreign,
         differences=tuple(differences),
@@ -246,6 +242,15 @@ def _ranks(
         return _RankRecord(values, calls, count, num_held)
 
     return on_ranks(foreign.mesh, body)
+
+
+def _error_search(
+    call: _CheckedCall, parts: Sequence[_CheckedCall], foreign: ForeignPlan, tolerance: float
+) -> ErrorSearch:
+    """Run both sides again and record every call."""
+    _, recorded = _one_device(call, records=True)
+    traced = _ranks(parts, foreign, records=True, work=None)
+    return ErrorSearch(recorded, traced, foreign.mesh, foreign.data_axes, tolerance)
 
 
 def _stops(parts: Sequence[_CheckedCall], foreign: ForeignPlan) -> bool:

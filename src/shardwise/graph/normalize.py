@@ -211,28 +211,26 @@ def _mark(op: Op, emitter: Emitter) -> Results:
     return (result,)
 
 
-NORMALIZATIONS: dict[OpOverload, Rewrite] = {
-    **by_operator(
-        {
-            "linear": _linear,
-            "addmm": partial(_fused_add, aten.mm.default, "mat1", "mat2"),
-            "baddbmm": partial(_fused_add, aten.bmm.default, "batch1", "batch2"),
-            "addmv": partial(_fused_add, aten.mv.default, "mat", "vec"),
-            "einsum": diagonals,
-            "conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding convolution conv_transpose1d "
-            "conv_transpose2d.input conv_transpose3d.input": _convolution,
-            "mean mean.dim": _mean,
-            "aminmax": _aminmax,
-            "batch_norm": _batch_norm,
-            "dropout": _dropout,
-            "feature_dropout": _feature_dropout,
-            "native_dropout": _native_dropout,
-            "bernoulli.p": _bernoulli,
-            "scaled_dot_product_attention": _attention,
-        }
-    ),
-    mark_operator._opoverload: _mark,
-    **LOSS_NORMALIZATIONS,
-    **RANDOM_NORMALIZATIONS,
-    **LAYER_NORMALIZATIONS,
-}
+NORMALIZATIONS: dict[OpOverload, Rewrite] = by_operator(
+    {
+        "linear": _linear,
+        "addmm": partial(_fused_add, aten.mm.default, "mat1", "mat2"),
+        "baddbmm": partial(_fused_add, aten.bmm.default, "batch1", "batch2"),
+        "addmv": partial(_fused_add, aten.mv.default, "mat", "vec"),
+        "einsum": diagonals,
+        "conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding convolution conv_transpose1d "
+        "conv_transpose2d.input conv_transpose3d.input": _convolution,
+        "mean mean.dim": _mean,
+        "aminmax": _aminmax,
+        "batch_norm": _batch_norm,
+        "dropout": _dropout,
+        "feature_dropout": _feature_dropout,
+        "native_dropout": _native_dropout,
+        "bernoulli.p": _bernoulli,
+        "scaled_dot_product_attention": _attention,
+    },
+    {mark_operator._opoverload: _mark},
+    LOSS_NORMALIZATIONS,
+    RANDOM_NORMALIZATIONS,
+    LAYER_NORMALIZATIONS,
+)

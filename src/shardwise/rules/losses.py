@@ -105,7 +105,7 @@ def _ctc(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, [single("tnc"), targets, single("n"), single("n")], [single("n")], kinds=kinds)
 
 
-_OF_ATEN: RuleTable = by_operator(
+LOSSES: RuleTable = by_operator(
     {
         "cross_entropy_loss": partial(_class_loss, lowering=lowerings.cross_entropy_loss),
         "nll_loss nll_loss_nd nll_loss2d": partial(_class_loss, lowering=lowerings.nll_loss),
@@ -116,6 +116,6 @@ _OF_ATEN: RuleTable = by_operator(
         "pairwise_distance": partial(_row_loss, lowerings.pairwise_distance),
         "multi_margin_loss": partial(_margin_loss, lowerings.multi_margin_loss),
         "multilabel_margin_loss": partial(_margin_loss, lowerings.multilabel_margin_loss),
-    }
+    },
+    {ctc_loss._opoverload: _ctc},
 )
-LOSSES: RuleTable = {**_OF_ATEN, ctc_loss._opoverload: _ctc}

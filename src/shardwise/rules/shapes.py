@@ -443,33 +443,31 @@ def _triangle(op: Op, graph: Graph, *, upper: bool) -> OpRule:
     return build(op, graph, [single(names)], [single(names)], linear=_FIRST, localize=localize)
 
 
-SHAPES: RuleTable = {
-    **by_operator(
-        {
-            "view reshape _unsafe_view flatten.using_ints unflatten.int ravel view_as reshape_as": reshape_rule,
-            "transpose.int swapdims": partial(_swap, "dim0", "dim1"),
-            "swapaxes": partial(_swap, "axis0", "axis1"),
-            "permute": _permute,
-            "t mT mH adjoint": _swap_last,
-            "numpy_T": _reverse,
-            "movedim.int movedim.intlist moveaxis.int moveaxis.intlist": _move,
-            "squeeze squeeze.dim squeeze.dims": _squeeze,
-            "unsqueeze": _unsqueeze,
-            "diagonal diag_embed diagonal_scatter": _diagonal,
-            "view_as_complex view_as_real": _complex_pairs,
-            "expand expand_as broadcast_to": _expand,
-            "repeat": partial(_repeat, "repeats"),
-            "tile": partial(_repeat, "dims"),
-            "repeat_interleave.self_int": _repeat_interleave,
-            "meshgrid meshgrid.indexing": _meshgrid,
-            "roll": _roll,
-            "flip fliplr flipud": _flip,
-            "pad": zeros_if_empty(_pad),
-            "constant_pad_nd": _pad,
-            "unfold": zeros_if_empty(_unfold),
-            "tril": partial(_triangle, upper=False),
-            "triu": partial(_triangle, upper=True),
-        }
-    ),
-    COPIED_RUNS: _copied_runs,
-}
+SHAPES: RuleTable = by_operator(
+    {
+        "view reshape _unsafe_view flatten.using_ints unflatten.int ravel view_as reshape_as": reshape_rule,
+        "transpose.int swapdims": partial(_swap, "dim0", "dim1"),
+        "swapaxes": partial(_swap, "axis0", "axis1"),
+        "permute": _permute,
+        "t mT mH adjoint": _swap_last,
+        "numpy_T": _reverse,
+        "movedim.int movedim.intlist moveaxis.int moveaxis.intlist": _move,
+        "squeeze squeeze.dim squeeze.dims": _squeeze,
+        "unsqueeze": _unsqueeze,
+        "diagonal diag_embed diagonal_scatter": _diagonal,
+        "view_as_complex view_as_real": _complex_pairs,
+        "expand expand_as broadcast_to": _expand,
+        "repeat": partial(_repeat, "repeats"),
+        "tile": partial(_repeat, "dims"),
+        "repeat_interleave.self_int": _repeat_interleave,
+        "meshgrid meshgrid.indexing": _meshgrid,
+        "roll": _roll,
+        "flip fliplr flipud": _flip,
+        "pad": zeros_if_empty(_pad),
+        "constant_pad_nd": _pad,
+        "unfold": zeros_if_empty(_unfold),
+        "tril": partial(_triangle, upper=False),
+        "triu": partial(_triangle, upper=True),
+    },
+    {COPIED_RUNS: _copied_runs},
+)

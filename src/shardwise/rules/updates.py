@@ -209,5 +209,6 @@ UPDATES: RuleTable = by_operator(
         "index_add index_copy index_fill.int_Scalar index_fill.int_Tensor index_reduce": index_update_rule,
         "index_put": index_put_rule,
         "masked_scatter": masked_scatter_rule,
-    }
-) | {SCATTERED_SUM: scattered_sum_rule}
+    },
+    {SCATTERED_SUM: scattered_sum_rule},
+)

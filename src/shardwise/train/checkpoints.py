@@ -27,7 +27,7 @@ from shardwise.runtime.agree import show_progress_once
 from shardwise.runtime.parallel_module import ParallelModule
 from shardwise.train.agreement import gather_values, patience_seconds, raise_first, rank_and_world_size
 from shardwise.train.files import StagedFile, StreamedFile
-from shardwise.train.manifest import BLOCK_BYTES, Chunk, Manifest, StoredTensor
+from shardwise.train.manifest import Chunk, Manifest, StoredTensor
 from shardwise.train.parts import MODEL, Names, TensorPart, TrainingState, state_of
 from shardwise.train.retention import Keep
 from shardwise.train.saving import SaveJob, Saving, give_up, incomplete, make_room, release
@@ -194,8 +194,6 @@ def save_checkpoint(
         num_ranks=num_ranks,
         plan=par.plan.digest if isinstance(par, ParallelModule) else "",
         metrics={name: float(value) for name, value in (metrics or {}).items()},
-        block_bytes=BLOCK_BYTES,
-        files={},
         tensors=saver.shares.stored,
         tied=saver.shares.model_names(),
         values={**state.values, "names": saver.shares.names, "plain": plain},

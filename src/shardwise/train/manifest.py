@@ -60,17 +60,17 @@ class DataFile:
         return int(self.checksums[8 * block : 8 * block + 8], 16)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """The content of ``checkpoint.json``. ``tied``: additional names of tensors; ``plan``: digest of the plan that was
     in use, "" without one; ``values``: encoded (``train.values``)."""
 
-    step: int
+    step: int = 0
     num_ranks: int
-    plan: str
-    metrics: Mapping[str, float]
-    block_bytes: int
-    files: Mapping[str, DataFile]
+    plan: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    block_bytes: int = BLOCK_BYTES
+    files: Mapping[str, DataFile] = field(default_factory=dict)
     tensors: Mapping[str, StoredTensor]
     tied: Mapping[str, str]
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -154,17 +154,9 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     _require(all(isinstance(name, str) for name in tied.values()), "tied names")
     _require(all(isinstance(value, (int, float)) for value in content["metrics"].values()), "metrics")
     _require(isinstance(content["plan"], str) and isinstance(content["values"], dict), "plan or values")
-    return Manifest(
-        _count(content["step"]),
-        _count(content["num_ranks"]),
-        content["plan"],
-        content["metrics"],
-        block,
-        files,
-        tensors,
-        tied,
-        content["values"],
-    )
+    fields = {name: content[name] for name in ("plan", "metrics", "tied", "values")}
+    fields |= {name: _count(content[name]) for name in ("step", "num_ranks", "block_bytes")}
+    return Manifest(files=files, tensors=tensors, **fields)
 
 
 def _stored(name: str, entry: Any, names: list[str], files: Mapping[str, DataFile]) -> StoredTensor:

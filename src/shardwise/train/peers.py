@@ -110,7 +110,7 @@ class Peers:
     is_local: bool = False
     between_machines: bool = False
     mirrored: Sequence[Mirrored] = ()
-    buffers: dict[Path, torch.Tensor] = field(default_factory=dict)
+    staged: dict[Path, StagedFile] = field(default_factory=dict)
     under_way: list[_PeerTransfer] = field(default_factory=list)
     number: int = -1
     outdated: bool = True  # ``renew`` is due
@@ -156,11 +156,7 @@ class Peers:
             self.mirrored = assign_keepers(shares.files, shares.offers, self.machine_of)
         every = [[mirror.file for mirror in self.mirrored if mirror.writer == rank] for rank in range(self.num_ranks)]
         manifest = Manifest(
-            step=0,
             num_ranks=self.num_ranks,
-            plan="",
-            metrics={},
-            block_bytes=BLOCK_BYTES,
             files={
                 file.name: DataFile(0, file.num_bytes, "00000000" * -(-file.num_bytes // BLOCK_BYTES))
                 for part in every
@@ -174,14 +170,15 @@ class Peers:
         self.memory.mkdir(mode=0o700, parents=True, exist_ok=True)
         numbers = gather_values([int(path.name) for path in self.memory.iterdir() if path.name.isdigit()])
         self.number, self.slot, self.filled = 1 + max((n for part in numbers for n in part), default=-1), 0, 0
-        self.buffers, fault = {}, ""
+        self.staged, fault = {}, ""
         try:
             self.folder.mkdir(exist_ok=True)
             for mirror in self.mirrored:
                 for slot in range(_NUM_SLOTS):
                     for copy in (False, True):
                         if self.rank == (mirror.keeper if copy else mirror.writer):
-                            self._map(self._path(mirror, slot, copy=copy), mirror.file.num_bytes)
+                            path = self._path(mirror, slot, copy=copy)
+                            self.staged[path] = StagedFile(mirror.file, _map(path, mirror.file.num_bytes))
             if self.shares_folder[self.rank] == self.rank:
                 _write(self.folder / _TENSORS, manifest.to_text())
         except OSError as error:
@@ -224,15 +221,15 @@ class Peers:
                     path = self._path(mirror, slot, copy=copy)
                     _note(path).unlink(missing_ok=True)
                     if not (copy and mirror.is_sent):
-                        StagedFile(mirror.file, self.buffers[path]).fill(state.parts)
+                        self.staged[path].fill(state.parts)
                         here_now.append(path)
         for tag, mirror in enumerate(self.mirrored):
             if mirror.is_sent and mirror.writer == self.rank:
-                work = dist.isend(self.buffers[self._path(mirror, slot)], mirror.keeper, self.group, tag)
+                work = dist.isend(self.staged[self._path(mirror, slot)].buffer, mirror.keeper, self.group, tag)
                 self._start(work, mirror.keeper, None)
             elif mirror.is_sent and mirror.keeper == self.rank:
                 path = self._path(mirror, slot, copy=True)
-                work = dist.irecv(self.buffers[path], mirror.writer, self.group, tag)
+                work = dist.irecv(self.staged[path].buffer, mirror.writer, self.group, tag)
                 self._start(work, mirror.writer, _note(path), text)
         self.filled += self.filled < _NUM_SLOTS
         for path in here_now:
@@ -249,18 +246,12 @@ class Peers:
     def _path(self, mirror: Mirrored, slot: int, *, copy: bool = False) -> Path:
         return self.folder / f"{mirror.file.name}-{slot}{_COPY * copy}"
 
-    def _map(self, path: Path, num_bytes: int) -> None:
-        with path.open("wb") as opened:
-            if num_bytes:  # reserve now: a later write to full memory would kill the process (SIGBUS)
-                os.posix_fallocate(opened.fileno(), 0, num_bytes)
-        self.buffers[path] = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
-
     def close(self) -> None:
         """Delete this rank's files."""
-        for path in self.buffers:
+        for path in self.staged:
             _note(path).unlink(missing_ok=True)
             path.unlink(missing_ok=True)
-        self.buffers = {}
+        self.staged = {}
 
     # -- to resume -----------------------------------------------------------------------------------------------------
 
@@ -357,18 +348,17 @@ class PeerReader(CheckpointReader):
         by_folder: dict[int, set[str]] = defaultdict(set)
         for rank, files in enumerate(gather_values(sorted(missing))):
             by_folder[peers.shares_folder[rank]].update(files)
-        works: list[tuple[dist.Work | None, int]] = []
+        works: list[dist.Work | None] = []
         fetches = sorted((file, first) for first, files in by_folder.items() for file in files)
         for tag, (file, first) in enumerate(fetches):
             owner, size = self._kept.where[file], self.manifest.files[file].num_bytes
             if peers.rank == owner:
-                works.append((dist.isend(self._map(file), first, peers.group, tag), first))
+                works.append(dist.isend(self._map(file), first, peers.group, tag))
             elif peers.rank == first:
                 path = Path(f"{self.folder / file}-{self._kept.slot}{_FETCHED}")
                 path.parent.mkdir(exist_ok=True)
-                peers._map(path, size)
-                works.append((dist.irecv(peers.buffers.pop(path), owner, peers.group, tag), owner))
-        for work, _ in works:
+                works.append(dist.irecv(_map(path, size), owner, peers.group, tag))
+        for work in works:
             if work is not None:
                 work.wait()
         gather_values(None)  # a barrier: the other ranks of this machine read what its first rank fetched
@@ -414,6 +404,13 @@ def _within(piece: WritePiece, offsets: Sequence[int], sizes: Sequence[int]) -> 
         start <= offset and offset + size <= start + whole
         for offset, size, start, whole in zip(piece.offsets, piece.sizes, offsets, sizes, strict=True)
     )
+
+
+def _map(path: Path, num_bytes: int) -> torch.Tensor:
+    with path.open("wb") as opened:
+        if num_bytes:  # reserve now: a later write to full memory would kill the process (SIGBUS)
+            os.posix_fallocate(opened.fileno(), 0, num_bytes)
+    return torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
 
 
 def _note(path: Path) -> Path:

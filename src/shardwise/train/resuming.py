@@ -230,6 +230,7 @@ class _Load:
         self.converted = ""
         self._random = f"{RANDOM}{source}"
         self.parameters = self._parameters()
+        self.names = names_in_groups(self.optimizers, self.module)
         self.settings = self._settings() if self.optimizers else []
         self.states = self._states() if self.optimizers else {}
         self.forgotten = self._forgotten() if self.optimizers else []  # parameters whose states no optimizer here has
@@ -277,7 +278,7 @@ class _Load:
                 what, fix="pass the optimizer that was saved, or load without optimizer= and start a new one"
             )
         stored_settings: list[list[Mapping[str, Any]]] = []
-        for position, groups in enumerate(names_in_groups(self.optimizers, self.module)):
+        for position, groups in enumerate(self.names):
             stored_names, stored = names[position], settings[position]
             group_of = {name: at for at, group in enumerate(stored_names) for name in group}
             group_settings: list[Mapping[str, Any]] = []
@@ -299,7 +300,7 @@ class _Load:
                 name, _, key = full.removeprefix(STATE).rpartition(".")
                 by_name.setdefault(name, []).append(key)
         states: dict[int, dict[str, tuple[str, TensorPart]]] = {}
-        for optimizer, groups in zip(self.optimizers, names_in_groups(self.optimizers, self.module), strict=True):
+        for optimizer, groups in zip(self.optimizers, self.names, strict=True):
             for group, names in zip(optimizer.param_groups, groups, strict=True):
                 for parameter, name in zip(group["params"], names, strict=True):
                     canonical = self._canonical(name)
@@ -312,8 +313,7 @@ class _Load:
 
     def _forgotten(self) -> list[str]:
         """Return the parameters that have states in the checkpoint, but are in no optimizer here."""
-        names = names_in_groups(self.optimizers, self.module)
-        names_here = {self._canonical(name) for groups in names for group in groups for name in group}
+        names_here = {self._canonical(name) for groups in self.names for group in groups for name in group}
         kept = (full.removeprefix(STATE).rpartition(".")[0] for full in self.manifest.tensors if full.startswith(STATE))
         return sorted(set(kept) - names_here)
 

@@ -5,12 +5,13 @@ The training loop is that of transformers. It sees a single process (``one_proce
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import shutil
 import warnings
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ from shardwise.train.checkpoints import save_checkpoint
 from shardwise.train.data import same_random_numbers
 from shardwise.train.pretrained import locked, on_rank_zero, save_pretrained
 from shardwise.train.resuming import load_checkpoint
-from shardwise.transformers.front import front_of
 from shardwise.transformers.one_process import become_one_process, check_same
 
 CHECKPOINT = "shardwise"  # the folder of the ranks' parts, in a checkpoint of the Trainer's
@@ -119,8 +119,8 @@ class ShardwiseTrainer(transformers.Trainer):
         """Return the Trainer's loader, with the same random numbers in the workers of all ranks."""
         loader = super().get_train_dataloader()
         torch_loader: Any = _without_accelerate(loader)
-        if isinstance(torch_loader.worker_init_fn, partial):
-            torch_loader.worker_init_fn = partial(torch_loader.worker_init_fn, rank=0)
+        if isinstance(torch_loader.worker_init_fn, functools.partial):
+            torch_loader.worker_init_fn = functools.partial(torch_loader.worker_init_fn, rank=0)
         return loader
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,14 +164,14 @@ class ShardwiseTrainer(transformers.Trainer):
                 "compile": self.args.torch_compile or None,
             }
             par = parallelize(model, plan, **{**settings, **self._parallel_settings})
-        if not isinstance(par, Parallel) or par.plan.micro_batches > 1:
+        if par.plan.is_pipeline or par.plan.micro_batches > 1:
             raise ShardwiseError(
                 "the plan has pipeline stages or micro-batches, which the Trainer's loop does not support",
                 fix="plan without stages= and micro_batch=; use gradient_accumulation_steps= instead",
             )
         if self._autocast is not None:
             par.register_forward_hook(lambda module, args, output: convert_to_fp32(output))
-        self._parallel, self._front = par, front_of(par)
+        self._parallel, self._front = par, _front_of(par)
         self.model, self.model_wrapped = self._front, par
         if self.optimizer is not None:
             parts = dict(par.named_parameters())
@@ -389,6 +389,24 @@ class ShardwiseTrainer(transformers.Trainer):
             raise ShardwiseError(what, fix="load_best_model_at_end needs save_only_model=False")
         assert self._parallel is not None, "the model is split by now"
         load_checkpoint(best, self._parallel, random=False)
+
+
+def _front_of(par: Parallel) -> torch.nn.Module:
+    """Return a stand-in for the split module: a copy on the meta device, whose ``forward`` calls the parallel module.
+    Reading parameter values fails: they are in the ranks' shards."""
+    front = copy.deepcopy(par.original)
+    set_mode = front.train
+
+    @functools.wraps(front.forward)  # keeps the signature of the module
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return par(*args, **kwargs)
+
+    def train(mode: bool = True) -> torch.nn.Module:
+        par.train(mode)
+        return set_mode(mode)
+
+    front.__dict__.update(forward=forward, train=train)
+    return front
 
 
 def _without_accelerate(loader: DataLoader[Any]) -> DataLoader[Any]:
