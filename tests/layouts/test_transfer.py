@@ -9,8 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from layouts.blocks import cut_block, deliver
 from layouts.placing import MESHES, random_layout
-from layouts.transfers import TransferBlock, cut_block, deliver, transfer
+from layouts.transfers import TransferBlock, transfer
 from raising import raises
 from shardwise.errors import LayoutError
 from shardwise.graph.ir import Value

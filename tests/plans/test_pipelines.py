@@ -20,7 +20,6 @@ from runtime.staged_model import Staged, staged_batch
 from shardwise.costs.pipeline_simulation import Action, StageSeconds, simulate_pipeline
 from shardwise.graph.capture import capture
 from shardwise.graph.cut import cut_apart
-from shardwise.graph.ir import Graph
 from shardwise.graph.stage_marks import with_stages
 from shardwise.plans import pipelines
 from shardwise.plans.schedule import SCHEDULES, schedule_of
@@ -29,6 +28,7 @@ from shardwise.programs.spmd import SpmdProgram
 from shardwise.proof.ranks import VirtualRanks, VirtualStep
 from shardwise.runtime.local_shards import shard
 from shardwise.runtime.torch_schedules import order_of
+from shardwise.search.stage_partition import StageCut, StagePartition
 
 BATCH = staged_batch(8)
 
@@ -76,13 +76,13 @@ def marked(**marks: int) -> Staged:
 def test_a_strategy_speaks_of_its_operator_where_a_cut_parts_it_from_its_bias(search: str) -> None:
     """Stage 1 begins with the bias of a linear layer whose strategy names factors of the matmul."""
 
-    def before_bias(graph: Graph, *_: Any) -> tuple[list[list[str]], bool]:
-        names = [op.name for op in graph.ops]
+    def before_bias(partition: StagePartition, _: StageCut) -> list[list[str]]:
+        names = [op.name for op in partition.graph.ops]
         at = names.index("blocks.1/add")
-        return [names[:at], names[at:]], True
+        return [names[:at], names[at:]]
 
     strategies = {"blocks.*": "n@tp"}
-    with mock.patch.object(pipelines, "balanced_parts", before_bias):
+    with mock.patch.object(StagePartition, "parts", before_bias):
         found = plan(mesh=sw.Mesh(tp=2), strategies=strategies, search=search)
     assert "blocks.1/linear" in found.stages[0].strategies
     assert "blocks.1/add" in found.stages[1].strategies

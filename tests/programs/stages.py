@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from layouts.blocks import deliver
 from layouts.placing import random_layout, scatter, worst_difference
-from layouts.transfers import deliver, transfer
+from layouts.transfers import transfer
 from programs.running import VJP_CACHE, random_strategy
 from shardwise.graph.cut import GraphCut
 from shardwise.graph.interpret import interpret

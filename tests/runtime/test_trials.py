@@ -337,7 +337,7 @@ def steps_beside_eager(
             found = []
             for par, optimizer in zip(pair, optimizers, strict=True):
                 optimizer.zero_grad()
-                if number % 2 or not isinstance(par, sw.Parallel) or par.plan.micro_batches > 1:
+                if number % 2 or par.plan.is_pipeline or par.plan.micro_batches > 1:
                     losses = [par.step(*batch)]
                 else:
                     loss, output = par(*batch)

@@ -21,7 +21,6 @@ _KINDS = {
     "torch.distributed.fsdp.FSDPModule": "pass the model without fully_shard; the plan shards parameters",
     "torch.jit._script.ScriptModule": _SCRIPT,
     "shardwise.runtime.parallel.Parallel": _SPLIT,
-    "shardwise.runtime.pipeline.Pipeline": _SPLIT,
 }
 
 

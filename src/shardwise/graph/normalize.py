@@ -7,6 +7,7 @@ The new operators keep the module, line and scope of the old one. ``NORMALIZATIO
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -65,18 +66,14 @@ def _linear(op: Op, emitter: Emitter) -> Results:
     return (emitter.emit(aten.add.Tensor, product, args["bias"]),)
 
 
-def _fused_add(product: OpOverload, left: str, right: str) -> Rewrite:
+def _fused_add(product: OpOverload, left: str, right: str, op: Op, emitter: Emitter) -> Results:
     """Rewrite to ``beta * self + alpha * (left @ right)``; with beta = 0, self is not read."""
-
-    def rewrite(op: Op, emitter: Emitter) -> Results:
-        args = arguments(op)
-        result = _scaled(emitter, emitter.emit(product, args[left], args[right]), args["alpha"])
-        if args["beta"] == 0:
-            beside = (args["self"].name,) if emitter.value(args["self"]).requires_grad else ()
-            return (emitter.with_zero_gradient(beside, result),)
-        return (emitter.emit(aten.add.Tensor, result, _scaled(emitter, args["self"], args["beta"])),)
-
-    return rewrite
+    args = arguments(op)
+    result = _scaled(emitter, emitter.emit(product, args[left], args[right]), args["alpha"])
+    if args["beta"] == 0:
+        beside = (args["self"].name,) if emitter.value(args["self"]).requires_grad else ()
+        return (emitter.with_zero_gradient(beside, result),)
+    return (emitter.emit(aten.add.Tensor, result, _scaled(emitter, args["self"], args["beta"])),)
 
 
 def _convolution(op: Op, emitter: Emitter) -> Results:
@@ -217,9 +214,9 @@ def _mark(op: Op, emitter: Emitter) -> Results:
 NORMALIZATIONS: dict[OpOverload, Rewrite] = by_operator(
     {
         "linear": _linear,
-        "addmm": _fused_add(aten.mm.default, "mat1", "mat2"),
-        "baddbmm": _fused_add(aten.bmm.default, "batch1", "batch2"),
-        "addmv": _fused_add(aten.mv.default, "mat", "vec"),
+        "addmm": partial(_fused_add, aten.mm.default, "mat1", "mat2"),
+        "baddbmm": partial(_fused_add, aten.bmm.default, "batch1", "batch2"),
+        "addmv": partial(_fused_add, aten.mv.default, "mat", "vec"),
         "einsum": diagonals,
         "conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding convolution conv_transpose1d "
         "conv_transpose2d.input conv_transpose3d.input": _convolution,
@@ -231,5 +228,9 @@ NORMALIZATIONS: dict[OpOverload, Rewrite] = by_operator(
         "native_dropout": _native_dropout,
         "bernoulli.p": _bernoulli,
         "scaled_dot_product_attention": _attention,
-    }
-) | {mark_operator._opoverload: _mark, **LOSS_NORMALIZATIONS, **RANDOM_NORMALIZATIONS, **LAYER_NORMALIZATIONS}
+    },
+    {mark_operator._opoverload: _mark},
+    LOSS_NORMALIZATIONS,
+    RANDOM_NORMALIZATIONS,
+    LAYER_NORMALIZATIONS,
+)

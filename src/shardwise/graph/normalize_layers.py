@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,14 +74,10 @@ def _gru_cell(op: Op, emitter: Emitter) -> Results:
     return (emit(aten.add.Tensor, left, new),)
 
 
-def _rnn_cell(function: OpOverload) -> Rewrite:
+def _rnn_cell(function: OpOverload, op: Op, emitter: Emitter) -> Results:
     """Compute f(W x + V h)."""
-
-    def rewrite(op: Op, emitter: Emitter) -> Results:
-        (ours,), (theirs,) = _gates(emitter, arguments(op), 1)
-        return (emitter.emit(function, emitter.emit(aten.add.Tensor, ours, theirs)),)
-
-    return rewrite
+    (ours,), (theirs,) = _gates(emitter, arguments(op), 1)
+    return (emitter.emit(function, emitter.emit(aten.add.Tensor, ours, theirs)),)
 
 
 def _weight_norm(op: Op, emitter: Emitter) -> Results:
@@ -209,8 +206,8 @@ LAYER_NORMALIZATIONS: dict[OpOverload, Rewrite] = by_operator(
         "lstm.input gru.input rnn_tanh.input rnn_relu.input": _recurrent,
         "lstm_cell": _lstm_cell,
         "gru_cell": _gru_cell,
-        "rnn_tanh_cell": _rnn_cell(aten.tanh.default),
-        "rnn_relu_cell": _rnn_cell(aten.relu.default),
+        "rnn_tanh_cell": partial(_rnn_cell, aten.tanh.default),
+        "rnn_relu_cell": partial(_rnn_cell, aten.relu.default),
         "_weight_norm": _weight_norm,
         "_grouped_mm": _grouped_mm,
         "embedding_bag embedding_bag.padding_idx": _embedding_bag,

@@ -8,6 +8,7 @@ normal numbers, the inverse of a distribution function the others. The eager sid
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import log1p, pi
 from typing import Any
 
@@ -63,19 +64,15 @@ def _normal(emitter: Emitter, shape: tuple[int, ...], dtype: torch.dtype) -> Ref
     return emit(aten.to.dtype, emit(aten.mul.Tensor, radius, angle), dtype)
 
 
-def _drawn(draw: Any) -> Rewrite:
+def _drawn(draw: Any, op: Op, emitter: Emitter) -> Results:
     """Rewrite ``rand(size)`` and similar, or ``rand_like(x)``."""
-
-    def rewrite(op: Op, emitter: Emitter) -> Results:
-        args = arguments(op)
-        if "self" in args:
-            model = emitter.value(args["self"])
-            shape, dtype = model.shape, args["dtype"] or model.dtype
-        else:
-            shape, dtype = tuple(args["size"]), args["dtype"] or torch.get_default_dtype()
-        return (draw(emitter, shape, dtype),) if dtype.is_floating_point else None
-
-    return rewrite
+    args = arguments(op)
+    if "self" in args:
+        model = emitter.value(args["self"])
+        shape, dtype = model.shape, args["dtype"] or model.dtype
+    else:
+        shape, dtype = tuple(args["size"]), args["dtype"] or torch.get_default_dtype()
+    return (draw(emitter, shape, dtype),) if dtype.is_floating_point else None
 
 
 def _integers(op: Op, emitter: Emitter) -> Results:
@@ -99,15 +96,11 @@ def _permutation(op: Op, emitter: Emitter) -> Results:
     return (order if dtype == torch.int64 else emitter.emit(aten.to.dtype, order, dtype),)
 
 
-def _filled(draw: Callable[[dict[str, Arg], Emitter, tuple[int, ...]], Ref]) -> Rewrite:
+def _filled(draw: Callable[[dict[str, Arg], Emitter, tuple[int, ...]], Ref], op: Op, emitter: Emitter) -> Results:
     """Rewrite ``x.cauchy_(...)`` and similar: ``draw`` gives float64 numbers of the shape."""
-
-    def rewrite(op: Op, emitter: Emitter) -> Results:
-        args = arguments(op)
-        value = emitter.value(args["self"])
-        return (emitter.emit(aten.to.dtype, draw(args, emitter, value.shape), value.dtype),)
-
-    return rewrite
+    args = arguments(op)
+    value = emitter.value(args["self"])
+    return (emitter.emit(aten.to.dtype, draw(args, emitter, value.shape), value.dtype),)
 
 
 def _between(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
@@ -209,25 +202,21 @@ def alpha_scale(p: float) -> tuple[float, float]:
     return a, a * alpha
 
 
-def _alpha_dropout(features: bool) -> Rewrite:
+def _alpha_dropout(op: Op, emitter: Emitter, *, features: bool) -> Results:
     """Rewrite alpha dropout. ``features``: drop whole channels."""
-
-    def rewrite(op: Op, emitter: Emitter) -> Results:
-        args, emit = arguments(op), emitter.emit
-        x, p = args["input"], args["p"]
-        value = emitter.value(x)
-        if not args["train"] or p == 0:
-            return (x,)
-        if p == 1:
-            return (emit(aten.mul.Tensor, x, 0.0),)
-        rank = len(value.shape)
-        shape = (*value.shape[:2], *[1] * (rank - 2)) if features else value.shape
-        a, shift = alpha_scale(p)
-        kept = emit(aten.to.dtype, emit(aten.ge.Scalar, _uniform(emitter, shape, _WIDE), p), value.dtype)
-        moved = emit(aten.add.Tensor, emit(aten.mul.Tensor, kept, shift), shift * (p - 1))
-        return (emit(aten.add.Tensor, emit(aten.mul.Tensor, x, emit(aten.mul.Tensor, kept, a)), moved),)
-
-    return rewrite
+    args, emit = arguments(op), emitter.emit
+    x, p = args["input"], args["p"]
+    value = emitter.value(x)
+    if not args["train"] or p == 0:
+        return (x,)
+    if p == 1:
+        return (emit(aten.mul.Tensor, x, 0.0),)
+    rank = len(value.shape)
+    shape = (*value.shape[:2], *[1] * (rank - 2)) if features else value.shape
+    a, shift = alpha_scale(p)
+    kept = emit(aten.to.dtype, emit(aten.ge.Scalar, _uniform(emitter, shape, _WIDE), p), value.dtype)
+    moved = emit(aten.add.Tensor, emit(aten.mul.Tensor, kept, shift), shift * (p - 1))
+    return (emit(aten.add.Tensor, emit(aten.mul.Tensor, x, emit(aten.mul.Tensor, kept, a)), moved),)
 
 
 def _without_generator(rewrite: Rewrite) -> Rewrite:
@@ -237,24 +226,24 @@ def _without_generator(rewrite: Rewrite) -> Rewrite:
 
 RANDOM_NORMALIZATIONS: dict[OpOverload, Rewrite] = by_operator(
     {
-        "rand rand_like": _drawn(_uniform),
-        "randn randn_like": _drawn(_normal),
+        "rand rand_like": partial(_drawn, _uniform),
+        "randn randn_like": partial(_drawn, _normal),
         "randint randint.low randint_like randint_like.low_dtype": _integers,
         "randperm": _permutation,
-        "uniform": _filled(_between),
-        "exponential": _filled(_exponential),
-        "rand.generator": _without_generator(_drawn(_uniform)),
-        "randn.generator": _without_generator(_drawn(_normal)),
+        "uniform": partial(_filled, _between),
+        "exponential": partial(_filled, _exponential),
+        "rand.generator": _without_generator(partial(_drawn, _uniform)),
+        "randn.generator": _without_generator(partial(_drawn, _normal)),
         "normal.float_float normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor": _gaussian_of,
-        "normal_functional": _filled(_gaussian),
-        "log_normal": _filled(_log_normal),
-        "cauchy": _filled(_cauchy),
-        "geometric": _filled(_geometric),
-        "random.to": _filled(_below),
-        "bernoulli bernoulli.Tensor": _filled(_bernoulli_of),
+        "normal_functional": partial(_filled, _gaussian),
+        "log_normal": partial(_filled, _log_normal),
+        "cauchy": partial(_filled, _cauchy),
+        "geometric": partial(_filled, _geometric),
+        "random.to": partial(_filled, _below),
+        "bernoulli bernoulli.Tensor": partial(_filled, _bernoulli_of),
         "multinomial": _multinomial,
         "rrelu": _rrelu,
-        "alpha_dropout": _alpha_dropout(features=False),
-        "feature_alpha_dropout": _alpha_dropout(features=True),
+        "alpha_dropout": partial(_alpha_dropout, features=False),
+        "feature_alpha_dropout": partial(_alpha_dropout, features=True),
     }
 )

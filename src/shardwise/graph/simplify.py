@@ -11,6 +11,7 @@ and list a backward that never runs. ``new_zeros`` and similar become ``zeros``,
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch._ops import OpOverload
@@ -28,13 +29,9 @@ def _operand(op: Op) -> Ref:
     return operand
 
 
-def _returned_if(is_same: Callable[[Op, Value], bool]) -> Rewrite:
+def _returned_if(is_same: Callable[[Op, Value], bool], op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     """Replace operators by their operand where they return it. ``is_same``: of an operator and its operand."""
-
-    def rewrite(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-        return (_operand(op),) if is_same(op, emitter.value(_operand(op))) else None
-
-    return rewrite
+    return (_operand(op),) if is_same(op, emitter.value(_operand(op))) else None
 
 
 def _cast_like(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
@@ -55,14 +52,10 @@ def _reshape_like(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
     return (emitter.emit(aten.reshape.default, _operand(op), shape),)
 
 
-def _at_least(rank: int) -> Rewrite:
+def _at_least(rank: int, op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     """Rewrite ``atleast_1d`` and similar of several tensors: those with enough dims are returned."""
-
-    def rewrite(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-        operands: tuple[Arg, ...] = op.args[0]
-        return operands if all(len(emitter.value(ref).shape) >= rank for ref in operands) else None
-
-    return rewrite
+    operands: tuple[Arg, ...] = op.args[0]
+    return operands if all(len(emitter.value(ref).shape) >= rank for ref in operands) else None
 
 
 def _expand_like(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
@@ -92,16 +85,12 @@ def _meshgrid(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
     return tuple(grids)
 
 
-def _constructor(target: OpOverload) -> Rewrite:
+def _constructor(target: OpOverload, op: Op, emitter: Emitter) -> tuple[Arg, ...]:
     """Rewrite ``x.new_zeros(size)`` and similar, which read only the dtype of ``x``."""
-
-    def rewrite(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
-        args = arguments(op)
-        dtype = emitter.value(_operand(op)).dtype if args["dtype"] is None else args["dtype"]
-        fill = (args["fill_value"],) if "fill_value" in args else ()
-        return (emitter.emit(target, args["size"], *fill, dtype=dtype),)
-
-    return rewrite
+    args = arguments(op)
+    dtype = emitter.value(_operand(op)).dtype if args["dtype"] is None else args["dtype"]
+    fill = (args["fill_value"],) if "fill_value" in args else ()
+    return (emitter.emit(target, args["size"], *fill, dtype=dtype),)
 
 
 def _takes_all(op: Op, x: Value) -> bool:
@@ -150,27 +139,27 @@ def _complex_view(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
 
 SIMPLIFICATIONS: dict[OpOverload, Rewrite] = by_operator(
     {
-        "add.Tensor": _returned_if(_adds_nothing),
-        "alias clone contiguous lift_fresh lift_fresh_copy positive": _returned_if(lambda op, x: True),
-        "detach": _returned_if(lambda op, x: not x.requires_grad),
-        "to.dtype": _returned_if(lambda op, x: x.dtype == op.args[1]),
+        "add.Tensor": partial(_returned_if, _adds_nothing),
+        "alias clone contiguous lift_fresh lift_fresh_copy positive": partial(_returned_if, lambda op, x: True),
+        "detach": partial(_returned_if, lambda op, x: not x.requires_grad),
+        "to.dtype": partial(_returned_if, lambda op, x: x.dtype == op.args[1]),
         "type_as": _cast_like,
-        "flatten.using_ints": _returned_if(lambda op, x: len(x.shape) == 1),
-        "real conj conj_physical resolve_conj resolve_neg": _returned_if(lambda op, x: not x.dtype.is_complex),
-        "atleast_1d.Sequence": _at_least(1),
-        "atleast_2d.Sequence": _at_least(2),
-        "atleast_3d.Sequence": _at_least(3),
+        "flatten.using_ints": partial(_returned_if, lambda op, x: len(x.shape) == 1),
+        "real conj conj_physical resolve_conj resolve_neg": partial(_returned_if, lambda op, x: not x.dtype.is_complex),
+        "atleast_1d.Sequence": partial(_at_least, 1),
+        "atleast_2d.Sequence": partial(_at_least, 2),
+        "atleast_3d.Sequence": partial(_at_least, 3),
         "view _unsafe_view reshape": _reshape,
         "view_as reshape_as": _reshape_like,
-        "expand": _returned_if(lambda op, x: x.shape == op.args[1]),
+        "expand": partial(_returned_if, lambda op, x: x.shape == op.args[1]),
         "expand_as": _expand_like,
         "broadcast_tensors": _broadcast,
         "meshgrid meshgrid.indexing": _meshgrid,
-        "new_zeros": _constructor(aten.zeros.default),
-        "new_ones": _constructor(aten.ones.default),
-        "new_full": _constructor(aten.full.default),
-        "new_empty": _constructor(aten.empty.memory_format),
-        "slice.Tensor": _returned_if(_takes_all),
+        "new_zeros": partial(_constructor, aten.zeros.default),
+        "new_ones": partial(_constructor, aten.ones.default),
+        "new_full": partial(_constructor, aten.full.default),
+        "new_empty": partial(_constructor, aten.empty.memory_format),
+        "slice.Tensor": partial(_returned_if, _takes_all),
         "cat": _cat,
         "view_as_complex": _complex_view,
         "embedding": _dense,

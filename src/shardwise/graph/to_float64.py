@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from math import log1p, pi
 from typing import Any
 
@@ -324,13 +325,16 @@ def _like(draw: Draw) -> Callable[..., torch.Tensor]:
     return lambda mode, input, **kwargs: draw(mode, tuple(input.shape))
 
 
-def _in_place(draw: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _in_place(
+    draw: Callable[..., torch.Tensor],
+    mode: Reference,
+    x: torch.Tensor,
+    *args: Any,
+    generator: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor:
     """Return ``x.cauchy_(...)`` and its like. ``draw``: numbers of a shape, by the arguments of the call."""
-
-    def run(mode: Reference, x: torch.Tensor, *args: Any, generator: Any = None, **kwargs: Any) -> torch.Tensor:
-        return _filled(x, draw(mode, tuple(x.shape), *args, **kwargs))
-
-    return run
+    return _filled(x, draw(mode, tuple(x.shape), *args, **kwargs))
 
 
 def _randint(mode: Reference, *args: Any, dtype: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -409,17 +413,14 @@ def _rrelu(
     return input * torch.where(input <= 0, mode.uniform(tuple(input.shape)) * (upper - lower) + lower, 1.0)
 
 
-def _alpha_dropout(features: bool) -> Callable[..., torch.Tensor]:
-    def run(mode: Reference, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-        if not train or p == 0:
-            return input
-        if p == 1:
-            return input * 0.0
-        shape = (*input.shape[:2], *[1] * (input.dim() - 2)) if features else tuple(input.shape)
-        scale, shift = alpha_scale(p)
-        return torch.where(mode.uniform(shape) >= p, input * scale + shift * p, shift * (p - 1))
-
-    return run
+def _alpha_dropout(mode: Reference, input: torch.Tensor, p: float, train: bool, *, features: bool) -> torch.Tensor:
+    if not train or p == 0:
+        return input
+    if p == 1:
+        return input * 0.0
+    shape = (*input.shape[:2], *[1] * (input.dim() - 2)) if features else tuple(input.shape)
+    scale, shift = alpha_scale(p)
+    return torch.where(mode.uniform(shape) >= p, input * scale + shift * p, shift * (p - 1))
 
 
 def _bernoulli(mode: Reference, input: torch.Tensor, p: float | None = None, **kwargs: Any) -> torch.Tensor:
@@ -429,46 +430,40 @@ def _bernoulli(mode: Reference, input: torch.Tensor, p: float | None = None, **k
     return _beside((mode.drop(torch.ones(input.shape, dtype=torch.float64), 1 - p) != 0).to(input.dtype), input)
 
 
-def _recurrent(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
+def _recurrent(
+    function: Callable[..., tuple[torch.Tensor, ...]], mode: Reference, *args: Any
+) -> tuple[torch.Tensor, ...]:
     """Run layer by layer if there is dropout between the layers."""
-
-    def run(mode: Reference, *args: Any) -> tuple[torch.Tensor, ...]:
-        if isinstance(args[3], (tuple, list)):  # (data, batch_sizes, hx, params, ...): a packed sequence
-            return function(*args)
-        x, hx, params, has_biases, layers, p, train, bidirectional, batch_first = args
-        if not train or p == 0:
-            return function(*args)
-        states = [hx] if isinstance(hx, torch.Tensor) else list(hx)
-        directions, num_params = 2 if bidirectional else 1, len(params) // layers
-        finals = []
-        for layer in range(layers):
-            sliced = [state[layer * directions : (layer + 1) * directions] for state in states]
-            rest = (has_biases, 1, 0.0, train, bidirectional, batch_first)
-            first = sliced[0] if isinstance(hx, torch.Tensor) else tuple(sliced)
-            x, *last = function(x, first, params[layer * num_params : (layer + 1) * num_params], *rest)
-            finals.append(last)
-            x = mode.drop(x, p) if layer < layers - 1 else x
-        return x, *(torch.cat(together) for together in zip(*finals, strict=True))
-
-    return run
+    if isinstance(args[3], (tuple, list)):  # (data, batch_sizes, hx, params, ...): a packed sequence
+        return function(*args)
+    x, hx, params, has_biases, layers, p, train, bidirectional, batch_first = args
+    if not train or p == 0:
+        return function(*args)
+    states = [hx] if isinstance(hx, torch.Tensor) else list(hx)
+    directions, num_params = 2 if bidirectional else 1, len(params) // layers
+    finals = []
+    for layer in range(layers):
+        sliced = [state[layer * directions : (layer + 1) * directions] for state in states]
+        rest = (has_biases, 1, 0.0, train, bidirectional, batch_first)
+        first = sliced[0] if isinstance(hx, torch.Tensor) else tuple(sliced)
+        x, *last = function(x, first, params[layer * num_params : (layer + 1) * num_params], *rest)
+        finals.append(last)
+        x = mode.drop(x, p) if layer < layers - 1 else x
+    return x, *(torch.cat(together) for together in zip(*finals, strict=True))
 
 
-def _from_data(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _from_data(function: Callable[..., torch.Tensor], mode: Reference, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Round numbers in the model's code to its own dtype, as capture reads them."""
-
-    def run(mode: Reference, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not mode.widens:
-            return function(*args, **kwargs)
-        if function is torch.Tensor.new_tensor and kwargs.get("dtype") is None:
-            kwargs["dtype"] = mode.dtypes.of(args[0])
-        with default_dtype(mode.models_default):
-            made = function(*args, **kwargs)
-            if function is _NEW and _is_data(args[1:]):
-                made = made.to(mode.dtypes.of(args[0]))
-        wide: torch.Tensor = _wide_argument(made)
-        return wide
-
-    return run
+    if not mode.widens:
+        return function(*args, **kwargs)
+    if function is torch.Tensor.new_tensor and kwargs.get("dtype") is None:
+        kwargs["dtype"] = mode.dtypes.of(args[0])
+    with default_dtype(mode.models_default):
+        made = function(*args, **kwargs)
+        if function is _NEW and _is_data(args[1:]):
+            made = made.to(mode.dtypes.of(args[0]))
+    wide: torch.Tensor = _wide_argument(made)
+    return wide
 
 
 def _is_data(args: Sequence[Any]) -> bool:
@@ -524,7 +519,7 @@ def _batch_norm(mode: Reference, input: torch.Tensor, *args: Any, **kwargs: Any)
 
 REPLACED: dict[Any, Callable[..., Any]] = {
     **{
-        function: _from_data(function)
+        function: partial(_from_data, function)
         for function in (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, _NEW)
     },
     torch.Tensor.__setitem__: _setitem,
@@ -538,26 +533,28 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.bernoulli: _bernoulli,
     torch.Tensor.bernoulli: _bernoulli,
     torch.Tensor.bernoulli_: _bernoulli_,
-    torch.Tensor.normal_: _in_place(lambda mode, shape, mean=0.0, std=1.0: mode.normal(shape) * std + mean),
-    torch.Tensor.log_normal_: _in_place(_log_normal_),
-    torch.Tensor.cauchy_: _in_place(_cauchy_),
-    torch.Tensor.geometric_: _in_place(
-        lambda mode, shape, p: (torch.log1p(-mode.uniform(shape)) / log1p(-p)).floor() + 1
+    torch.Tensor.normal_: partial(_in_place, lambda mode, shape, mean=0.0, std=1.0: mode.normal(shape) * std + mean),
+    torch.Tensor.log_normal_: partial(_in_place, _log_normal_),
+    torch.Tensor.cauchy_: partial(_in_place, _cauchy_),
+    torch.Tensor.geometric_: partial(
+        _in_place, lambda mode, shape, p: (torch.log1p(-mode.uniform(shape)) / log1p(-p)).floor() + 1
     ),
-    torch.Tensor.random_: _in_place(lambda mode, shape, to: (mode.uniform(shape) * to).floor()),
+    torch.Tensor.random_: partial(_in_place, lambda mode, shape, to: (mode.uniform(shape) * to).floor()),
     torch.normal: _normal_of,
     torch.multinomial: _multinomial,
     torch.Tensor.multinomial: _multinomial,
     torch.rrelu: _rrelu,
-    torch.alpha_dropout: _alpha_dropout(features=False),
-    torch.feature_alpha_dropout: _alpha_dropout(features=True),
-    torch.Tensor.uniform_: _in_place(_uniform_),
-    torch.Tensor.exponential_: _in_place(lambda mode, shape, lambd=1.0: torch.log1p(-mode.uniform(shape)) / -lambd),
+    torch.alpha_dropout: partial(_alpha_dropout, features=False),
+    torch.feature_alpha_dropout: partial(_alpha_dropout, features=True),
+    torch.Tensor.uniform_: partial(_in_place, _uniform_),
+    torch.Tensor.exponential_: partial(
+        _in_place, lambda mode, shape, lambd=1.0: torch.log1p(-mode.uniform(shape)) / -lambd
+    ),
     torch._grouped_mm: _grouped_mm,
-    torch.lstm: _recurrent(torch.lstm),
-    torch.gru: _recurrent(torch.gru),
-    torch.rnn_tanh: _recurrent(torch.rnn_tanh),
-    torch.rnn_relu: _recurrent(torch.rnn_relu),
+    torch.lstm: partial(_recurrent, torch.lstm),
+    torch.gru: partial(_recurrent, torch.gru),
+    torch.rnn_tanh: partial(_recurrent, torch.rnn_tanh),
+    torch.rnn_relu: partial(_recurrent, torch.rnn_relu),
     torch.batch_norm: _batch_norm,
     torch.dropout: _dropout,
     torch.dropout_: _dropout_,

@@ -1,6 +1,6 @@
 """What the dialect uses of the library besides its public names. Only this file imports private modules.
 
-``Layout`` and ``Pipeline`` are public in ``sw.results``, which would load a hundred modules of reports.
+``Layout`` is public in ``sw.results``, which would load a hundred modules of reports.
 """
 
 from shardwise.graph.capture import capture
@@ -29,12 +29,11 @@ from shardwise.runtime.guards.norms import total_norm
 from shardwise.runtime.guards.registry import held_parameters
 from shardwise.runtime.hooks import MARKS
 from shardwise.runtime.local_shards import shard
-from shardwise.runtime.pipeline import Pipeline
 from shardwise.search.user_strategies import axes_of_counts
 
 __all__ = [
     "APART", "BUCKET_BYTES", "MARKS", "Atom", "Box", "Bucket", "Conversion", "Graph", "Layout", "LocalOp",
-    "LocalProgram", "Move", "Op", "OverlapPart", "Pipeline", "Ref", "Source", "SpmdProgram", "apply_strategy",
+    "LocalProgram", "Move", "Op", "OverlapPart", "Ref", "Source", "SpmdProgram", "apply_strategy",
     "axes_of_counts", "bind", "boxes", "capture", "conversions_of", "device_of", "format_bytes", "format_layout",
     "from_rank_zero", "held_parameters", "in_reference_mode", "leading_names", "leaf_name", "load_exported",
     "local_move", "localize", "map_refs", "parse_dtype", "parse_layout", "rank_groups", "ranks", "save_exported",

@@ -17,8 +17,8 @@ stages, which together have the first j blocks::
 
     T(s, j) = min over i of max(T(s - 1, i), stage(s, i, j - 1))
 
-Estimates choose which settings are planned, and in which order (``plans.auto_stages``). They also place the cuts of a
-pipeline if memory binds (``plans.pipelines``). Plans themselves are searched, built and simulated as a whole.
+Estimates choose which settings are planned, and in which order (``plans.auto_stages``), and nothing else. Where the
+stages of a setting begin is decided in ``search.stage_partition``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ from shardwise.search.constants import (
     ESTIMATED_BYTE_PRICES,
     ESTIMATED_MEMORY_SHARE,
     ESTIMATED_TRAFFIC_WEIGHTS,
-    EVEN_STAGE_SLACK,
 )
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, CostWeights
 from shardwise.search.elimination import Scope, TooWide
@@ -167,13 +166,6 @@ class ParetoFront:
             for way in {way for way in taken if way.others is not None} or self.ways:
                 way.price()
 
-    def settled(self) -> ParetoFront:
-        """Compute all points of all options, and return this front."""
-        self._make_others()
-        for way in self.ways:
-            way.price()
-        return self
-
     def _make_others(self) -> None:
         if self.others is not None:
             self.ways, self.others = [*self.ways, *self.others()], None
@@ -208,30 +200,18 @@ class StageCuts:
 
     @staticmethod
     def of(spans: Sequence[Floats]) -> StageCuts:
-        """Return the most even cut whose slowest stage is nearly as fast as possible.
-
-        Two dynamic programs over (stage s, number of blocks j in the first s stages)::
-
-            slowest(s, j) = min over i of max(slowest(s - 1, i), spans[s][i, j - 1])
-            squares(s, j) = min over i of squares(s - 1, i) + spans[s][i, j - 1] ** 2
-
-        The second admits only stages within EVEN_STAGE_SLACK of the first one's result. The least sum of squares is the
-        most even division.
+        """Return the cut whose slowest stage is as fast as possible: T above.
 
         Args:
             spans: For every stage, [first block, last block] its seconds.
         """
-        slowest = np.array([0.0, *[inf] * len(spans[0])])
-        for seconds_of_place in spans:
-            slowest = np.concatenate([[inf], np.maximum(slowest[:-1, None], seconds_of_place).min(axis=0)])
-        most = EVEN_STAGE_SLACK * slowest[-1]
-        if most == inf:
+        slowest, chosen = np.array([0.0, *[inf] * len(spans[0])]), []
+        for seconds_of_stage in spans:
+            ends = np.maximum(slowest[:-1, None], seconds_of_stage)
+            chosen.append(ends.argmin(axis=0))
+            slowest = np.concatenate([[inf], ends.min(axis=0)])
+        if slowest[-1] == inf:
             return StageCuts(inf, ())
-        total, chosen = np.array([0.0, *[inf] * len(spans[0])]), []
-        for seconds_of_place in spans:
-            squares = total[:-1, None] + np.where(seconds_of_place <= most, seconds_of_place, inf) ** 2
-            chosen.append(squares.argmin(axis=0))
-            total = np.concatenate([[inf], squares.min(axis=0)])
         at, starts = len(spans[0]), []
         for back in reversed(chosen):
             at = int(back[at - 1])
@@ -241,7 +221,7 @@ class StageCuts:
 
 @dataclass
 class StageEstimator:
-    """Estimates the steps of settings, and places the cuts between their stages.
+    """Estimates the steps of settings.
 
     Attributes:
         whole: The training graph of a step.
@@ -277,9 +257,6 @@ class StageEstimator:
         if short is None:
             self.ends = [(block.path, block.path) for block in self.blocks]
         self.apart = ends_of(self.whole)
-        ahead, behind = self.apart
-        firsts = [*ahead[:1], *(block.ops[0] for block in self.blocks), *behind[:1]]
-        self.starts = [op.name for op in firsts]  # the operators before which a stage may begin
 
     def least(self, setting: StageConfig) -> float:
         """Return a lower bound of ``seconds``, faster to compute: it searches only the weakest memory policies.
@@ -299,30 +276,6 @@ class StageEstimator:
         memory_bytes = self.settings.memory_bytes
         limit = ESTIMATED_MEMORY_SHARE * (self.cluster.device.usable_bytes if memory_bytes is None else memory_bytes)
         return limit * setting.places / setting.stages
-
-    def parts(self, setting: StageConfig, flying: Sequence[float]) -> list[list[str]] | None:
-        """Return the operators of every stage, cut between blocks. The ends of the model may be stages of their own.
-
-        Returns None if there are fewer places to begin than stages, or if nothing seems to fit. A model without
-        repeated blocks has no such places.
-
-        Args:
-            setting: The setting.
-            flying: For every stage, the number of micro-batches that it keeps at once.
-        """
-        if len(self.starts) < setting.stages:
-            return None
-        front = self._front(setting)
-        cut = None if front is None else front.settled().cut(self._limit(setting), flying)
-        if cut is None or not cut.starts:
-            return None
-        begins = {self.starts[start]: number for number, start in enumerate(cut.starts) if number}
-        parts: list[list[str]] = [[] for _ in cut.starts]
-        current = 0
-        for op in self.whole.ops:
-            current = begins.get(op.name, current)
-            parts[current].append(op.name)
-        return parts
 
     def _front(self, setting: StageConfig) -> ParetoFront | None:
         """Return the front of a setting, or None if the loss is no sum over such micro-batches.

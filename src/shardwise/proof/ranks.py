@@ -44,7 +44,7 @@ from shardwise.proof.virtual import Values as VirtualValues
 from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
 from shardwise.runtime.local_shards import shard
 from shardwise.runtime.memory_of_outputs import alias_buffers, separate_memory, whole_buffers, write_buffers
-from shardwise.runtime.micro_batched_step import rows_of_pass, with_samples_in
+from shardwise.runtime.stage import rows_of_pass, with_samples_in
 from shardwise.runtime.torch_schedules import order_of
 
 CPU = torch.device("cpu")
@@ -87,11 +87,9 @@ class _Rank:
             self.kinds[name] = source.kind
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add to the gradient of a parameter, or of an input."""
         self.gradients[name] = self.gradients[name] + gradient if name in self.gradients else gradient.clone()
 
     def finish(self) -> Values:
-        """Run the optimizer and return the rank's values."""
         for name, gradient in self.gradients.items():
             if name in self.tensors:
                 self.tensors[name].grad = gradient.clone().to(self.tensors[name].dtype)
@@ -147,7 +145,6 @@ class VirtualRanks:
         return self.bounds[self.passes.sizes[0]]
 
     def _programs(self, spmd: SpmdProgram) -> list[RankProgram]:
-        """Return the program of every device of a stage."""
         loss_only = not self.start.returns_outputs
         reached = None if loss_only else [name == spmd.loss for name in delivered_values(spmd, loss_only=False)]
         programs = [
@@ -498,7 +495,6 @@ class VirtualStep:
                     cotangents.setdefault(source.value, torch.zeros(shape, dtype=dtype))
 
     def _reduce(self) -> None:
-        """Reduce the accumulated gradients, and add them to those of the ranks."""
         ranks = self.ranks
         for (stage, size), sums in self.sums.items():
             cluster, parts = ranks.clusters[stage], ranks.parts[size][stage]

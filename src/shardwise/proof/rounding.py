@@ -182,7 +182,6 @@ def disturb(run: OneDevice, number: int, by: float = DISTURBANCE) -> None:
 
 
 def _off(tensor: torch.Tensor, *, draw: torch.Generator, by: float = DISTURBANCE) -> torch.Tensor:
-    """Return the tensor with every number a little larger or smaller."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.clone()
     signs = torch.randint(2, tensor.shape, generator=draw, dtype=torch.int8).double() * 2 - 1

@@ -230,7 +230,6 @@ class _SampleCall:
 
 
 def _positional(target: OpOverload, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Convert named arguments to positional ones as far as possible, as captures do."""
     left, args = dict(named), []
     for item in target._schema.arguments:
         if item.kwarg_only or item.name not in left:
@@ -251,7 +250,6 @@ def _call(op: Op, tensors: Sequence[Tensor]) -> Any:
 def _gradients(
     results: Sequence[Tensor], seeds: Sequence[Tensor], operands: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the operands that require one (zeros if none flows)."""
     flowing = [(result, seed) for result, seed in zip(results, seeds, strict=True) if result.requires_grad]
     differentiable = [t for t in operands if t.requires_grad]
     if not flowing or not differentiable:
@@ -280,7 +278,6 @@ def _strategies(rule: OpRule, call: _SampleCall) -> Iterator[tuple[Strategy, Mes
 
 
 def _run(call: _SampleCall, rule: OpRule, strategy: Strategy, mesh: Mesh) -> tuple[float, str]:
-    """Return the worst error of the split call on the virtual cluster, and where it is."""
     try:
         return _compare(call, rule, strategy, mesh)
     except Exception as error:  # any error of a local call is a fault of the rule

@@ -133,7 +133,6 @@ class OneDevice:
         return values
 
     def _run(self, step: int) -> Values:
-        """Run forward and backward and return the loss and the outputs."""
         start = self.start
         values: Values = {}
         norms = (norm for norm in self.module.modules() if isinstance(norm, _BatchNorm) and norm.momentum is None)

@@ -8,7 +8,7 @@ from math import prod
 from torch._ops import OpOverload
 
 from shardwise.graph.ir import Arg, Op, refs
-from shardwise.rules.rule import LocalContext, LocalOpCall, Piece
+from shardwise.rules.rule import LocalContext, Localize, LocalOpCall, Piece
 
 
 def operand_positions(op: Op) -> dict[str, tuple[int, ...]]:
@@ -65,6 +65,11 @@ def local_size(context: LocalContext, factor: str) -> int:
 
 def any_split(context: LocalContext, factors: Sequence[str]) -> bool:
     return any(context.is_split(factor) for factor in factors)
+
+
+def if_split(localize: Localize, *factors: str) -> Localize:
+    """Return ``localize`` for ranks with a part of one of the factors; the others make the call as it is."""
+    return lambda op, context: localize(op, context) if any_split(context, factors) else same_call(op)
 
 
 def block_offset(pieces: Sequence[Piece]) -> int | None:

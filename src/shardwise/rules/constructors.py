@@ -6,7 +6,7 @@ import torch
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments, by_operator, operator_name
-from shardwise.rules.arguments import any_split, block_offset, flat_pieces, replace_arguments, same_call
+from shardwise.rules.arguments import block_offset, flat_pieces, if_split, replace_arguments
 from shardwise.rules.binding import RuleTable, build, dim_names, single, whole_rule
 from shardwise.rules.local_kernels import EYE_BLOCK, LINSPACE_BLOCK, RANGE_BLOCK
 from shardwise.rules.rule import FactorKind, LocalContext, LocalOpCall, OpRule
@@ -42,8 +42,6 @@ def _range(op: Op, graph: Graph) -> OpRule:
     start, step = args.get("start", 0), args.get("step", 1)
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not context.is_split("n"):
-            return same_call(op)
         pieces = context.pieces["n"]
         offset, length = block_offset(pieces), context.result_shapes[0][0]
         integers = all(isinstance(number, int) for number in (start, step))
@@ -53,19 +51,17 @@ def _range(op: Op, graph: Graph) -> OpRule:
             return LocalOpCall(aten.arange.start_step, bounds, (("dtype", value.dtype), ("device", args["device"])))
         return LocalOpCall(RANGE_BLOCK, (start, step, *flat_pieces(pieces), value.dtype, args["device"]))
 
-    return build(op, graph, [], [single(["n"])], localize=localize)
+    return build(op, graph, [], [single(["n"])], localize=if_split(localize, "n"))
 
 
 def _linspace(op: Op, graph: Graph) -> OpRule:
     args, dtype = arguments(op), graph.by_name[op.results[0]].dtype
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not context.is_split("n"):
-            return same_call(op)
         ends = (args["start"], args["end"], args["steps"])
         return LocalOpCall(LINSPACE_BLOCK, (*ends, *flat_pieces(context.pieces["n"]), dtype, args["device"]))
 
-    return build(op, graph, [], [single(["n"])], localize=localize)
+    return build(op, graph, [], [single(["n"])], localize=if_split(localize, "n"))
 
 
 SPACED = (
@@ -87,12 +83,10 @@ def _eye(op: Op, graph: Graph) -> OpRule:
     args, dtype = arguments(op), graph.by_name[op.results[0]].dtype
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not any_split(context, ("m", "n")):
-            return same_call(op)
         rows, columns = flat_pieces(context.pieces["m"]), flat_pieces(context.pieces["n"])
         return LocalOpCall(EYE_BLOCK, (*rows, *columns, dtype, args["device"]))
 
-    return build(op, graph, [], [single(["m", "n"])], localize=localize)
+    return build(op, graph, [], [single(["m", "n"])], localize=if_split(localize, "m", "n"))
 
 
 def _scalar(op: Op, graph: Graph) -> OpRule:
@@ -108,5 +102,6 @@ CONSTRUCTORS: RuleTable = by_operator(
         "linspace": _linspace,
         "eye eye.m": _eye,
         "tril_indices triu_indices": whole_rule,
-    }
-) | {**dict.fromkeys(SPACED, _spaced)}
+    },
+    dict.fromkeys(SPACED, _spaced),
+)

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
-from shardwise.rules.arguments import any_split, local_size, operand_positions, replace_arguments, same_call
+from shardwise.rules.arguments import any_split, if_split, local_size, operand_positions, replace_arguments
 from shardwise.rules.binding import Linear, RuleTable, build, single
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, OpRule, Window
@@ -162,8 +162,6 @@ def _im2col(op: Op, graph: Graph) -> OpRule:
     assert sizes["y0"] * sizes["y1"] == after[-1], f"{op.target}: {sizes} are not {after[-1]} windows"
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not any_split(context, ("y0", "y1")):
-            return same_call(op)
         pads = [sliding_map.padding(*part_of(context, f"y{i}")) for i, sliding_map in enumerate(maps)]
         ends = tuple(zip(*pads, strict=True))
         return LocalOpCall(IM2COL_WINDOW, (Ref(op.operands[0]), kernel, dilation, *ends, stride))
@@ -176,7 +174,7 @@ def _im2col(op: Op, graph: Graph) -> OpRule:
         kinds={"k0": "whole", "k1": "whole"},
         sizes=sizes,
         linear=((0,),),
-        localize=localize,
+        localize=if_split(localize, "y0", "y1"),
         windows={f"x{i}": Window(f"y{i}", sliding_map.ranges) for i, sliding_map in enumerate(maps)},
     )
 

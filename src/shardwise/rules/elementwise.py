@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch._ops import OpOverload
@@ -11,7 +12,7 @@ from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
 from shardwise.rules.arguments import operand_positions
 from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, dim_names, single
-from shardwise.rules.rule import Dims, FactorKind, Localize, OpRule
+from shardwise.rules.rule import Dims, Localize, OpRule
 
 aten = torch.ops.aten
 
@@ -52,13 +53,9 @@ def _linear_in(*groups: Iterable[str]) -> RuleFunction:
     return function
 
 
-def _when(condition: Callable[[dict[str, object]], bool], linear: RuleFunction) -> RuleFunction:
+def _when(condition: Callable[[dict[str, object]], bool], linear: RuleFunction, op: Op, graph: Graph) -> OpRule | None:
     """Linear only if the arguments say so."""
-
-    def function(op: Op, graph: Graph) -> OpRule | None:
-        return linear(op, graph) if condition(arguments(op)) else pointwise_rule(op, graph)
-
-    return function
+    return linear(op, graph) if condition(arguments(op)) else pointwise_rule(op, graph)
 
 
 def _dropout(op: Op, graph: Graph) -> OpRule | None:
@@ -75,8 +72,7 @@ def _same_type(op: Op, graph: Graph) -> OpRule:
     if other == shape:
         return build(op, graph, [dims, dims], [dims], linear=((0,),))
     whole = tuple(f"o{i}" for i in range(len(other)))
-    kinds: dict[str, FactorKind] = dict.fromkeys(whole, "whole")
-    return build(op, graph, [dims, single(whole)], [dims], kinds=kinds, linear=((0,),))
+    return build(op, graph, [dims, single(whole)], [dims], kinds=dict.fromkeys(whole, "whole"), linear=((0,),))
 
 
 def _prelu(op: Op, graph: Graph) -> OpRule:
@@ -145,7 +141,7 @@ def _overloads(name: str) -> list[OpOverload]:
 _ADD = _linear_in(("self", "other"))
 _MULTIPLY = _linear_in(("self",), ("other",))
 _FIRST = _linear_in(("self",))
-_UNROUNDED_DIVIDE = _when(lambda a: a["rounding_mode"] is None, _FIRST)
+_UNROUNDED_DIVIDE = partial(_when, lambda a: a["rounding_mode"] is None, _FIRST)
 
 _SPECIAL: RuleTable = {
     aten.add.Tensor: _ADD,
@@ -175,10 +171,10 @@ _SPECIAL: RuleTable = {
     aten.lerp.Tensor: _linear_in(("self", "end")),
     aten.complex.default: _linear_in(("real", "imag")),
     aten.where.self: _linear_in(("self", "other")),
-    aten.where.ScalarOther: _when(lambda a: a["other"] == 0, _linear_in(("self",))),
-    aten.where.ScalarSelf: _when(lambda a: a["self"] == 0, _linear_in(("other",))),
+    aten.where.ScalarOther: partial(_when, lambda a: a["other"] == 0, _linear_in(("self",))),
+    aten.where.ScalarSelf: partial(_when, lambda a: a["self"] == 0, _linear_in(("other",))),
     aten.where.Scalar: _pointwise,
-    aten.masked_fill.Scalar: _when(lambda a: a["value"] == 0, _FIRST),
+    aten.masked_fill.Scalar: partial(_when, lambda a: a["value"] == 0, _FIRST),
     aten.masked_fill.Tensor: _linear_in(("self", "value")),
     aten.fill.Scalar: _pointwise,
     aten.fill.Tensor: _linear_in(("value",)),

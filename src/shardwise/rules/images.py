@@ -8,7 +8,7 @@ import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments, by_operator
-from shardwise.rules.arguments import any_split, local_size, normal_dim, replace_arguments, same_call
+from shardwise.rules.arguments import if_split, local_size, normal_dim, replace_arguments
 from shardwise.rules.binding import RuleTable, build, dim_names, rank_of, single
 from shardwise.rules.convolution import spatial
 from shardwise.rules.empty import zeros_if_empty
@@ -72,8 +72,6 @@ def _col2im(op: Op, graph: Graph) -> OpRule:
     maps = [Sliding(counts[i], kernel[i], stride[i], dilation[i], padding[i]) for i in range(2)]
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not any_split(context, ("y0", "y1")):
-            return same_call(op)
         parts = [part_of(context, f"y{i}") for i in range(2)]
         part_lengths = [
             sliding_map.transposed(*part) if context.is_split(f"y{i}") else ((0, sliding_map.size),)
@@ -99,7 +97,7 @@ def _col2im(op: Op, graph: Graph) -> OpRule:
         kinds=dict.fromkeys(whole, "whole"),
         sizes={"k0": kernel[0], "k1": kernel[1], "x0": counts[0], "x1": counts[1]},
         linear=((0,),),
-        localize=localize,
+        localize=if_split(localize, "y0", "y1"),
         windows={f"x{i}": Window(f"y{i}", m.transposed) for i, m in enumerate(maps) if f"x{i}" not in whole},
     )
 
@@ -132,9 +130,8 @@ def _by_maps(op: Op, graph: Graph) -> OpRule:
     count = 2
     leading = ("n", "c")[2 - (rank - count) :]
     x, y = spatial("x", count), spatial("y", count)
-    kinds: dict[str, FactorKind] = dict.fromkeys((*x, *y), "whole")
     operands = [single((*leading, *x))] * len(op.operands)
-    return build(op, graph, operands, [single((*leading, *y))], kinds=kinds, linear=((0,),))
+    return build(op, graph, operands, [single((*leading, *y))], kinds=dict.fromkeys((*x, *y), "whole"), linear=((0,),))
 
 
 IMAGES: RuleTable = by_operator(

@@ -9,7 +9,7 @@ from torch._ops import OpOverload
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments, by_operator
-from shardwise.rules.arguments import any_split, broadcast_shape, flat_pieces, normal_dim, same_call
+from shardwise.rules.arguments import broadcast_shape, flat_pieces, if_split, normal_dim
 from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, single, with_dim
 from shardwise.rules.local_kernels import (
     EMBEDDING_ROWS,
@@ -35,12 +35,10 @@ def _of_own_rows(kernel: OpOverload, place: int) -> Localize:
     """Return the local call of a lookup along dim ``place``, the factor v: of the rows that the rank holds."""
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not context.is_split("v"):
-            return same_call(op)
         x, ids = op.operands
         return LocalOpCall(kernel, (Ref(x), place, Ref(ids), *flat_pieces(context.pieces["v"])))
 
-    return localize
+    return if_split(localize, "v")
 
 
 def embedding_rule(op: Op, graph: Graph) -> OpRule:
@@ -53,14 +51,12 @@ def embedding_rule(op: Op, graph: Graph) -> OpRule:
         kinds = dict.fromkeys(("v", *leading), "whole")
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not context.is_split("v"):
-            return same_call(op)
         table, ids = op.operands
         return LocalOpCall(EMBEDDING_ROWS, (Ref(table), Ref(ids), padding, *flat_pieces(context.pieces["v"])))
 
     result = single([*leading, "e"])
     operands = [single(["v", "e"]), single(leading)]
-    return build(op, graph, operands, [result], kinds=kinds, linear=_FIRST, localize=localize)
+    return build(op, graph, operands, [result], kinds=kinds, linear=_FIRST, localize=if_split(localize, "v"))
 
 
 def aligned_dims(shape: Sequence[int], index: Sequence[int], place: int) -> tuple[Dims, Dims, dict[str, FactorKind]]:
@@ -100,8 +96,7 @@ def _scalar_lookup(op: Op, graph: Graph) -> OpRule:
     """A lookup in or by a scalar: nothing to split."""
     tensors = [single([f"x{i}"] * len(shape)) for i, shape in enumerate(_shapes(op, graph))]
     result = single(["y"] * len(graph.by_name[op.results[0]].shape))
-    kinds: dict[str, FactorKind] = dict.fromkeys(("x0", "x1", "y"), "whole")
-    return build(op, graph, tensors, [result], kinds=kinds, linear=_FIRST)
+    return build(op, graph, tensors, [result], kinds=dict.fromkeys(("x0", "x1", "y"), "whole"), linear=_FIRST)
 
 
 def take_along_rule(op: Op, graph: Graph) -> OpRule | None:
@@ -184,14 +179,13 @@ def index_rule(op: Op, graph: Graph) -> OpRule | None:
     kinds: dict[str, FactorKind] = dict.fromkeys(indexed, "sum")
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not any_split(context, indexed):
-            return same_call(op)
         ids = tuple(item for item in arguments(op)["indices"] if item is not None)
         counts = tuple(len(context.pieces[name]) for name in indexed)
         pieces = flat_pieces([piece for name in indexed for piece in context.pieces[name]])
         return LocalOpCall(INDEX_ROWS, (Ref(op.operands[0]), ids, tuple(places), counts, *pieces))
 
-    return build(op, graph, [operand, *indices], [result], kinds=kinds, linear=_FIRST, localize=localize)
+    local = if_split(localize, *indexed)
+    return build(op, graph, [operand, *indices], [result], kinds=kinds, linear=_FIRST, localize=local)
 
 
 def one_hot_rule(op: Op, graph: Graph) -> OpRule | None:
@@ -201,24 +195,21 @@ def one_hot_rule(op: Op, graph: Graph) -> OpRule | None:
     names = dim_names(len(_shapes(op, graph)[0]))
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not context.is_split("c"):
-            return same_call(op)
         return LocalOpCall(ONE_HOT_CLASSES, (Ref(op.operands[0]), *flat_pieces(context.pieces["c"])))
 
-    return build(op, graph, [single(names)], [single([*names, "c"])], localize=localize)
+    return build(op, graph, [single(names)], [single([*names, "c"])], localize=if_split(localize, "c"))
 
 
 def take_rule(op: Op, graph: Graph) -> OpRule:
     """``x.flatten()[index]``."""
     x, index = _shapes(op, graph)
     names, sources = dim_names(len(index)), tuple(f"x{i}" for i in range(len(x)))
-    kinds: dict[str, FactorKind] = dict.fromkeys(sources, "lowered")
     return build(
         op,
         graph,
         [single(sources), single(names)],
         [single(names)],
-        kinds=kinds,
+        kinds=dict.fromkeys(sources, "lowered"),
         linear=_FIRST,
         lowering=lowerings.take,
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from shardwise.graph.einsum import DOTS, terms_of
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments, by_operator
-from shardwise.rules.binding import RuleFunction, RuleTable, build, dim_names, leading_names, rule, single
+from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, rule, single
 from shardwise.rules.elementwise import broadcast_dims
 from shardwise.rules.lowerings.contractions import addbmm, addmm, addmv, baddbmm, linear
 from shardwise.rules.rule import Dims, FactorKind, Lowering, OpRule
@@ -54,20 +56,16 @@ def matmul_rule(op: Op, graph: Graph) -> OpRule:
     )
 
 
-def _plus_product(left: str, right: str, result: str, lowering: Lowering | None = None) -> RuleFunction:
+def _plus_product(left: str, right: str, result: str, op: Op, graph: Graph, lowering: Lowering | None = None) -> OpRule:
     """``1|m 1|n, m k, k n -> m n``: the added tensor may broadcast; what is summed is lowered, to add it once."""
     dims = [single(dims.split()) for dims in (left, right, result)]
     summed: dict[str, FactorKind] = {name: "lowered" for (name,) in dims[0] if (name,) not in dims[2]}
-
-    def function(op: Op, graph: Graph) -> OpRule:
-        shape, whole = (graph.by_name[name].shape for name in (op.operands[0], op.results[0]))
-        behind = len(whole) - len(shape)
-        aligned = zip(dims[2][behind:], shape, whole[behind:], strict=True)
-        added = tuple(dim if size == total else () for dim, size, total in aligned)
-        linear_in = ((0, 1), (0, 2))
-        return build(op, graph, [added, *dims[:2]], dims[2:], kinds=summed, linear=linear_in, lowering=lowering)
-
-    return function
+    shape, whole = (graph.by_name[name].shape for name in (op.operands[0], op.results[0]))
+    behind = len(whole) - len(shape)
+    aligned = zip(dims[2][behind:], shape, whole[behind:], strict=True)
+    added = tuple(dim if size == total else () for dim, size, total in aligned)
+    linear_in = ((0, 1), (0, 2))
+    return build(op, graph, [added, *dims[:2]], dims[2:], kinds=summed, linear=linear_in, lowering=lowering)
 
 
 def cdist_rule(op: Op, graph: Graph) -> OpRule:
@@ -123,11 +121,11 @@ MATMUL: RuleTable = by_operator(
         "dot vdot": rule("k, k -> ()", reduction=_SUM, linear=_BILINEAR),
         "cdist": cdist_rule,
         "outer": rule("m, n -> m n", linear=_BILINEAR),
-        "addmm": _plus_product("m k", "k n", "m n", addmm),
-        "baddbmm": _plus_product("b m k", "b k n", "b m n", baddbmm),
-        "addbmm": _plus_product("b m k", "b k n", "m n", addbmm),
-        "addmv": _plus_product("m k", "k", "m", addmv),
-        "addr": _plus_product("m", "n", "m n"),
+        "addmm": partial(_plus_product, "m k", "k n", "m n", lowering=addmm),
+        "baddbmm": partial(_plus_product, "b m k", "b k n", "b m n", lowering=baddbmm),
+        "addbmm": partial(_plus_product, "b m k", "b k n", "m n", lowering=addbmm),
+        "addmv": partial(_plus_product, "m k", "k", "m", lowering=addmv),
+        "addr": partial(_plus_product, "m", "n", "m n"),
         "einsum": einsum_rule,
     }
 )

@@ -12,10 +12,10 @@ import torch
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import (
-    any_split,
     broadcast_shape,
     dims_of,
     flat_pieces,
+    if_split,
     normal_dim,
     operand_positions,
     same_call,
@@ -71,17 +71,13 @@ def _lowered(lowering: Lowering) -> RuleFunction:
 _whole = partial(reduce_rule, kind="whole")
 
 
-def _extreme(kind: FactorKind, lowering: Lowering) -> RuleFunction:
+def _extreme(kind: FactorKind, lowering: Lowering, op: Op, graph: Graph) -> OpRule:
     """amax, amin and their like: combined by ``kind`` where no gradient flows, by the lowering where one does."""
-
-    def function(op: Op, graph: Graph) -> OpRule:
-        value = graph.by_name[op.operands[0]]
-        if value.requires_grad:
-            return reduce_rule(op, graph, "lowered", lowering=lowering)
-        combined: FactorKind = "any" if kind == "max" and value.dtype == torch.bool else kind
-        return reduce_rule(op, graph, combined, localize=_neutral_if_empty(kind, value.dtype))
-
-    return function
+    value = graph.by_name[op.operands[0]]
+    if value.requires_grad:
+        return reduce_rule(op, graph, "lowered", lowering=lowering)
+    combined: FactorKind = "any" if kind == "max" and value.dtype == torch.bool else kind
+    return reduce_rule(op, graph, combined, localize=_neutral_if_empty(kind, value.dtype))
 
 
 def _neutral_if_empty(kind: FactorKind, dtype: torch.dtype) -> Localize:
@@ -108,8 +104,7 @@ def _histogram(op: Op, graph: Graph) -> OpRule | None:
     if args["min"] == args["max"]:
         return None
     names = dim_names(rank_of(op, graph))
-    kinds: dict[str, FactorKind] = {"bin": "whole", **dict.fromkeys(names, "sum")}
-    return build(op, graph, [single(names)], [single(["bin"])], kinds=kinds)
+    return build(op, graph, [single(names)], [single(["bin"])], kinds={"bin": "whole", **dict.fromkeys(names, "sum")})
 
 
 def along_rule(
@@ -121,10 +116,9 @@ def along_rule(
         return build(op, graph, [()] * len(op.operands), [()] * len(op.results))
     whole = normal_dim(dim, len(names))
     result = tuple("y" if i == whole else name for i, name in enumerate(names))
-    kinds: Mapping[str, FactorKind] = {names[whole]: kind, "y": "whole"}
     same = all(graph.by_name[r].shape == graph.by_name[op.operands[0]].shape for r in op.results)
     results = [single(names if same else result)] * len(op.results)
-    return build(op, graph, [single(names)], results, kinds=kinds, lowering=lowering)
+    return build(op, graph, [single(names)], results, kinds={names[whole]: kind, "y": "whole"}, lowering=lowering)
 
 
 def _along(lowering: Lowering | None = None) -> RuleFunction:
@@ -149,8 +143,6 @@ def _cumsum(op: Op, graph: Graph) -> OpRule:
     dim = normal_dim(arguments(op)["dim"], len(names))
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not any_split(context, ("s", "t")):
-            return same_call(op)
         rows, addends = flat_pieces(context.pieces["t"]), flat_pieces(context.pieces["s"])
         return LocalOpCall(CUMULATED, (Ref(op.operands[0]), dim, value.dtype, *rows, *addends))
 
@@ -161,7 +153,7 @@ def _cumsum(op: Op, graph: Graph) -> OpRule:
         [with_dim(names, dim, "t")],
         kinds={"s": "sum"},
         linear=((0,),),
-        localize=localize,
+        localize=if_split(localize, "s", "t"),
     )
 
 
@@ -181,16 +173,12 @@ def _diff(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, operands, [with_dim(names, dim, "y")], kinds=kinds, linear=linear)
 
 
-def _vector_norm_only(lowering: Lowering) -> RuleFunction:
+def _vector_norm_only(lowering: Lowering, op: Op, graph: Graph) -> OpRule:
     """Norms that are those of vectors; singular values need the whole matrix."""
-
-    def function(op: Op, graph: Graph) -> OpRule:
-        args = arguments(op)
-        dims = dims_of(args["dim"], rank_of(op, graph))
-        of_vectors = args["ord"] in (None, "fro") or (len(dims) == 1 and not isinstance(args["ord"], str))
-        return reduce_rule(op, graph, "lowered" if of_vectors else "whole", lowering=lowering if of_vectors else None)
-
-    return function
+    args = arguments(op)
+    dims = dims_of(args["dim"], rank_of(op, graph))
+    of_vectors = args["ord"] in (None, "fro") or (len(dims) == 1 and not isinstance(args["ord"], str))
+    return reduce_rule(op, graph, "lowered" if of_vectors else "whole", lowering=lowering if of_vectors else None)
 
 
 def _search(op: Op, graph: Graph) -> OpRule | None:
@@ -239,10 +227,10 @@ REDUCTIONS: RuleTable = by_operator(
         "nanmean": _lowered(lowerings.nanmean),
         # The mean of parts is not the mean: its lowering divides the sum by the whole count.
         "mean mean.dim": partial(reduce_rule, kind="lowered", linear=((0,),), lowering=lowerings.mean),
-        "amax": _extreme("max", lowerings.amax),
-        "amin": _extreme("min", lowerings.amin),
-        "max": _extreme("max", lowerings.max_all),
-        "min": _extreme("min", lowerings.min_all),
+        "amax": partial(_extreme, "max", lowerings.amax),
+        "amin": partial(_extreme, "min", lowerings.amin),
+        "max": partial(_extreme, "max", lowerings.max_all),
+        "min": partial(_extreme, "min", lowerings.min_all),
         "any any.dim any.dims": partial(reduce_rule, kind="any"),
         "all all.dim all.dims": partial(reduce_rule, kind="min"),  # False is below True
         "prod": _lowered(scans.prod_all),
@@ -257,8 +245,8 @@ REDUCTIONS: RuleTable = by_operator(
         **{name: _lowered(lowering) for name, lowering in lowerings.MOMENTS.items()},
         "logsumexp": _lowered(softmax.logsumexp),
         "linalg_vector_norm": _lowered(lowerings.vector_norm),
-        "linalg_norm linalg_norm.ord_str": _vector_norm_only(lowerings.linalg_norm),
-        "linalg_matrix_norm linalg_matrix_norm.str_ord": _vector_norm_only(lowerings.matrix_norm),
+        "linalg_norm linalg_norm.ord_str": partial(_vector_norm_only, lowerings.linalg_norm),
+        "linalg_matrix_norm linalg_matrix_norm.str_ord": partial(_vector_norm_only, lowerings.matrix_norm),
         "norm.Scalar norm.ScalarOpt_dim": _lowered(lowerings.norm),
         "frobenius_norm.dim": _lowered(lowerings.frobenius_norm),
         "cosine_similarity": _cosine,

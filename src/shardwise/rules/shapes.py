@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count, islice
 from math import gcd, prod
 
@@ -19,7 +20,7 @@ from shardwise.rules.arguments import (
     replace_arguments,
     same_call,
 )
-from shardwise.rules.binding import RuleFunction, RuleTable, build, dim_names, rank_of, single, with_dim
+from shardwise.rules.binding import RuleTable, build, dim_names, rank_of, single, with_dim
 from shardwise.rules.elementwise import broadcast_dims, pointwise_rule
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.local_kernels import TRIANGLE
@@ -146,16 +147,13 @@ def permute_rule(op: Op, graph: Graph, order: Sequence[int]) -> OpRule:
     return build(op, graph, [single(names)], [single([names[i] for i in order])], linear=_FIRST)
 
 
-def _swap(first: str, second: str) -> RuleFunction:
-    def function(op: Op, graph: Graph) -> OpRule:
-        args, rank = arguments(op), rank_of(op, graph)
-        order = list(range(rank))
-        if rank:
-            i, j = normal_dim(args[first], rank), normal_dim(args[second], rank)
-            order[i], order[j] = order[j], order[i]
-        return permute_rule(op, graph, order)
-
-    return function
+def _swap(first: str, second: str, op: Op, graph: Graph) -> OpRule:
+    args, rank = arguments(op), rank_of(op, graph)
+    order = list(range(rank))
+    if rank:
+        i, j = normal_dim(args[first], rank), normal_dim(args[second], rank)
+        order[i], order[j] = order[j], order[i]
+    return permute_rule(op, graph, order)
 
 
 def _permute(op: Op, graph: Graph) -> OpRule:
@@ -240,30 +238,26 @@ def _expand(op: Op, graph: Graph) -> OpRule:
     return pointwise_rule(op, graph, _FIRST, localize)
 
 
-def _repeat(argument: str) -> RuleFunction:
+def _repeat(argument: str, op: Op, graph: Graph) -> OpRule:
     """``repeat``: the result's dims are ``(r d)``, repetition major, and both can be split."""
+    shape = graph.by_name[op.operands[0]].shape
+    result = graph.by_name[op.results[0]].shape
+    repeats = tuple(arguments(op)[argument])
+    times = (1,) * (len(result) - len(repeats)) + repeats
+    names = dim_names(len(result))
+    dims = broadcast_dims(shape, result, names)
+    padded: Dims = ((),) * (len(result) - len(shape)) + dims
+    repeated: Dims = tuple(
+        (() if number == 1 else (f"r{i}",)) + dim_names_here
+        for i, (number, dim_names_here) in enumerate(zip(times, padded, strict=True))
+    )
+    sizes = {f"r{i}": number for i, number in enumerate(times) if number != 1}
 
-    def function(op: Op, graph: Graph) -> OpRule:
-        shape = graph.by_name[op.operands[0]].shape
-        result = graph.by_name[op.results[0]].shape
-        repeats = tuple(arguments(op)[argument])
-        times = (1,) * (len(result) - len(repeats)) + repeats
-        names = dim_names(len(result))
-        dims = broadcast_dims(shape, result, names)
-        padded: Dims = ((),) * (len(result) - len(shape)) + dims
-        repeated: Dims = tuple(
-            (() if number == 1 else (f"r{i}",)) + dim_names_here
-            for i, (number, dim_names_here) in enumerate(zip(times, padded, strict=True))
-        )
-        sizes = {f"r{i}": number for i, number in enumerate(times) if number != 1}
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
+        local = tuple(local_size(context, f"r{i}") if f"r{i}" in sizes else 1 for i in range(len(times)))
+        return LocalOpCall(aten.repeat.default, (Ref(op.operands[0]), local))
 
-        def localize(op: Op, context: LocalContext) -> LocalOpCall:
-            local = tuple(local_size(context, f"r{i}") if f"r{i}" in sizes else 1 for i in range(len(times)))
-            return LocalOpCall(aten.repeat.default, (Ref(op.operands[0]), local))
-
-        return build(op, graph, [dims], [repeated], sizes=sizes, linear=_FIRST, localize=localize)
-
-    return function
+    return build(op, graph, [dims], [repeated], sizes=sizes, linear=_FIRST, localize=localize)
 
 
 def _repeat_interleave(op: Op, graph: Graph) -> OpRule:
@@ -434,32 +428,26 @@ def _unfold(op: Op, graph: Graph) -> OpRule:
     return moved_rule(op, graph, {place: sliding_map.ranges}, None, names, more=(("window",),))
 
 
-def _triangle(upper: bool) -> RuleFunction:
+def _triangle(op: Op, graph: Graph, *, upper: bool) -> OpRule:
     """tril and triu: a part of the rows or columns moves the diagonal."""
+    names = (*dim_names(rank_of(op, graph) - 2), "m", "n")
+    diagonal = arguments(op)["diagonal"]
 
-    def function(op: Op, graph: Graph) -> OpRule:
-        names = (*dim_names(rank_of(op, graph) - 2), "m", "n")
-        diagonal = arguments(op)["diagonal"]
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
+        rows, columns = context.pieces["m"], context.pieces["n"]
+        first_row, first_column = block_offset(rows), block_offset(columns)
+        if first_row is not None and first_column is not None:
+            return LocalOpCall(op.target, (Ref(op.operands[0]), diagonal + first_row - first_column))
+        return LocalOpCall(TRIANGLE, (Ref(op.operands[0]), diagonal, upper, *flat_pieces(rows), *flat_pieces(columns)))
 
-        def localize(op: Op, context: LocalContext) -> LocalOpCall:
-            rows, columns = context.pieces["m"], context.pieces["n"]
-            first_row, first_column = block_offset(rows), block_offset(columns)
-            if first_row is not None and first_column is not None:
-                return LocalOpCall(op.target, (Ref(op.operands[0]), diagonal + first_row - first_column))
-            return LocalOpCall(
-                TRIANGLE, (Ref(op.operands[0]), diagonal, upper, *flat_pieces(rows), *flat_pieces(columns))
-            )
-
-        return build(op, graph, [single(names)], [single(names)], linear=_FIRST, localize=localize)
-
-    return function
+    return build(op, graph, [single(names)], [single(names)], linear=_FIRST, localize=localize)
 
 
 SHAPES: RuleTable = by_operator(
     {
         "view reshape _unsafe_view flatten.using_ints unflatten.int ravel view_as reshape_as": reshape_rule,
-        "transpose.int swapdims": _swap("dim0", "dim1"),
-        "swapaxes": _swap("axis0", "axis1"),
+        "transpose.int swapdims": partial(_swap, "dim0", "dim1"),
+        "swapaxes": partial(_swap, "axis0", "axis1"),
         "permute": _permute,
         "t mT mH adjoint": _swap_last,
         "numpy_T": _reverse,
@@ -469,8 +457,8 @@ SHAPES: RuleTable = by_operator(
         "diagonal diag_embed diagonal_scatter": _diagonal,
         "view_as_complex view_as_real": _complex_pairs,
         "expand expand_as broadcast_to": _expand,
-        "repeat": _repeat("repeats"),
-        "tile": _repeat("dims"),
+        "repeat": partial(_repeat, "repeats"),
+        "tile": partial(_repeat, "dims"),
         "repeat_interleave.self_int": _repeat_interleave,
         "meshgrid meshgrid.indexing": _meshgrid,
         "roll": _roll,
@@ -478,7 +466,8 @@ SHAPES: RuleTable = by_operator(
         "pad": zeros_if_empty(_pad),
         "constant_pad_nd": _pad,
         "unfold": zeros_if_empty(_unfold),
-        "tril": _triangle(upper=False),
-        "triu": _triangle(upper=True),
-    }
-) | {COPIED_RUNS: _copied_runs}
+        "tril": partial(_triangle, upper=False),
+        "triu": partial(_triangle, upper=True),
+    },
+    {COPIED_RUNS: _copied_runs},
+)

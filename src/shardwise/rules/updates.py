@@ -15,12 +15,11 @@ import torch
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import (
-    any_split,
     broadcast_shape,
     flat_pieces,
+    if_split,
     normal_dim,
     operand_positions,
-    same_call,
     with_pieces,
 )
 from shardwise.rules.binding import RuleTable, build, dim_names, single, with_dim
@@ -69,8 +68,6 @@ def scatter_rule(op: Op, graph: Graph) -> OpRule | None:
         operands.append(tuple(dims))
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not context.is_split("v"):
-            return same_call(op)
         x, ids, *source = map(Ref, op.operands)
         rest = (source[0] if source else None, args.get("value", 1), how, args.get("include_self", True), False)
         return LocalOpCall(SCATTER_ROWS, (x, place, ids, *rest, *flat_pieces(context.pieces["v"])))
@@ -78,8 +75,8 @@ def scatter_rule(op: Op, graph: Graph) -> OpRule | None:
     together = tuple(positions[name][0] for name in ("self", "src") if name in positions)
     additive = op.target is aten.scatter_add.default or (not how and args.get("value", 0) == 0)
     linear = (together,) if additive else ()
-    lowering = lowerings.scatter_add if adds else None
-    return build(op, graph, operands, [operand], kinds=kinds, linear=linear, localize=localize, lowering=lowering)
+    lowering, local = lowerings.scatter_add if adds else None, if_split(localize, "v")
+    return build(op, graph, operands, [operand], kinds=kinds, linear=linear, localize=local, lowering=lowering)
 
 
 def index_update_rule(op: Op, graph: Graph) -> OpRule | None:
@@ -102,8 +99,6 @@ def index_update_rule(op: Op, graph: Graph) -> OpRule | None:
     fills = "source" not in positions
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not context.is_split(names[place]):
-            return same_call(op)
         x, ids = map(Ref, op.operands[:2])
         source = Ref(op.operands[2]) if len(op.operands) > 2 else None
         number = args["value"] if source is None else args.get("alpha", 1)
@@ -122,7 +117,7 @@ def index_update_rule(op: Op, graph: Graph) -> OpRule | None:
         [dims],
         kinds=kinds,
         linear=linear,
-        localize=localize,
+        localize=if_split(localize, names[place]),
         lowering=lowerings.index_add if adds else None,
     )
 
@@ -143,23 +138,20 @@ def index_put_rule(op: Op, graph: Graph) -> OpRule | None:
     adds = arguments(op)["accumulate"] and places == list(range(places[0], places[0] + len(places)))
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not any_split(context, indexed):
-            return same_call(op)
         x, *ids, source = map(Ref, op.operands)
         counts = tuple(len(context.pieces[name]) for name in indexed)
         pieces = flat_pieces([piece for name in indexed for piece in context.pieces[name]])
         rest = (arguments(op)["accumulate"], tuple(places), counts)
         return LocalOpCall(INDEX_PUT_ROWS, (x, tuple(ids), source, *rest, *pieces))
 
-    kinds: dict[str, FactorKind] = {name: "lowered" if adds else "whole" for name in sizes if name[0] == "i"}
     return build(
         op,
         graph,
         [operand, *indices, value_dims],
         [operand],
-        kinds=kinds,
+        kinds={name: "lowered" if adds else "whole" for name in sizes if name[0] == "i"},
         linear=((0, len(op.operands) - 1),),
-        localize=localize,
+        localize=if_split(localize, *indexed),
         lowering=lowerings.index_put if adds else None,
     )
 
@@ -217,5 +209,6 @@ UPDATES: RuleTable = by_operator(
         "index_add index_copy index_fill.int_Scalar index_fill.int_Tensor index_reduce": index_update_rule,
         "index_put": index_put_rule,
         "masked_scatter": masked_scatter_rule,
-    }
-) | {SCATTERED_SUM: scattered_sum_rule}
+    },
+    {SCATTERED_SUM: scattered_sum_rule},
+)

@@ -71,7 +71,6 @@ class _Progress:
         self.begin(backward=True)
 
     def begin(self, *, backward: bool) -> None:
-        """Start over, with all actions or with the forwards alone."""
         self._left = deque(action for action in self._labels if backward or action.kind == "forward")
         self._done: set[Action] = set()
 
@@ -97,7 +96,6 @@ class _Progress:
 
     @property
     def waits_for(self) -> bytes:
-        """Describe what this rank waits for."""
         return self._labels[self._left[0]] if self._left else b"messages of other stages, at the end of a pass"
 
 
@@ -336,7 +334,6 @@ def order_of(schedule: Schedule | None, num_places: int, num_micro_batches: int)
 
 
 def _actions(action: Any) -> list[Action]:
-    """Convert torch's action, which may combine several."""
     if action is None:
         return []
     if action.sub_actions:

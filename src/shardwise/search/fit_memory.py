@@ -26,7 +26,13 @@ from shardwise.errors import PlanError, problem
 from shardwise.graph.segments import Segment
 from shardwise.search.auto import MeshSearch
 from shardwise.search.config import SearchConfig
-from shardwise.search.constants import BINDING_LIMIT, FOLDED_STEP_ERROR, MIN_POLICIES_FOR_RATIO, PRICE_CUTOFF
+from shardwise.search.constants import (
+    BINDING_LIMIT,
+    FOLDED_STEP_ERROR,
+    MIN_POLICIES_FOR_RATIO,
+    NUM_LEAST_POLICIES,
+    PRICE_CUTOFF,
+)
 from shardwise.search.cost_graph import BYTES, CostGraph
 from shardwise.search.memory_policy import MEMORY_POLICIES, REPEATS, MemoryPolicy, Offload, ReshardMode, blocks_of
 from shardwise.search.planner import Planner, PlannerResult, SearchResult
@@ -107,6 +113,20 @@ def fit_memory(
     if len(policies) == 1:
         return best
     return replace(best, prediction=replace(best.prediction, bound=min(best.prediction.bound, bound)))
+
+
+def least_memory(
+    planner: Planner, segments: Sequence[Segment], reshard_mode: ReshardMode | None = None, offload: Offload = "auto"
+) -> PlannerResult:
+    """Return a plan of about the least memory of all memory policies, whatever the limit. Arguments as ``fit_memory``.
+
+    Programs are built for the NUM_LEAST_POLICIES policies of the fewest additive bytes.
+    """
+    without = replace(planner, settings=replace(planner.settings, memory_bytes=0.0, known=inf))
+    policies = list(_memory_policies(without, segments, reshard_mode, offload))
+    policies.sort(key=lambda policy: min(num_bytes for num_bytes, _ in policy.searches[1]))
+    least = min(policies[:NUM_LEAST_POLICIES], key=lambda policy: policy.answer.ranking.best.num_bytes)
+    return least.planner.planned(least.answer)
 
 
 def _at_least(price: float, answered: Sequence[_PolicyResult]) -> float:

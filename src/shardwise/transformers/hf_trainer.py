@@ -164,7 +164,7 @@ class ShardwiseTrainer(transformers.Trainer):
                 "compile": self.args.torch_compile or None,
             }
             par = parallelize(model, plan, **{**settings, **self._parallel_settings})
-        if not isinstance(par, Parallel) or par.plan.micro_batches > 1:
+        if par.plan.is_pipeline or par.plan.micro_batches > 1:
             raise ShardwiseError(
                 "the plan has pipeline stages or micro-batches, which the Trainer's loop does not support",
                 fix="plan without stages= and micro_batch=; use gradient_accumulation_steps= instead",
