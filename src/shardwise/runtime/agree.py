@@ -146,10 +146,7 @@ def gather_objects(value: Any, ranks: Communicator, device: torch.device, what: 
     device = wire_device(device)
     content = torch.frombuffer(bytearray(_dump(value)), dtype=torch.uint8)
     lengths = ranks.gather_from_all(torch.tensor([content.numel()], device=device), what).flatten().tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: content.numel()] = content
-    rows = ranks.gather_from_all(padded.to(device), what).cpu()
-    return [_load(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+    return [_load(row.cpu().numpy().tobytes()) for row in ranks.gather_flat(content.to(device), lengths, what)]
 
 
 def _not_sent(error: Exception) -> ShardwiseError:

@@ -169,7 +169,6 @@ class _CpuAssignment:
         self.placed += [Copy(names[name], name, "device", forms[name], instruction.origin) for name in back]
 
     def _copied(self, name: str, instruction: Compute) -> str:
-        """Return the name of a value's copy on the other side, adding the copy if needed."""
         if name not in self.copies:
             to_host = name not in self.on_host
             side: Literal["host", "device"] = "host" if to_host else "device"

@@ -35,17 +35,12 @@ _modules: WeakKeyDictionary[torch.nn.Module, frozenset[str]] = WeakKeyDictionary
 _hidden: WeakKeyDictionary[Optimizer, list[list[Tensor]]] = WeakKeyDictionary()  # parameters of groups, during a step
 
 
-def keep_states_on_host(module: torch.nn.Module, on_host: frozenset[str] = frozenset()) -> None:
-    """Keep optimizer states of this module's parameters on the host from now on. ``on_host``: names of parameters that
-    are on the host themselves."""
-    _modules[module] = on_host
-    _install()
-
-
 def place_states(module: torch.nn.Module, optimizer: str, on_host: frozenset[str] = frozenset()) -> None:
-    """Keep the states on the host if the optimizer described by a plan does."""
+    """Keep optimizer states of this module's parameters on the host from now on, if the optimizer described by its plan
+    does. ``on_host``: names of parameters that are on the host themselves."""
     if is_on_host(optimizer):
-        keep_states_on_host(module, on_host)
+        _modules[module] = on_host
+        _install()
 
 
 def with_states_on_host() -> frozenset[int]:
@@ -164,7 +159,6 @@ class _CpuStates:
                     self.optimizer.state[parameter][key] = here
 
     def send(self, parameters: Iterable[Tensor]) -> None:
-        """Start the copies to the host."""
         for parameter in parameters:
             for key, state in self._states(parameter):
                 home = self.home.pop((id(parameter), key), None)
@@ -197,4 +191,4 @@ class _CpuStates:
         ]
 
 
-__all__ = ["keep_states_on_host", "place_states", "with_states_on_host"]
+__all__ = ["place_states", "with_states_on_host"]

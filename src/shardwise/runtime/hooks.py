@@ -6,14 +6,13 @@ result is sharded again. Every rank runs it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import CaptureWarning, PlanWarning, ShardwiseError, listed, problem
+from shardwise.errors import CaptureWarning, PlanWarning, ShardwiseError, listed, problem, warn_user
 from shardwise.layouts.layout import Layout
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.local_shards import shard
@@ -76,11 +75,10 @@ class ShardedModule(nn.Module):
     def _announce_new(self, name: str) -> None:
         """Warn about a tensor or module added after construction, which no program uses."""
         if vars(self).get("_kind") and not self._holds(name):
-            warnings.warn(
+            warn_user(
                 f"{name} was added to the stand-in of a {self._kind}: it is never called and gets no gradient; "
                 "change the model before sw.plan and sw.parallelize",
                 PlanWarning,
-                stacklevel=4,
             )
 
     def _holds(self, name: str) -> bool:
@@ -156,7 +154,7 @@ def announce_hooks(module: nn.Module) -> None:
             if any(not hasattr(hook, MARKS) for kind in kinds for hook in (vars(owner).get(kind) or {}).values())
         ]
         if names:
-            warnings.warn(what.format(listed(names)), CaptureWarning, stacklevel=4)
+            warn_user(what.format(listed(names)), CaptureWarning)
 
 
 def carry_hooks(original: Tensor, part: Tensor, layout: Layout, name: str, ranks: Communicator) -> None:
@@ -188,11 +186,10 @@ def gather_whole(local: Tensor, layout: Layout, what: str, ranks: Communicator) 
     coordinates = [ranks.mesh.coordinates(rank) for rank in range(ranks.mesh.num_devices)]
     index = torch.arange(torch.Size(layout.shape).numel(), device=local.device).reshape(layout.shape)
     places = [shard(index, layout, at).reshape(-1) for at in coordinates]
-    padded = local.new_zeros(max(place.numel() for place in places))
-    padded[: local.numel()] = local.detach().reshape(-1)
     full = local.new_empty(index.numel())
-    for place, row in zip(places, ranks.gather_from_all(padded, what), strict=True):
-        full[place] = row[: place.numel()]
+    rows = ranks.gather_flat(local.detach().reshape(-1), [place.numel() for place in places], what)
+    for place, row in zip(places, rows, strict=True):
+        full[place] = row
     return full.reshape(layout.shape)
 
 

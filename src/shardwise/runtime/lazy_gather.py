@@ -27,7 +27,7 @@ from shardwise.programs.spmd import SpmdProgram, conversions_of
 from shardwise.programs.spmd_steps import Conversion, OpStep
 from shardwise.runtime.agree import meet_to_read
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.faults import Purpose
+from shardwise.runtime.messages import Purpose
 from shardwise.runtime.transit import Direction, stages
 
 aten = torch.ops.aten
@@ -101,7 +101,6 @@ def deliver_outputs(
 
 
 def _read_all(tree: Any) -> Any:
-    """Replace every ``LazyTensor`` in a tree by a plain tensor."""
     return pytree.tree_map_only(LazyTensor, plain_tensor, tree)
 
 

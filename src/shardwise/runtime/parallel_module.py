@@ -3,14 +3,13 @@ ranks that advances with every training call."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
 
 import torch
 
-from shardwise.errors import PlanWarning
+from shardwise.errors import PlanWarning, warn_user
 from shardwise.graph.custom_operators import splitmix64
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
@@ -46,11 +45,10 @@ class ParallelModule(ShardedModule):
 
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> Self:
         """Apply ``fn`` as ``nn.Module.apply`` does, with a warning: it sees stand-ins of the model's submodules."""
-        warnings.warn(
+        warn_user(
             "apply visits stand-ins of the model's submodules, which hold this rank's shards: change the model before "
             "sw.parallelize",
             PlanWarning,
-            stacklevel=2,
         )
         return super().apply(fn)
 
@@ -119,8 +117,6 @@ class ParallelModule(ShardedModule):
     def _compared(self, key: object) -> None:
         """Record that the ranks have compared their calls where they had to."""
         self._last_kind, self._last_circumstances = (key, torch.is_grad_enabled()), self._circumstances
-        if self._failed:
-            self._calls.trials.restart()
         self._failed = False
 
     @contextmanager

@@ -6,7 +6,6 @@ parameters that several stages share are summed at the end of a step, so all cop
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from shardwise.errors import PlanWarning, ShardwiseError, problem
+from shardwise.errors import PlanWarning, ShardwiseError, problem, warn_user
 from shardwise.graph.batch import with_samples
 from shardwise.graph.capture import Capture
 from shardwise.graph.interpret import interpret
@@ -321,14 +320,7 @@ class Pipeline(ParallelModule):
         own_key = key = call_key(flat, spec, mode, shapes)
         batch = None
         if self._parts is not None:
-            parts, signature = self._parts, self._signature(own_key, flat, spec, mode)
-
-            def agreed() -> Batch:
-                agreed_batch = parts.batch(signature, tensors)
-                self._everyone.make_sure()
-                return agreed_batch
-
-            batch = parts.call(agreed)
+            batch = self._parts.batch(self._signature(own_key, flat, spec, mode), tensors)
             shapes = list(batch.shapes.values())
             key = call_key(flat, spec, mode, shapes)
         elif key not in self._ready or self._is_new(key):
@@ -411,7 +403,7 @@ class Pipeline(ParallelModule):
         if not fault:
             return self.schedule
         if not self._has_said_instead and dist.get_rank() == 0:
-            warnings.warn(f"{fault}: such a step runs as {self.schedule.instead}", PlanWarning, stacklevel=6)
+            warn_user(f"{fault}: such a step runs as {self.schedule.instead}", PlanWarning)
         self._has_said_instead = True
         return schedule_of(self.schedule.instead)
 

@@ -27,7 +27,6 @@ from shardwise.plans.price_scope import prices_of
 from shardwise.plans.quantities import format_seconds
 from shardwise.programs.vjp import VjpCache
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.compile_benchmark import MOST_STEPS
 from shardwise.runtime.stage import StageWorker
 from shardwise.runtime.stage_calls import StageCall
 from shardwise.runtime.step_profile import StepProfile, profile_step, steps_of
@@ -99,12 +98,6 @@ def profile_pipeline(
     """Profile a pipeline step; every rank calls it. ``step``: runs forward and backward of a batch; ``taken``: returns
     what it ran on this rank; ``ranks``: communicators of this rank's stages, by number."""
     step()
-    for _ in range(MOST_STEPS):  # until all stages have chosen eager or compiled; some choices are cached
-        on_trial: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(on_trial, _is_on_trial(taken().workers))
-        if not any(on_trial):
-            break
-        step()
     ready = taken()
     walls, busy, seconds, last = _steps(step, ready, steps)
     for worker in ready.workers:
@@ -139,11 +132,6 @@ def profile_pipeline(
         plan.stages[0].mesh,
         (tuple(events[place] for place in sorted(events)), _simulated_events(order, simulated.starts, predicted)),
     )
-
-
-def _is_on_trial(workers: Sequence[StageWorker]) -> bool:
-    runs = (program.compiled.in_passes.compiling for worker in workers for program in worker.programs.values())
-    return any(compiling is not None and compiling.is_on_trial for compiling in runs)
 
 
 def _places(plan: Plan) -> list[tuple[int, ...]]:

@@ -3,27 +3,22 @@
 A rank knows only its own arguments. Before a call of a new kind, ranks exchange their call signatures; the first
 difference is reported on all of them. If every rank passes its own part of a batch (``inputs="local"``), parts may
 change from call to call on some ranks only. Therefore ranks exchange a 64-bit digest of their call in every such call,
-and full signatures only for a new combination of digests.
-
-The exchange overlaps with the call if nothing changes. A rank that makes the same call a third time assumes that the
-others do too, and begins; it reads the digests before its first collective. Until then it has sent and written nothing,
-so on a wrong guess (``SignatureMismatch``) it restarts the call.
+host to host, and full signatures only for a new combination of digests.
 """
 
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from shardwise.errors import ShardwiseError, listed, problem
+from shardwise.errors import ShardwiseError, listed, problem, warn_user
 from shardwise.graph.trees import (
     check_leaves,
     constant_key,
@@ -39,16 +34,14 @@ from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.plans.plan import Plan
 from shardwise.programs.micro_batches import Passes, numbers_samples
 from shardwise.runtime.agree import gather_objects, wire_device
-from shardwise.runtime.communicator import Communicator, GatheredRows
+from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.failure_store import failure_store
 from shardwise.runtime.lazy_gather import LazyTensor, plain_tensor
 from shardwise.runtime.local_shards import shard
 from shardwise.runtime.replicas import fingerprint_on
 from shardwise.runtime.same_inputs import SAME_INPUTS_FIX
 
-T = TypeVar("T")
 Shape = tuple[int, ...]
-SignatureSet = tuple[int, ...]  # digests of the ranks' calls
 ParamFlags = tuple[tuple[str, str], ...]  # (state of a tensor, its name): ("frozen", "up.weight")
 Holds = Callable[[int, str], bool]  # whether a rank has a tensor, by name
 _TRAINING = attrgetter("training")
@@ -227,10 +220,6 @@ class Batch:
 Wanted = tuple[Mapping[str, Layout], int, int]
 
 
-class SignatureMismatch(Exception):
-    """The other ranks' parts are not those that this rank assumed. Internal."""
-
-
 class LocalInputs:
     """The parts of a batch that the ranks pass: each the part of its device, in the layout of the first stage that
     reads the input; ranks of all stages with the same device number pass the same. Raises ShardwiseError if the plan
@@ -247,10 +236,7 @@ class LocalInputs:
         device_of = {rank: number for place in places for number, rank in enumerate(place)}
         self._devices = [device_of[rank] for rank in sorted(device_of)]  # by rank
         self._holds = plan.holds
-        self._batches: dict[SignatureSet, Batch] = {}
-        # Digest of this rank's call -> the last combination of digests, and whether the one before was the same.
-        self._latest: dict[int, tuple[SignatureSet, bool]] = {}
-        self._found: SignatureSet | None = None  # of this call, once it is known
+        self._batches: dict[tuple[int, ...], Batch] = {}  # by the digests of the ranks' calls
         self._has_said_gathered = False
         self._is_own: dict[object, bool] = {}  # by input, layout and parts
         self._faults: dict[tuple[int, int], tuple[Batch, Passes, str]] = {}
@@ -265,48 +251,17 @@ class LocalInputs:
                 )
             )
 
-    def call(self, run: Callable[[], T]) -> T:
-        """Return ``run()``, one call of the module. Restart it if another rank's part is not the assumed one: ``run``
-        must write nothing before its first collective or ``make_sure``."""
-        self._found = None
-        try:
-            try:
-                return run()
-            except SignatureMismatch:
-                return run()
-        finally:
-            self.everyone.before_next = None
-
     def batch(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> Batch:
         """Return the batch of which this rank passes ``tensors``; every rank calls it in every call.
 
         Raises ShardwiseError on all ranks if the parts do not form a batch.
         """
-        if self._found is None:
-            self.numbers.create_groups([self.numbers.mesh.sub_axes])  # once, and again after unpickling
-            digest = torch.tensor([signature.digest])
-            flight = self.numbers.start_gather(digest, "the sizes of the ranks' inputs")
-            taken, is_checked = self._latest.get(signature.digest, ((), False))
-            if is_checked:
-                self.everyone.before_next = lambda: self._check(flight, taken)
-                return self._batches[taken]
-            self._read(flight)
-        assert self._found is not None, "it was read"
-        if self._found not in self._batches:
-            self._batches[self._found] = self._agreed(signature, tensors)
-        last, _ = self._latest.get(signature.digest, ((), False))
-        self._latest[signature.digest] = self._found, self._found == last
-        return self._batches[self._found]
-
-    def _read(self, flight: GatheredRows) -> None:
-        self.everyone.before_next = None
-        self._found = tuple(flight.wait().flatten().tolist())
-
-    def _check(self, flight: GatheredRows, taken: SignatureSet) -> None:
-        """Raise SignatureMismatch if the digests are not the assumed ones."""
-        self._read(flight)
-        if self._found != taken:
-            raise SignatureMismatch
+        self.numbers.create_groups([self.numbers.mesh.sub_axes])  # once, and again after unpickling
+        rows = self.numbers.gather_from_all(torch.tensor([signature.digest]), "the sizes of the ranks' inputs")
+        digests = tuple(rows.flatten().tolist())
+        if digests not in self._batches:
+            self._batches[digests] = self._agreed(signature, tensors)
+        return self._batches[digests]
 
     def own_part(self, name: str, tensor: torch.Tensor, layout: Layout, batch: Batch) -> torch.Tensor:
         """Return this rank's share of an input: the part itself if all parts match the layout, else a slice of the
@@ -317,10 +272,10 @@ class LocalInputs:
             planned = [layout.local_shape(layout.mesh.coordinates(device)) for device in range(len(parts))]
             self._is_own[case] = planned == parts and self._is_passed(name, layout, batch)
             if not self._is_own[case] and self.everyone.rank == 0:
-                warnings.warn(
+                warn_user(
                     f"the parts of {name} have {_listed(parts)}, but the plan splits the whole, "
                     f"{list(batch.shapes[name])}, into {_listed(planned)}: it is gathered and split in every call",
-                    stacklevel=9,  # of par.step
+                    UserWarning,
                 )
         if self._is_own[case]:
             return tensor
@@ -352,7 +307,7 @@ class LocalInputs:
             self._faults[case] = batch, passes, self._fault(batch, passes, wanted(batch), with_samples)
         *_, fault = self._faults[case]
         if fault and not self._has_said_gathered and self.everyone.rank == 0:
-            warnings.warn(f"{fault}: they are gathered and split again in every such step", stacklevel=6)
+            warn_user(f"{fault}: they are gathered and split again in every such step", UserWarning)
         self._has_said_gathered |= bool(fault)
         return not fault
 
@@ -466,10 +421,9 @@ class LocalInputs:
                 )
             )
         numel = [torch.Size(shapes[name]).numel() for shapes in batch.parts]
-        padded = tensor.new_zeros(max(numel))
-        padded[: tensor.numel()] = tensor.detach().reshape(-1)
-        sent = padded.view(torch.uint8) if padded.dtype == torch.bool else padded
-        rows = self.ranks.gather_from_all(sent, f"the parts of {name}").view(tensor.dtype)
+        sent = tensor.detach().reshape(-1)
+        sent = sent.view(torch.uint8) if sent.dtype == torch.bool else sent
+        rows = self.ranks.gather_flat(sent, numel, f"the parts of {name}")
         whole = tensor.new_empty(batch.shapes[name])
         starts = [list(accumulate(sizes, initial=0)) for sizes in self._sizes(name, batch.parts)]
         for device, row in enumerate(rows):
@@ -477,7 +431,7 @@ class LocalInputs:
             place = whole
             for dim, position, _ in self._places(name, device):
                 place = place.narrow(dim, starts[dim][position], shape[dim])
-            place.copy_(row[: numel[device]].view(shape))
+            place.copy_(row.view(tensor.dtype).view(shape))
         return whole
 
 

@@ -31,7 +31,6 @@ from shardwise.plans.price_scope import prices_of
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.programs.instructions import Compute, Instruction, sent_by
 from shardwise.programs.rank_program import RankProgram
-from shardwise.runtime.compile_benchmark import MOST_STEPS
 from shardwise.runtime.grad_accum import GradAccumStep
 from shardwise.runtime.step import CallableStep
 from shardwise.runtime.transit import Converting, Departing
@@ -114,9 +113,6 @@ def profile_step(
     gathers a value from every rank of the plan, if these are not all ranks of the job."""
     gather = gather or (_from_all if alone is None else _from_one)
     step()  # compiles and allocates memory
-    for _ in range(MOST_STEPS):  # until eager or compiled is chosen
-        if (compiling := taken().compiling) is not None and compiling.is_on_trial:
-            step()
     _finish(device)
     walls, peak = [], 0
     if device.type == "cuda":
@@ -130,7 +126,7 @@ def profile_step(
         peak = torch.cuda.max_memory_allocated(device)
     emitted_step = taken()
     program = emitted_step.program
-    is_compiled = emitted_step.compiling is not None and emitted_step.compiling.is_preferred
+    is_compiled = emitted_step.compiling is not None and emitted_step.compiling.variant is not None
     clocks: list[_Clock] = []
     for _ in range(steps):
         clock = _Clock(program, device, state)

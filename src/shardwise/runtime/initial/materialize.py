@@ -119,7 +119,6 @@ def initial_values(
 def _own_values(
     module: nn.Module, empty: Empty, seed: int | None
 ) -> Iterator[tuple[str, torch.Tensor | PartialTensor]]:
-    """Yield the values that the module's own code gives to tensors without values."""
     tapes: dict[InitTape, dict[str, StorageRef]] = {}
     plain: dict[str, torch.Tensor] = {}
     for name, (tensor, recording) in empty.items():
@@ -144,7 +143,6 @@ def _own_values(
 
 
 def _seed_of(recording: tuple[InitTape, StorageRef] | None, seed: int | None) -> int:
-    """Return the given seed, else the seed of a recording, else 0."""
     if seed is not None:
         return seed
     return 0 if recording is None else recording[0].seed
@@ -152,15 +150,11 @@ def _seed_of(recording: tuple[InitTape, StorageRef] | None, seed: int | None) ->
 
 def _owned_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
     """Yield (canonical name, owning module, tensor): parameters, then buffers, each tensor once."""
-    named: tuple[Callable[[nn.Module], dict[str, Any]], ...] = (
-        lambda owner: owner._parameters,
-        lambda owner: owner._buffers,
-    )
     seen: set[torch.Tensor] = set()
     lazy: list[str] = []
-    for owned in named:
+    for owned in ("_parameters", "_buffers"):
         for path, owner in module.named_modules():
-            for key, tensor in owned(owner).items():
+            for key, tensor in getattr(owner, owned).items():
                 if tensor is None or tensor in seen:
                     continue
                 seen.add(tensor)
@@ -179,8 +173,6 @@ def _owned_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Te
 
 
 def _recorded(name: str, owner: nn.Module, tensor: torch.Tensor) -> tuple[InitTape, StorageRef] | None:
-    if not tensor.is_meta:
-        return None
     record = find_record(tensor)
     if record is not None:
         return record

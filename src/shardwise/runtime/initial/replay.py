@@ -303,11 +303,11 @@ class _TapeRun:
             inputs = {
                 leaf.untyped_storage().data_ptr() for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
             }
-            for ref, tensor in zip(entry.results, flatten_results(out), strict=True):
+            for ref, tensor in zip(entry.results, leaves(out), strict=True):
                 if ref is not None:
-                    self.storages[ref.storage] = _fitted(
-                        tensor, ref, inputs, cleared=_leaves_memory_as_it_is(entry.target)
-                    )
+                    # torch.empty, as it is recorded: zeros, so that all ranks agree
+                    cleared = entry.target is torch.ops.aten.empty_strided.default
+                    self.storages[ref.storage] = _fitted(tensor, ref, inputs, cleared=cleared)
         if entry.draw is not None:
             self.at[entry.draw.generator] = index
             if save:
@@ -398,14 +398,9 @@ def _fitted(tensor: torch.Tensor, ref: StorageRef, inputs: set[int], cleared: bo
     return untyped
 
 
-def _leaves_memory_as_it_is(target: OpOverload) -> bool:
-    """Return whether this is ``torch.empty`` as recorded. Replay fills it with zeros, so that all ranks agree."""
-    return target is torch.ops.aten.empty_strided.default
-
-
-def flatten_results(out: Any) -> tuple[Any, ...]:
-    """Return the results of an operator in order, with lists of tensors flattened."""
-    return tuple(leaves(out))
+def op_name(func: OpOverload) -> str:
+    """Return the name of a PyTorch operator, such as ``normal_``."""
+    return func._schema.name.removeprefix("aten::")
 
 
 def leaves(tree: Any) -> Iterator[Any]:
