@@ -50,7 +50,7 @@
 SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE  # each of the thousand processes of the tests would compile the package anew
 .DEFAULT_GOAL := test
-.PHONY: checked-plans demo test test-long test-oldest test-newest docs docs-images package golden museum museum-page operator-database operators commands names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints bench-generation sweep sweep-redistribution sweep-search sweep-pipelines sweep-memory sweep-trainer lint install format clean openmpi
+.PHONY: checked-plans demo test test-quick test-long test-oldest test-newest docs docs-images package golden museum museum-page operator-database operators commands names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints bench-generation sweep sweep-redistribution sweep-search sweep-pipelines sweep-memory sweep-trainer lint install format clean openmpi
 
 TORCH := torch==2.13.0
 OLDEST := 2.11.0
@@ -70,6 +70,11 @@ demo: install
 # Three processes on two cores: tests of ranks wait a good part of their time, for each other and for what times out.
 test: install
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
+
+# For the edit loop: a seeded share of every folder, and two tests on real ranks.
+SEED := 0
+test-quick: install
+	$(BIN)/python -m pytest -n 2 --dist worksteal --quick --seed $(SEED) $(PYTEST_ARGS)
 
 test-long: install
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m long $(PYTEST_ARGS)
@@ -108,7 +113,7 @@ bench-auto: install
 bench-resnet-modes: install
 	$(BIN)/python benchmarks/resnet_modes.py $(BENCH_ARGS)
 
-sweep: install
+sweep: test-long
 	PYTHONPATH=tests $(BIN)/python -m rules.checking
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m rules.planned
 	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python -m plans.fuzzing

@@ -37,7 +37,6 @@ from shardwise.costs.pipeline_simulation import StageSeconds, simulate_pipeline
 from shardwise.graph.capture import capture
 from shardwise.plans.bind_stages import bound, step_graph
 from shardwise.plans.schedule import SCHEDULES, schedule_of
-from shardwise.runtime.pipeline import Pipeline
 from shardwise.runtime.stage import StageWorker
 from shardwise.runtime.torch_schedules import order_of
 
@@ -135,9 +134,8 @@ def planned(job: Job, module: Transformer, batch: tuple[Tensor, Tensor]) -> sw.P
     return sw.plan(module, batch, job.num_ranks, stages="marked", **options)
 
 
-def ours(job: Job, module: Transformer, batch: tuple[Tensor, Tensor]) -> tuple[Step, Pipeline]:
+def ours(job: Job, module: Transformer, batch: tuple[Tensor, Tensor]) -> tuple[Step, sw.Parallel]:
     par = sw.parallelize(module, planned(job, module, batch) if dist.get_rank() == 0 else None)
-    assert isinstance(par, Pipeline)
     optimizer = torch.optim.AdamW(par.parameters(), lr=1e-3)
 
     def step(ids: Tensor, labels: Tensor) -> Tensor:
@@ -149,7 +147,7 @@ def ours(job: Job, module: Transformer, batch: tuple[Tensor, Tensor]) -> tuple[S
     return step, par
 
 
-def bubbles(job: Job, par: Pipeline, batch: tuple[Tensor, Tensor]) -> tuple[float, float]:
+def bubbles(job: Job, par: sw.Parallel, batch: tuple[Tensor, Tensor]) -> tuple[float, float]:
     """The share of schedules in which ranks wait, measured, and simulated from the seconds of each stage's actions."""
     (ready,) = par._ready.values()
     taken: dict[tuple[int, str], list[float]] = {}

@@ -27,7 +27,7 @@ from rich.table import Table
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 from layouts.independent_search import SENT, Search
-from layouts.optimality import plain
+from layouts.optimality import plain, price_of_redistribution
 from shardwise.layouts import redistribute, shortest_path
 from shardwise.layouts.conversions import COLLECTIVES, Primitive
 from shardwise.layouts.layout import Layout
@@ -56,9 +56,6 @@ class Seconds:
         if primitive not in COLLECTIVES:
             return (0.0,)
         return (5e-6 + elements / (1e9 if any(axis.split(".")[0] == self.slow for axis in axes) else 1e11),)
-
-    def at_least(self, elements: float) -> tuple[float, ...]:
-        return (elements / 1e11,)
 
 
 def random_layout(mesh: Mesh, whole_axes: bool, num_dims: int, size: int, rng: random.Random) -> Layout:
@@ -128,12 +125,12 @@ def against_minimum(mesh: Mesh, pairs: list[tuple[Layout, Layout]], whole_axes: 
         number = {search.layout(placement): i for i, placement in enumerate(search.placements)}
         small = [tuple(random_layout(mesh, False, 2, 16, rng) for _ in range(2)) for _ in pairs]
         least = [float(search.cheapest[number[s], number[t]] // SENT) / mesh.num_devices for s, t in small]
-        sent = [sum(redistribute.price_of_redistribution(s, t)[:1]) for s, t in small]
+        sent = [sum(price_of_redistribution(s, t)[:1]) for s, t in small]
         return f"{told(sent, least)} of the independent search"
-    sent = [redistribute.price_of_redistribution(s, t)[0] for s, t in pairs]
+    sent = [price_of_redistribution(s, t)[0] for s, t in pairs]
     with patch.object(shortest_path, "SETTLED_UP_TO", 40 * shortest_path.SETTLED_UP_TO):
         forget()
-        least = [redistribute.price_of_redistribution(s, t)[0] for s, t in pairs]
+        least = [price_of_redistribution(s, t)[0] for s, t in pairs]
     forget()
     return told(sent, least)
 

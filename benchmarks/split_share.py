@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +29,10 @@ from transformers import (
 
 import shardwise as sw
 from shardwise.graph.capture import capture
-from shardwise.report.share import SplitShare, share_of_plan, share_table
+
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
+
+from models.share import SplitShare, share_of_plan, share_table
 
 MESH = sw.Mesh(dp=2, tp=4)
 

@@ -27,12 +27,13 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
 from transformer import Shape, Transformer
 
 import shardwise as sw
+from costs.live_bytes import LiveBytes
 from shardwise.api import step_memory
-from shardwise.costs.live_bytes import LiveBytes
 from shardwise.costs.memory import MemoryEstimate
 from shardwise.layouts.text import parse_dtype
 

@@ -41,7 +41,7 @@ from torch.multiprocessing.spawn import start_processes
 from transformer import Shape, Transformer
 
 import shardwise
-from shardwise.launch.heap import keep_freed_memory
+from shardwise.launch.ranks import keep_freed_memory
 
 LOSS_STEPS = 3  # compared before timing: the first shows the forward, the others gradients and optimizer too
 # Sums are taken in another order. AdamW turns the rounding of a tiny gradient into a whole step, but such a gradient

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and for every process a test starts
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,39 @@ torch.set_num_threads(1)
 torch.manual_seed(0)  # for what test modules make when they are imported
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="a share of every file, without processes (make test-quick)")
+    parser.addoption("--seed", default="0", help="chooses the cases and the share that run")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as ``long`` what this run leaves out: cases beyond the number in ``sampled``, and with ``--quick`` more."""
+    tests: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
+    quick = config.getoption("quick")
+    for (path, name), cases in tests.items():
+        rng = random.Random(f"{config.getoption('seed')} {name}")
+        sampled = cases[0].get_closest_marker("sampled")
+        count = 1 if quick else sampled.args[0] if sampled else len(cases)
+        short = [item for item in cases if item.get_closest_marker("long") is None]
+        chosen = rng.sample(short, min(count, len(short)))
+        if quick and cases[0].get_closest_marker("quick") is None:
+            chosen = chosen if rng.random() < QUICK_SHARE and not _starts_processes(path) else []
+        for item in cases:
+            if item not in chosen:
+                item.add_marker(pytest.mark.long)
+
+
+QUICK_SHARE = 0.4  # of the tests that run in one process
+
+
+@cache
+def _starts_processes(path: Path) -> bool:
+    return any(word in path.read_text(encoding="utf-8") for word in ("run_ranks", "subprocess", "Process"))
 
 
 def pytest_collection_finish() -> None:

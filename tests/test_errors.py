@@ -7,7 +7,7 @@ import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from torch import nn
 
 import shardwise as sw
 from docs.blocks import blocks_of
+from raising import raises
 from shardwise.errors import Section, problem
 
 PAGE = Path(__file__).parents[1] / "docs/errors.md"
@@ -81,6 +82,33 @@ class _CountsRows(nn.Linear):
     ],
 )
 def test_related_errors_name_the_same_section(model: nn.Module, strategies: dict[str, str], section: str) -> None:
-    with pytest.raises(sw.ShardwiseError) as raised:
+    with raises(sw.ShardwiseError, section=section):
         sw.plan(model, torch.randn(8, 16), 4, mesh=sw.Mesh(tp=4), strategies=strategies)
-    assert raised.value.section == section
+
+
+@pytest.mark.parametrize("kind", [sw.PlanError, lambda text: ValueError(text)])
+def test_an_assertion_about_an_error_fails_where_a_part_of_it_is_another(kind: Callable[[str], Exception]) -> None:
+    said = "cannot split 16 in 6 parts"
+    text = problem(said, op="mlp.up", source="model.py:41", facts=[("needed", "3")], section="mesh-size")
+
+    def expect(*values: object, error: type[Exception] = ValueError, **fields: Any) -> None:
+        with raises(error, *values, **fields):
+            raise kind(text)
+
+    expect(16, ("6", "mlp.up"), op="mlp.up", source="model.py", facts=["needed"], section="mesh-size")
+    for value in (1, 41.5, "mlp.u", "part", "model.py:4", ("6", 7)):
+        with pytest.raises(AssertionError):
+            expect(value)
+    for field in (
+        {"op": "mlp"},
+        {"op": ""},
+        {"source": "model.py:4"},
+        {"facts": ["size"]},
+        {"section": "nothing-fits"},
+    ):
+        with pytest.raises(AssertionError):
+            expect(**field)
+    with pytest.raises(ValueError, match=said):
+        expect(16, error=KeyError)
+    with pytest.raises(pytest.fail.Exception), raises(ValueError):
+        pass

@@ -111,9 +111,9 @@ def plan(
             a plan fit.
         zero: 1, 2, 3 or ``sw.Zero``: shard parameters, gradients and optimizer states wherever they would be copied.
             Stage 3 frees gathered parameters after forward and gathers them again in backward.
-        stages: The number of pipeline stages. Every stage has an equal part of the devices. Cuts balance the time of
-            the stages, and may be before any operator. If no balanced cut fits in memory, searches by price cut
-            between the model's repeated blocks, by time and memory. ``"marked"``: cut at ``sw.stage``.
+        stages: The number of pipeline stages. Every stage has an equal part of the devices. Cuts make the
+            slowest stage as fast as possible within the memory, and may be before any operator; a stage that needs
+            recomputation has whole blocks (``search.stage_partition``). ``"marked"``: cut at ``sw.stage``.
             ``"auto"`` chooses the number (one: no pipeline), schedule and micro-batch by price, for the samples of a
             step (``plans.auto_stages``); ``result.report.explain("stages")`` lists what was tried.
         schedule: A schedule of ``torch.distributed.pipelining`` by name (``plans.schedule``), default ``"1F1B"``; or

@@ -19,13 +19,12 @@ import shtab
 
 from shardwise.commands.command import Command, add_output
 from shardwise.commands.elastic_options import add_elastic_arguments, elastic_settings
-from shardwise.commands.json_output import add_json, cluster_data, show
+from shardwise.commands.json_output import cluster_data, show
 from shardwise.commands.models import BuildError
-from shardwise.commands.plans import PLAN_COMMANDS
-from shardwise.commands.run_alone import run_rank_alone
+from shardwise.commands.plans import PLAN_COMMANDS, run_rank_alone
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.cluster_file import families, format_cluster
-from shardwise.errors import LaunchError, ShardwiseError, problem
+from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.hosts import Host, find_host, read_hostfile, read_rank_table
 from shardwise.launch.calibrate import calibrate
 from shardwise.launch.launcher import launch
@@ -46,6 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in COMMANDS:
         subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
         command.add_arguments(subparser)
+        if command.has_json:
+            subparser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else")
         subparser.set_defaults(execute=command.execute)
     chosen = parser.parse_args(arguments)
     try:
@@ -146,7 +147,7 @@ def _check_alone(chosen: argparse.Namespace) -> None:
     options = [option for option, value in others.items() if value is not None]
     if options:
         what = f"--alone runs one rank, and {options[0]} is for several"
-        raise LaunchError(problem(what, fix=f"leave out {options[0]}: shardwise run --alone RANK PLAN MODEL"))
+        raise LaunchError(what, fix=f"leave out {options[0]}: shardwise run --alone RANK PLAN MODEL")
 
 
 def _hosts(chosen: argparse.Namespace) -> tuple[tuple[Host, ...], int]:
@@ -156,7 +157,7 @@ def _hosts(chosen: argparse.Namespace) -> tuple[tuple[Host, ...], int]:
         return (), chosen.node_rank or 0
     if chosen.nnodes is not None or (chosen.rank_table and chosen.num_ranks is not None):
         option = "--nnodes" if chosen.nnodes is not None else "-n"
-        raise LaunchError(problem(f"{option} and {path} both give the number", fix=f"leave out {option}"))
+        raise LaunchError(f"{option} and {path} both give the number", fix=f"leave out {option}")
     hosts = read_hostfile(path, chosen.num_ranks) if chosen.hostfile else read_rank_table(path)
     return hosts, find_host(hosts, path) if chosen.node_rank is None else chosen.node_rank
 
@@ -168,7 +169,6 @@ def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--like", metavar="CLUSTER", help="a bundled cluster of the same hardware, for the peaks: h100")
     add("--points", metavar="FILE", help="fit a file of shardwise.launch.measure instead of measuring")
     add("--tiny", action="store_true", help="measure only a few small sizes, as a test")
-    add_json(parser)
 
 
 def _calibrate(chosen: argparse.Namespace) -> int:
@@ -185,7 +185,6 @@ def _calibrate(chosen: argparse.Namespace) -> int:
 
 def _add_clusters_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", help="show the figures and sources of this cluster: h100-16x8, or a file")
-    add_json(parser)
 
 
 def _clusters(chosen: argparse.Namespace) -> int:
@@ -201,7 +200,7 @@ def _clusters(chosen: argparse.Namespace) -> int:
 
 COMMANDS: tuple[Command, ...] = (
     *PLAN_COMMANDS,
-    Command("run", "start the ranks of a training script on this machine", _add_run_arguments, _run),
+    Command("run", "start the ranks of a training script on this machine", _add_run_arguments, _run, has_json=False),
     Command("calibrate", "measure this machine and write a cluster file", _add_calibrate_arguments, _calibrate),
     Command("clusters", "list the bundled clusters, or show one", _add_clusters_arguments, _clusters),
 )

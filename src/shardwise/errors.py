@@ -15,8 +15,8 @@
         ReplicaError      ranks that must hold the same bits do not
         CheckpointError   a checkpoint is incomplete or damaged, or cannot be written
 
-Every message says what is wrong, where, the arithmetic and the fix; ``problem`` builds that shape. The errors that
-users meet most end with the section of docs/errors.md that explains them.
+Every message says what is wrong, where, the arithmetic and the fix; errors take these parts as ``problem`` does, which
+lays them out. The errors that users meet most end with the section of docs/errors.md that explains them.
 """
 
 from __future__ import annotations
@@ -68,10 +68,21 @@ class ShardwiseError(ValueError):
         section: The section of docs/errors.md that explains the error, or "".
     """
 
-    def __init__(self, message: str = "") -> None:
-        super().__init__("\n".join(map(_shortened, message.split("\n"))))
-        parts = message if isinstance(message, ErrorText) else ErrorText(message)
-        self.what, self.op, self.source = parts.what or message, parts.op, parts.source
+    def __init__(
+        self,
+        what: str = "",
+        *,
+        op: str = "",
+        source: str = "",
+        fix: str = "",
+        facts: Iterable[tuple[str, str]] = (),
+        section: Section | None = None,
+    ) -> None:
+        parts = what
+        if not isinstance(parts, ErrorText):
+            parts = problem(what, op=op, source=source, fix=fix, facts=facts, section=section)
+        super().__init__("\n".join(map(_shortened, parts.split("\n"))))
+        self.what, self.op, self.source = parts.what, parts.op, parts.source
         self.fix, self.facts, self.section = parts.fix, parts.facts, parts.section
 
 
@@ -107,7 +118,7 @@ class NothingFits(PlanError):
     """Raised if no plan fits. ``what``, ``facts``, ``fix``: the parts of the message."""
 
     def __init__(self, what: str, facts: Sequence[tuple[str, str]], fix: str) -> None:
-        super().__init__(problem(what, facts=facts, fix=fix, section="nothing-fits"))
+        super().__init__(what, facts=facts, fix=fix, section="nothing-fits")
         self.what, self.facts, self.fix = what, tuple(facts), fix
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -172,8 +183,6 @@ def problem(
 ) -> ErrorText:
     """Lay out the message of an error: what is wrong (with the arithmetic), where, further facts, the fix, and the
     section of docs/errors.md that explains it.
-
-    An error that is raised with it has these parts as attributes.
 
     >>> print(problem("cannot shard dim 1", op="mlp.up", source="model.py:41", fix="pad dim 1 to 32"))
     cannot shard dim 1

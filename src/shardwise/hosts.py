@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.errors import LaunchError, ShardwiseError, problem
+from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.untrusted_text import MAX_DEVICES, read_json, read_text, shorten_repr, whole_number
 
 # name, name:8, [address]:8, or an IPv6 address, which is all colons; then options.
@@ -55,7 +55,7 @@ def read_hostfile(path: str, default_slots: int | None = None) -> tuple[Host, ..
             name, count = _hostfile_line(text, f"{path}:{number}")
             slots[name] = slots.get(name, 0) + ((default_slots or 1) if count is None else count)
     if not slots:
-        raise LaunchError(problem(f"{path} names no host", fix="write one host per line: node1 slots=8"))
+        raise LaunchError(f"{path} names no host", fix="write one host per line: node1 slots=8")
     ends = list(itertools.accumulate(slots.values()))
     return tuple(
         Host(name, tuple(range(end - count, end))) for (name, count), end in zip(slots.items(), ends, strict=True)
@@ -67,7 +67,7 @@ def _hostfile_line(text: str, where: str) -> tuple[str, int | None]:
     fix = "write one host per line: node1 slots=8 (or node1:8, or node1)"
     match = _HOSTFILE_LINE.fullmatch(text) or _IPV6_LINE.fullmatch(text)
     if match is None or _OPTION.sub("", match["options"]).strip():
-        raise LaunchError(problem(f"{shorten_repr(text)} is not a line of a hostfile", source=where, fix=fix))
+        raise LaunchError(f"{shorten_repr(text)} is not a line of a hostfile", source=where, fix=fix)
     parts = match.groupdict()
     name = parts["name"] or parts["bare"]
     counts = [parts["count"]] if parts.get("count") else []
@@ -76,18 +76,14 @@ def _hostfile_line(text: str, where: str) -> tuple[str, int | None]:
             counts.append(value)
         elif key not in _IGNORED:
             raise LaunchError(
-                problem(
-                    f"unknown option {shorten_repr(key)} of host {shorten_repr(name)[1:-1]}",
-                    source=where,
-                    fix=fix,
-                )
+                f"unknown option {shorten_repr(key)} of host {shorten_repr(name)[1:-1]}", source=where, fix=fix
             )
     if len(counts) > 1:
-        raise LaunchError(problem(f"host {name} has two numbers of slots", source=where, fix=fix))
+        raise LaunchError(f"host {name} has two numbers of slots", source=where, fix=fix)
     slots = whole_number(counts[0]) if counts else None
     if counts and not (slots and slots <= MAX_DEVICES):
         what = f"host {name} has {shorten_repr(counts[0])} slots; the number must be from 1 to {MAX_DEVICES}"
-        raise LaunchError(problem(what, source=where, fix=fix))
+        raise LaunchError(what, source=where, fix=fix)
     return name, slots
 
 
@@ -108,13 +104,13 @@ def read_rank_table(path: str) -> tuple[Host, ...]:
         cause = error.__cause__
         where = f"{path}:{cause.lineno}" if isinstance(cause, json.JSONDecodeError) else path
         fix = "correct the file, or generate it again"
-        raise LaunchError(problem(f"the rank table cannot be read: {error}", source=where, fix=fix)) from None
+        raise LaunchError(f"the rank table cannot be read: {error}", source=where, fix=fix) from None
     try:
         hosts = tuple(_server(number, entry) for number, entry in enumerate(_entries(table, "server_list", "the file")))
         _check_table(table, hosts)
     except _TableError as error:
         fix = 'write {"server_list": [{"server_id": "10.0.0.1", "device": [{"device_id": 0, "rank_id": 0}, ...]}, ...]}'
-        raise LaunchError(problem(f"the rank table {error}", source=path, fix=fix)) from None
+        raise LaunchError(f"the rank table {error}", source=path, fix=fix) from None
     return hosts
 
 
@@ -181,9 +177,9 @@ def find_host(hosts: Sequence[Host], path: str) -> int:
         return numbers[0]
     if numbers:
         what = f"{len(numbers)} hosts of {path} are this machine ({ours}): {_some([hosts[i].name for i in numbers])}"
-        raise LaunchError(problem(what, fix=f"give the number of this one, from 0: --node-rank {numbers[0]}"))
+        raise LaunchError(what, fix=f"give the number of this one, from 0: --node-rank {numbers[0]}")
     what = f"this machine ({ours}) is not one of the hosts of {path}: {_some([host.name for host in hosts])}"
-    raise LaunchError(problem(what, fix="add it, or give the number of this host, from 0: --node-rank 0"))
+    raise LaunchError(what, fix="add it, or give the number of this host, from 0: --node-rank 0")
 
 
 def _is_here(name: str) -> bool:
@@ -285,7 +281,7 @@ def _read(path: str, kind: str) -> str:
     try:
         return read_text(path, _MOST_BYTES)
     except (OSError, UnicodeDecodeError, ShardwiseError) as error:
-        raise LaunchError(problem(f"cannot read the {kind}: {error}", fix=f"give the path of the {kind}")) from error
+        raise LaunchError(f"cannot read the {kind}: {error}", fix=f"give the path of the {kind}") from error
 
 
 def _some(items: Sequence[object]) -> str:
@@ -295,3 +291,11 @@ def _some(items: Sequence[object]) -> str:
     '1, 2, 3, 4, ...'
     """
     return ", ".join(map(str, items[:_NUM_SHOWN])) + ", ..." * (len(items) > _NUM_SHOWN)
+
+
+def free_port() -> int:
+    """Return a TCP port that is free at the moment."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        port: int = listener.getsockname()[1]
+        return port

@@ -17,7 +17,7 @@ from shardwise.report.comparison import Comparison
 from shardwise.report.explain import Explanation
 from shardwise.report.pipeline_ranking import PipelineRanking
 from shardwise.report.search_reports import MicroBatches, StageExplanation, StageWhatIf
-from shardwise.runtime.pipeline import Pipeline
+from shardwise.runtime.parallel import Parallel as Pipeline
 from shardwise.runtime.pipeline_profile import PipelineProfile
 from shardwise.runtime.step_profile import StepProfile
 from shardwise.train.resuming import Checkpoint

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from raising import raises
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY = ["--ranks", "2", "--layers", "1", "1", "--width", "8", "--classes", "10", "--image", "32", "--rounds", "2",
         "--search", "recursive_programming"]  # fmt: skip
@@ -29,5 +31,5 @@ def test_modes_that_train_differently_are_not_timed(monkeypatch: pytest.MonkeyPa
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     check_losses = importlib.import_module("resnet_modes").check_losses
     check_losses({"data_parallel": [6.9, 6.8], "dynamic_programming": [6.900001, 6.800001]})
-    with pytest.raises(AssertionError, match="dynamic_programming trains differently"):
+    with raises(AssertionError, "dynamic_programming"):
         check_losses({"data_parallel": [6.9, 6.8], "dynamic_programming": [6.9, 6.8001]})

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from raising import raises
 from shardwise.costs.assumed_figures import assumed_figures
 from shardwise.costs.cluster import Cluster, Device, slowest_device
 from shardwise.costs.cluster_file import families, family, format_cluster, parse
@@ -68,20 +69,20 @@ def test_figures_are_read_with_their_units(text: object, unit: str, number: floa
 @pytest.mark.parametrize(
     ("value", "unit", "match"),
     [
-        ("900 GB", "B/s", "unknown unit 'GB'"),
-        ("900 parsecs", "B/s", "unknown unit 'parsecs'"),
-        ("fast", "B/s", "not a number with a unit"),
+        ("900 GB", "B/s", "'GB'"),
+        ("900 parsecs", "B/s", "'parsecs'"),
+        ("fast", "B/s", "'fast'"),
         (-1, "B/s", "negative"),
         ("-3 us", "s", "negative"),
-        (float("inf"), "s", "not finite"),
-        (float("nan"), "s", "not finite"),
-        (True, "s", "not a number with a unit"),
-        (None, "B", "not a number with a unit"),
-        ("1.2.3 GB", "B", "not a number"),
+        (float("inf"), "s", "inf"),
+        (float("nan"), "s", "nan"),
+        (True, "s", "True"),
+        (None, "B", "None"),
+        ("1.2.3 GB", "B", "'1.2.3'"),
     ],
 )
-def test_figures_that_are_none_are_refused(value: object, unit: str, match: str) -> None:
-    with pytest.raises(ShardwiseError, match=match):
+def test_figures_that_are_none_are_refused(value: object, unit: str, match: object) -> None:
+    with raises(ShardwiseError, match):
         parse_quantity(value, unit)
 
 
@@ -186,17 +187,17 @@ def test_names_say_nodes_and_devices_per_node() -> None:
 @pytest.mark.parametrize(
     ("name", "match"),
     [
-        ("h101", "unknown cluster 'h101'(.|\n)*bundled: .*h100"),
-        ("h100-0x8", "0 nodes of 8"),
-        ("h100-4096x8", "1 to 2048 nodes"),
-        ("h100-2x16", "2 nodes of 16"),
-        ("ascend-910a-2x6", "6 is not a multiple of 4"),
-        ("local-2x4", "1 to 1 nodes"),
-        ("nowhere/cluster.toml", "cannot read the cluster file"),
+        ("h101", ("'h101'", "h100")),
+        ("h100-0x8", (0, 8)),
+        ("h100-4096x8", (4096, 8, 2048)),
+        ("h100-2x16", (2, 16)),
+        ("ascend-910a-2x6", (6, 4)),
+        ("local-2x4", (2, 4, 1, "local")),
+        ("nowhere/cluster.toml", "'nowhere/cluster.toml'"),
     ],
 )
-def test_names_that_lead_nowhere_are_explained(name: str, match: str) -> None:
-    with pytest.raises(ShardwiseError, match=match):
+def test_names_that_lead_nowhere_are_explained(name: str, match: object) -> None:
+    with raises(ShardwiseError, match):
         Cluster.load(name)
 
 
@@ -204,14 +205,14 @@ def test_a_cluster_with_another_number_of_devices_fills_its_nodes_first() -> Non
     cluster = parse(SMALL)
     assert [level.size for level in cluster.with_devices(2).levels] == [2]
     assert [level.size for level in cluster.with_devices(8).levels] == [4, 2]
-    with pytest.raises(ShardwiseError, match="6 is not a multiple of 4"):
+    with raises(ShardwiseError, 6, 4, "multiple"):
         cluster.with_devices(6)
-    with pytest.raises(ShardwiseError, match="16 devices: it has 12"):
+    with raises(ShardwiseError, 16, 12):
         cluster.with_devices(16)
-    with pytest.raises(ShardwiseError, match="16 devices: it has 8"):
+    with raises(ShardwiseError, 16, 8, "devices"):
         Cluster.load("h100").with_devices(16)
     for wrong in (0, -1, True, 2.0):
-        with pytest.raises(ShardwiseError, match="whole number of devices from 1"):
+        with raises(ShardwiseError, 1, "devices"):
             cluster.with_devices(wrong)  # type: ignore[arg-type]
     assert Cluster.local(7).num_devices == 7
 
@@ -221,48 +222,44 @@ def test_a_dtype_without_a_figure_runs_as_another() -> None:
     assert v100.peak_flops("bf16") == v100.peak_flops("f32")
     assert a100.peak_flops("f8") == a100.peak_flops("f16")
     assert a100.matmul_flops("bf16") < a100.peak_flops("bf16")
-    with pytest.raises(ShardwiseError, match="no figure for int4"):
+    with raises(ShardwiseError, "int4"):
         a100.peak_flops("int4")
     only_half = replace(a100, flops=Figures({"f16": 1e12}))
-    with pytest.raises(ShardwiseError, match="no figure for f32"):
+    with raises(ShardwiseError, "f32", "figure"):
         only_half.peak_flops("f32")
 
 
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ('memory = "16 GiB"\n', "", "device.memory: is missing"),
-        ('"500 GB/s"', "-5", "device.memory_bandwidth: -5 is negative"),
-        ('"500 GB/s"', '"500 GB"', "device.memory_bandwidth: unknown unit 'GB'"),
-        ('"16 GiB"', "0", "device.memory: 0 is not positive"),
-        ("bf16 =", "bfloat =", "device.flops.bfloat: is not one of"),
-        ("size = 4", "size = 0", r"levels\[0\].size: 0 is not a whole number"),
-        ("size = 4", 'size = "four"', r"levels\[0\].size: 'four' is not a whole number"),
-        ('latency = "2 us"\n', "", r"levels\[0\].latency: is missing"),
-        ("shared_by = 4", "shared_by = 0", r"levels\[1\].shared_by: 0"),
-        ("shared_by = 4", "share_by = 4", r"levels\[1\].share_by: is not known"),
-        ('name = "A"\n', "", "device.name: is missing"),
-        ('name = "small"', "", "name: is missing"),
-        ("[[levels]]", "[[level]]", "levels: is missing"),
-        ("[[levels]]", "[levels]", "is not TOML"),
-        ("shared_by = 4", "hierarchical = 1", "neither true nor false"),
-        ("shared_by = 4", 'group_bandwidths = {1 = "1 GB/s"}', "not a number of units from 2"),
-        ("shared_by = 4", 'lines = {"all_reduce of 4" = ["1 us", "1 GB/s"]}', "is not like"),
-        ("shared_by = 4", 'lines = {"all_reduce over 4" = "1 us"}', "is not like"),
-        ("shared_by = 4", 'lines = {"all_reduce over 4" = ["1 us", "0 GB/s"]}', "is not positive"),
-        ("shared_by = 4", "efficiency = {all_reduces = 1}", "is not one of all_gather"),
-        (
-            'kernel_latency = "5 us"',
-            'reserve = "16 GiB"\nkernel_latency = 0',
-            "16 GiB of a memory of 16 GiB leave nothing",
-        ),
-        ('kernel_latency = "5 us"', "foreach = 1\nkernel_latency = 0", "device.foreach: 1 is neither true nor false"),
-        ('kernel_latency = "5 us"', "matmul_efficiency = {bf16 = 1.5}\nkernel_latency = 0", "1.5 is more than 1"),
+        ('memory = "16 GiB"\n', "", ("device.memory", "missing")),
+        ('"500 GB/s"', "-5", ("device.memory_bandwidth", -5)),
+        ('"500 GB/s"', '"500 GB"', ("device.memory_bandwidth", "'GB'")),
+        ('"16 GiB"', "0", ("device.memory", 0)),
+        ("bf16 =", "bfloat =", "device.flops.bfloat"),
+        ("size = 4", "size = 0", ("levels[0].size", 0, "number")),
+        ("size = 4", 'size = "four"', ("levels[0].size", "'four'")),
+        ('latency = "2 us"\n', "", "levels[0].latency"),
+        ("shared_by = 4", "shared_by = 0", ("levels[1].shared_by", 0)),
+        ("shared_by = 4", "share_by = 4", "levels[1].share_by"),
+        ('name = "A"\n', "", "device.name"),
+        ('name = "small"', "", ("name:", "missing")),
+        ("[[levels]]", "[[level]]", ("levels", "missing")),
+        ("[[levels]]", "[levels]", "TOML"),
+        ("shared_by = 4", "hierarchical = 1", ("levels[1].hierarchical", 1)),
+        ("shared_by = 4", 'group_bandwidths = {1 = "1 GB/s"}', ("levels[1].group_bandwidths.1", 2)),
+        ("shared_by = 4", 'lines = {"all_reduce of 4" = ["1 us", "1 GB/s"]}', "levels[1].lines.'all_reduce of 4'"),
+        ("shared_by = 4", 'lines = {"all_reduce over 4" = "1 us"}', "levels[1].lines.'all_reduce over 4'"),
+        ("shared_by = 4", 'lines = {"all_reduce over 4" = ["1 us", "0 GB/s"]}', "'0 GB/s'"),
+        ("shared_by = 4", "efficiency = {all_reduces = 1}", "levels[1].efficiency.all_reduces"),
+        ('kernel_latency = "5 us"', 'reserve = "16 GiB"\nkernel_latency = 0', ("device.reserve", "16 GiB")),
+        ('kernel_latency = "5 us"', "foreach = 1\nkernel_latency = 0", ("device.foreach", 1)),
+        ('kernel_latency = "5 us"', "matmul_efficiency = {bf16 = 1.5}\nkernel_latency = 0", ("1.5", 1)),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_with_its_place(old: str, new: str, expected: str) -> None:
+def test_what_is_wrong_with_a_file_is_said_with_its_place(old: str, new: str, expected: object) -> None:
     assert old in SMALL
-    with pytest.raises(ShardwiseError, match=expected):
+    with raises(ShardwiseError, expected):
         parse(SMALL.replace(old, new), "mine.toml")
 
 
@@ -286,7 +283,7 @@ def test_whatever_is_in_a_file_there_is_a_cluster_or_an_explanation() -> None:
     assert len(refused) > 100
     assert all("fix:" in message for message in refused)
     for devices in ("devices = []", "devices = [1]", "devices = 1", "levels = 1"):
-        with pytest.raises(ShardwiseError, match="fix:"):
+        with raises(ShardwiseError, "fix:"):
             parse('name = "odd"\n' + devices)
 
 
@@ -295,19 +292,15 @@ def test_a_mixed_cluster_keeps_its_devices() -> None:
     kinds = '[[devices]]\nlike = "a100-40"\ncount = 8\n\n[[devices]]\nlike = "h100"\ncount = 4\n\n'
     cluster = parse(SMALL[:start] + kinds + SMALL[end:])
     assert cluster.with_devices(12).mixed == cluster.mixed
-    with pytest.raises(ShardwiseError, match="the kinds of 8 devices are not known"):
+    with raises(ShardwiseError, 8, "NVIDIA A100 SXM4 40GB", "kinds"):
         cluster.with_devices(8)
 
 
 def test_all_faults_of_a_file_are_told_at_once() -> None:
     text = SMALL.replace('"500 GB/s"', "-5").replace('memory = "16 GiB"\n', "").replace("size = 3", "size = -3")
-    with pytest.raises(ShardwiseError) as caught:
+    places = ["device.memory", "device.memory_bandwidth", "levels[1].size"]
+    with raises(ShardwiseError, 3, "fix:", source="mine.toml", facts=places):
         parse(text, "mine.toml")
-    message = str(caught.value)
-    assert "3 faults" in message
-    assert "mine.toml" in message
-    assert "fix:" in message
-    assert all(place in message for place in ("device.memory:", "device.memory_bandwidth:", "levels[1].size:"))
 
 
 def test_a_file_is_loaded_by_its_path(tmp_path: Path) -> None:
@@ -354,7 +347,7 @@ def test_a_device_may_be_like_a_bundled_one() -> None:
     assert device.flops == h100.flops
     assert device.matmul_flops("bf16") == h100.peak_flops("bf16") / 2
     assert device.matmul_flops("f32") == h100.matmul_flops("f32")
-    with pytest.raises(ShardwiseError, match=r"device.like: 'h99' is not one of"):
+    with raises(ShardwiseError, "device.like", "'h99'"):
         parse(text.replace("h100", "h99"))
 
 
@@ -371,9 +364,9 @@ def test_a_mixed_cluster_is_planned_with_the_slowest_figures_and_says_so() -> No
     assert cluster.mixed == ((a100.name, 8), (h100.name, 4))
     assert f"slowest figures of 8 x {a100.name}, 4 x {h100.name}" in str(cluster)
     assert slowest_device([a100, a100]) == a100
-    with pytest.raises(ShardwiseError, match="devices: are 11, but the levels hold 4 x 3 = 12"):
+    with raises(ShardwiseError, 11, "4 x 3 = 12"):
         parse(SMALL[:start] + kinds.replace("count = 4", "count = 3") + SMALL[end:])
-    with pytest.raises(ShardwiseError, match="both"):
+    with raises(ShardwiseError, "[device]", "[[devices]]"):
         parse(SMALL + kinds)
 
 
@@ -403,10 +396,10 @@ def test_a_hostfile_says_how_many_nodes_there_are(tmp_path: Path) -> None:
     assert [level.size for level in cluster.levels] == [8, 3]
     assert "3 hosts of 8" in cluster.name
     path.write_text("node1 slots=8\nnode2 slots=4\n")
-    with pytest.raises(ShardwiseError, match="different numbers of ranks"):
+    with raises(ShardwiseError, "(node1: 8, node2: 4)"):
         Cluster.load("h100", hosts=path)
     path.write_text("node1 slots=16\n")
-    with pytest.raises(ShardwiseError, match="1 nodes of 16: h100 describes"):
+    with raises(ShardwiseError, 1, 16, "h100"):
         Cluster.load("h100", hosts=path)
     path.write_text("node1 slots=\n")
     with pytest.raises(LaunchError):
@@ -426,7 +419,7 @@ def test_a_rank_table_says_how_many_nodes_there_are(tmp_path: Path) -> None:
     write([[4, 5, 6, 7], [0, 1, 2, 3]])
     assert [level.size for level in Cluster.load("ascend-910b", hosts=path).levels] == [4, 2]
     write([[0, 2, 4, 6], [1, 3, 5, 7]])
-    with pytest.raises(ShardwiseError, match="consecutive ranks"):
+    with raises(ShardwiseError, "10.0.0.0", "0, 2, 4, 6"):
         Cluster.load("ascend-910b", hosts=path)
 
 
@@ -438,7 +431,7 @@ def test_a_price_is_written_read_and_refused_where_it_is_none() -> None:
     assert parse(format_cluster(priced)) == priced != Cluster.load("h100-1x2")
     assert priced.with_devices(1).price_per_hour == 2.49
     for wrong in ("-1", "nan", "inf", "true", '"2 dollars"', "[2]", "1e9"):
-        with pytest.raises(ShardwiseError, match="price_per_hour"):
+        with raises(ShardwiseError, "price_per_hour"):
             parse(f"price_per_hour = {wrong}\n" + text)
 
 
@@ -450,7 +443,7 @@ def test_a_cluster_is_itself_its_name_or_a_number_of_devices() -> None:
     plan = sw.plan(torch.nn.Linear(8, 8), torch.empty(8, 8), "h100-1x8", mode="data_parallel")
     assert plan.mesh.num_devices == 8
     for wrong in (None, 8.0, ["h100"]):
-        with pytest.raises(sw.ShardwiseError, match=r"the cluster is .*\n.*or a number of devices"):
+        with raises(sw.ShardwiseError, repr(wrong), "h100-1x8"):
             sw.plan(torch.nn.Linear(8, 8), torch.empty(8, 8), wrong)  # type: ignore[arg-type]
-    with pytest.raises(sw.ShardwiseError, match="no-such"):
+    with raises(sw.ShardwiseError, "'no-such'", facts=["bundled"]):
         sw.compare(torch.nn.Linear(8, 8), torch.empty(8, 8), "no-such")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from raising import raises
 from shardwise.costs.cluster import Cluster, Level
 from shardwise.costs.cluster_file import family, parse
 from shardwise.costs.collectives import KINDS, TREE_PACE, LinkPrice, Links, Span, affine_terms, num_steps, share_sent
@@ -129,9 +130,7 @@ def test_a_stage_inside_a_node_never_leaves_it_and_one_across_nodes_does() -> No
 
 
 def test_a_placement_beyond_the_cluster_is_refused() -> None:
-    with pytest.raises(
-        PlanError, match=r"on ranks 6, 7, 8, 9: .* has 8 devices, none for 2 of them from rank 8 on\n.*7"
-    ):
+    with raises(PlanError, "6, 7, 8, 9", 8, 2, 7, "devices"):
         Links.of(CLUSTER, Placement(Mesh(dp=2, tp=2), (6, 7, 8, 9)))
 
 
@@ -265,11 +264,11 @@ def test_swapped_bandwidths_swap_the_prices() -> None:
 
 
 def test_a_mesh_of_another_size_is_refused() -> None:
-    with pytest.raises(PlanError, match="2 x 2 = 4 devices, two nodes of four has 8"):
+    with raises(PlanError, "2 x 2 = 4", 8):
         Links(CLUSTER, Mesh(dp=2, tp=2))
-    with pytest.raises(LayoutError, match="unknown mesh axis"):
+    with raises(LayoutError, "'pp'", "(dp=2, tp=4)"):
         links().seconds("all_gather", ("pp",), 1.0)
-    with pytest.raises(ValueError, match="'broadcast' is not one of"):
+    with raises(ValueError, "'broadcast'"):
         links().seconds("broadcast", TP, 1.0)
 
 
@@ -399,7 +398,7 @@ def test_with_fewer_axes_than_levels_neighbouring_levels_share_one() -> None:
     three = Cluster.load("ascend-910a-4x8")
     assert set(mesh_shapes(three, 2)) == {(8, 4), (4, 8)}
     assert set(mesh_shapes(three, 3)) == {(4, 2, 4)}
-    with pytest.raises(ValueError, match="at least one axis"):
+    with raises(ValueError, 0, "max_mesh_axes"):
         mesh_shapes(three, 0)
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from raising import raises
 from shardwise.costs import probe
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.cluster_file import family, format_cluster, parse
@@ -71,9 +72,9 @@ def test_more_devices_than_gpus_are_more_such_machines(
     assert [level.size for level in cluster.levels] == [8, 4]
     assert cluster.levels == Cluster.load("h100-4x8").levels
     assert "4 such machines with the network of h100" in capfd.readouterr().err
-    with pytest.raises(ShardwiseError, match=r"12 devices: this machine has 8 GPUs(.|\n)*at most 8, or a multiple"):
+    with raises(ShardwiseError, 12, "8 GPUs", 8):
         Cluster.local(12)
-    with pytest.raises(ShardwiseError, match="whole number of devices"):
+    with raises(ShardwiseError, 1, 0, "devices"):
         Cluster.local(0)
 
 
@@ -143,7 +144,7 @@ def test_memory_is_what_this_process_can_get(
     assert Cluster.local(1).device.usable_bytes == free - 40 * 2**30
     assert "other processes hold 40 GiB of GPU 0" in capfd.readouterr().err
     machine(monkeypatch, [H100], [[" X "]], {0: 78 * 2**30})
-    with pytest.raises(ShardwiseError, match=r"GPU 0 \(NVIDIA H100 80GB HBM3, 81559 MiB\) has no memory left"):
+    with raises(ShardwiseError, "GPU 0 (NVIDIA H100 80GB HBM3, 81559 MiB)"):
         Cluster.local(1)
     machine(monkeypatch, [probe.Gpu(H100.name, H100.memory_bytes, fraction=0.5)])
     assert Cluster.local(1).device.usable_bytes == H100.memory_bytes / 2

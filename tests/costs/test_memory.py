@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from costs.live_bytes import LiveBytes
 from shardwise.api import step_memory
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.ledger import CATEGORIES
-from shardwise.costs.live_bytes import LiveBytes
 from shardwise.costs.memory import MemoryEstimate, busiest_program, memory_of
 from shardwise.costs.prices import Prices
 from shardwise.graph.capture import capture
@@ -116,6 +116,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "ranks", "options"), CASES)
+@pytest.mark.sampled(4)
 def test_predicted_memory_is_that_of_real_ranks(name: str, ranks: int, options: dict[str, Any], run_ranks: Any) -> None:
     model, inputs = _model(name)
     large = options.get("large", moves.LARGE)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shardwise.costs.live_bytes import LiveBytes
+from costs.live_bytes import LiveBytes
+from raising import raises
 from shardwise.costs.optimizers import HELD, VARIANTS, parse_optimizer, states_of, temporary_bytes
 from shardwise.errors import ShardwiseError
 
@@ -67,10 +68,10 @@ def test_the_default_is_that_of_the_device() -> None:
 
 
 def test_other_names_are_refused() -> None:
-    with pytest.raises(ShardwiseError, match=f"'adamww' is not known\n  fix:    one of {', '.join(HELD)}"):
+    with raises(ShardwiseError, "'adamww'", ", ".join(HELD)):
         parse_optimizer("adamww")
-    with pytest.raises(ShardwiseError, match="'slow' of optimizer 'adamw slow' is not an update variant"):
+    with raises(ShardwiseError, "'slow'", "'adamw slow'"):
         parse_optimizer("adamw slow")
-    with pytest.raises(ShardwiseError, match="not an update variant"):
+    with raises(ShardwiseError, "'adamw '"):
         parse_optimizer("adamw ")
     assert parse_optimizer("adamw fused") == ("adamw", "fused")

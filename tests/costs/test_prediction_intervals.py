@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.costs.prediction import Prediction
+from shardwise.costs.prediction import Prediction, between_bytes
 from shardwise.plans.quantities import format_bytes, format_interval, format_seconds
 
 
@@ -32,7 +32,7 @@ def test_operators_and_messages_are_as_uncertain_as_their_own_figures() -> None:
     assert step.high == pytest.approx(2 * (1.0 * 1.1 + 0.2 * 1.5))
     simulated = replace(own, simulated_seconds=1.1).step_interval(cluster)
     assert simulated.value == pytest.approx(2.2), "the simulated step, where there is one"
-    held = own.memory_interval(cluster)
+    held = between_bytes(own.peak_bytes, cluster)
     assert (held.low, held.high) == (pytest.approx(100.0), pytest.approx(108.16))
 
 

@@ -14,9 +14,8 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.cluster_file import format_cluster, parse
 from shardwise.costs.collectives import Links
 from shardwise.costs.kernels import KernelWork, kernel_seconds
-from shardwise.costs.overlap_windows import overlap_windows
 from shardwise.costs.prices import Prices
-from shardwise.costs.pricing import price_program
+from shardwise.costs.pricing import overlap_windows, price_program
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph, Value
 from shardwise.plans.bind import program_of

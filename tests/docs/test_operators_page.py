@@ -6,9 +6,8 @@ import re
 
 import pytest
 
-from docs.operators import PAGE, calls
+from docs.operators import PAGE, calls, page, sections
 from shardwise.graph.composites import COMPOSITES
-from shardwise.report.operator_page import page, sections
 from shardwise.rules import RULES
 
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from torch.nn import functional as F
 
 import shardwise as sw
+from raising import raises
 from shardwise.foreign import rank_threads
 from shardwise.foreign.inferred_layout import infer_layout
 from shardwise.foreign.rank_threads import on_ranks
@@ -155,7 +156,7 @@ def test_plans_of_parallelize_module() -> None:
 
 
 def test_a_star_is_one_part_of_a_path_as_torch_reads_it() -> None:
-    with pytest.raises(sw.ShardwiseError, match=r"names nothing in Net: \*\.up, \*\.down"):
+    with raises(sw.ShardwiseError, "*.up", "*.down", facts=["there is"]):
         check(net(), batch(), {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}, 2)
     report = check(net(), batch(), {"*.[01].up": ColwiseParallel(), "layers.?.down": RowwiseParallel()}, 2)
     assert report.ok
@@ -166,7 +167,7 @@ def test_a_star_is_one_part_of_a_path_as_torch_reads_it() -> None:
         wrapped.append(type(model).__name__)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.distributed.fsdp.fully_shard", note)
+        patch.setattr("shardwise.foreign.tools.fully_shard", note)
         check(net(), batch(), {"fully_shard": ["layers.*"]}, 2)
     assert sorted(set(wrapped)) == ["Block", "Net"]
 
@@ -350,24 +351,23 @@ def test_ranks_at_different_exchanges_are_an_answer_and_leave_nothing_behind() -
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        ({"modle.layers": "colwise"}, "names nothing in LlamaForCausalLM: modle.layers"),
-        ({"model.norm": "colwize"}, "transformers has no style colwize"),
-        ({"fully_shard": ["nothing.*"]}, "names nothing"),
-        ({"fully_shard": [], "reshard": True}, "has no setting reshard"),
-        ({"fully_shard": 3}, "fully_shard is 3"),
-        ({"fully_shard": [1]}, "fully_shard is"),
-        ({"model.norm": "colwise", "lm_head": ColwiseParallel()}, "model.norm as texts .transformers., lm_head as sty"),
-        ({"lm_head": ColwiseParallel}, r"the rule of 'lm_head' is the class ColwiseParallel.*\n.*ColwiseParallel\(\)"),
-        ({"lm_head": 3}, "the rule of 'lm_head' is 3, which is not a style"),
-        (17, "17 is not a plan of a known tool"),
-        (torch.ones(2), "is not a plan of a known tool"),
-        ({"format": "shardwise-plan"}, "a plan of shardwise, not of another tool"),
+        ({"modle.layers": "colwise"}, ("LlamaForCausalLM", "modle.layers")),
+        ({"model.norm": "colwize"}, "colwize"),
+        ({"fully_shard": ["nothing.*"]}, ("nothing", "fully_shard")),
+        ({"fully_shard": [], "reshard": True}, "reshard"),
+        ({"fully_shard": 3}, ("fully_shard", 3)),
+        ({"fully_shard": [1]}, "fully_shard"),
+        ({"model.norm": "colwise", "lm_head": ColwiseParallel()}, ("model.norm", "lm_head")),
+        ({"lm_head": ColwiseParallel}, ("'lm_head'", "ColwiseParallel", "ColwiseParallel()")),
+        ({"lm_head": 3}, ("'lm_head'", 3)),
+        (17, "17"),
+        (torch.ones(2), "tensor([1., 1.])"),
+        ({"format": "shardwise-plan"}, ("plan", "shardwise")),
     ],
 )
-def test_bad_plans_are_one_sentence_and_the_mend(plan: Any, says: str) -> None:
-    with pytest.raises(sw.ShardwiseError, match=says) as caught:
+def test_bad_plans_are_one_sentence_and_the_mend(plan: Any, says: object) -> None:
+    with raises(sw.ShardwiseError, says, "fix:"):
         check(llama(), texts(), plan, 2)
-    assert "fix:" in str(caught.value)
 
 
 def test_a_mesh_without_the_axis_that_a_plan_needs_is_refused_at_once() -> None:
@@ -375,7 +375,7 @@ def test_a_mesh_without_the_axis_that_a_plan_needs_is_refused_at_once() -> None:
         (megatron(), sw.Mesh(dp=2), "tensor"),
         ({"fully_shard": "layers.*"}, sw.Mesh(tp=2), "data"),
     ):
-        with pytest.raises(sw.ShardwiseError, match=f"has no axis for {what} parallelism"):
+        with raises(sw.ShardwiseError, what):
             check(net(), batch(), plan, 2, mesh=mesh)
     assert check(net(), batch(), {"fully_shard": "layers.*"}, 2).ok
 
@@ -386,9 +386,9 @@ def test_what_cannot_be_run_is_said() -> None:
 
     report = check(net(), batch(), apply, 2)
     assert (report.verdict, report.ok) == ("not run", False)
-    with pytest.raises(sw.ShardwiseError, match="not meta tensors"):
+    with raises(sw.ShardwiseError, "meta"):
         check(net(), tuple(t.to("meta") for t in batch()), megatron(), 2)
-    with pytest.raises(sw.ShardwiseError, match="3 samples do not divide into 2"):
+    with raises(sw.ShardwiseError, 3, 2, "divide"):
         check(net(), batch(3), {"fully_shard": []}, 2)
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from graph.graph_text import format_graph, parse_graph
 from shardwise.graph.call_arguments import call_module
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.graph_invariants import verify_graph
-from shardwise.graph.graph_text import format_graph, parse_graph
 from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Ref
 

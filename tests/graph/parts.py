@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from shardwise.graph.cut import GraphCut, cut_graph
+from graph.graph_text import format_graph, parse_graph
+from shardwise.graph.cut import CutValue, GraphCut, cut_apart, free_values
 from shardwise.graph.graph_invariants import verify_graph
-from shardwise.graph.graph_text import format_graph, parse_graph
 from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Graph, Ref
+
+
+def cut_graph(graph: Graph, boundaries: Sequence[str]) -> GraphCut:
+    """Cut the graph before each of the ``boundaries``, operators in execution order."""
+    names = [op.name for op in graph.ops]
+    starts = [0, *map(names.index, boundaries), len(names)]
+    return cut_apart(graph, [names[start:end] for start, end in pairwise(starts)])
+
+
+def carriers(crossing: CutValue) -> tuple[int, ...]:
+    """The parts that only forward a value."""
+    return tuple(part for part in crossing.receivers if part not in crossing.users)
 
 
 def run_parts(
@@ -116,8 +129,6 @@ def check_parts(cut: GraphCut, graph: Graph, data: Mapping[str, Tensor], toleran
 
 def random_cut(graph: Graph, rng: random.Random, num_parts: int) -> GraphCut:
     """Cut before random operators that are not repeated elsewhere, so that no part is empty."""
-    from shardwise.graph.cut import free_values
-
     free = free_values(graph)
     bound = [op.name for op in graph.ops if not free.issuperset(op.results)]
     starts = sorted(rng.sample(range(1, len(bound)), min(num_parts, len(bound)) - 1))

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.nn.utils import prune
 
 import shardwise as sw
+from raising import raises
 from shardwise.errors import CaptureError, CaptureWarning, LayoutError
 from shardwise.graph.capture import capture
 
@@ -39,14 +40,13 @@ TRANSFORMED = {
 
 @pytest.mark.parametrize("name", TRANSFORMED)
 def test_constructs_of_torch_are_refused_with_their_own_mend(name):
-    with pytest.raises(CaptureError) as refused:
+    mend = {"cond": "torch.where", "scan": "loop", "map": "loop"}.get(name, "batched")
+    construct = {"cond": "torch.cond", "scan": "torch.scan", "map": "torch.map"}.get(name, "torch.func")
+    with raises(CaptureError, construct, mend, source="test_announced.py") as refused:
         capture(Calls(TRANSFORMED[name]), (torch.ones(4, 4),))
     message = str(refused.value)
     assert ".data" not in message
     assert ".cuda()" not in message
-    assert {"cond": "torch.where", "scan": "loop in Python", "map": "loop in Python"}.get(name, "batched") in message
-    assert {"cond": "torch.cond", "scan": "torch.scan", "map": "torch.map"}.get(name, "torch.func") in message
-    assert "test_announced.py" in message
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch.autocast warns of CUDA where there is none")
@@ -55,9 +55,7 @@ def test_autocast_of_a_device_that_is_not_here_is_named():
         with torch.autocast("cuda", dtype=torch.bfloat16):
             return x @ self.weight
 
-    with pytest.raises(
-        CaptureError, match=r"(?s)torch.autocast for a device type that this machine lacks.*x.device.type"
-    ) as refused:
+    with raises(CaptureError, "torch.autocast", "x.device.type", source="test_announced.py") as refused:
         capture(Calls(cast), (torch.ones(4, 4),))
     assert ".cuda()" not in str(refused.value)
 
@@ -65,17 +63,13 @@ def test_autocast_of_a_device_that_is_not_here_is_named():
 def test_arguments_that_forward_does_not_take_are_named():
     net, x, y = nn.Linear(4, 4), torch.ones(2, 4), torch.zeros(2, dtype=torch.int64)
     for given, kwargs, mend in (
-        ((x,), {"loss": F.cross_entropy}, r"missing a required argument: 'input'.*1 targets.*par\.predict"),
-        ((x, x, y), {"loss": F.cross_entropy}, r"too many positional arguments.*par\.predict"),
-        ((x, y), {}, r"1 positional argument, 2 were given.*pass loss="),
-        ((x, y), {"kwargs": {"scale": 2.0}}, "1 positional argument, 2 were given"),
-        (
-            (x,),
-            {"kwargs": {"scale": 2.0}},
-            "got an unexpected keyword argument 'scale'.*pass the arguments of its signature",
-        ),
+        ((x,), {"loss": F.cross_entropy}, ("'input'", 1, "par.predict")),
+        ((x, x, y), {"loss": F.cross_entropy}, ("par.predict", "positional")),
+        ((x, y), {}, (1, 2, "loss=")),
+        ((x, y), {"kwargs": {"scale": 2.0}}, (1, 2)),
+        ((x,), {"kwargs": {"scale": 2.0}}, "'scale'"),
     ):
-        with pytest.raises(CaptureError, match=rf"(?s)Linear.forward does not take these arguments: {mend}") as refused:
+        with raises(CaptureError, "Linear.forward", mend) as refused:
             sw.plan(net, given, 2, **kwargs)
         assert ".cuda()" not in str(refused.value)
 
@@ -91,7 +85,7 @@ class Dropping(nn.Module):
 
 
 def test_a_strategy_of_attention_that_drops_probabilities_is_refused_with_its_own_mend():
-    with pytest.raises(LayoutError, match=r"(?s)covers 4 operators: /matmul.*fix: .*pass dropout_p=0"):
+    with raises(LayoutError, 4, "/matmul", "dropout_p=0", op="/scaled_dot_product_attention"):
         sw.plan(Dropping(), torch.randn(2, 8, 8), 2, mesh=sw.Mesh(cp=2))
 
 
@@ -142,7 +136,7 @@ READS_BITS = {
 def test_bits_of_numbers_that_a_verification_widens_are_refused_by_it_and_planned(name):
     net, x = Calls(READS_BITS[name]), torch.ones(4, 4)
     plan = sw.plan(net, x, 2, mesh=sw.Mesh(dp=2))
-    with pytest.raises(sw.ShardwiseError, match=r"(?s)reads the bits of .* as .*test_announced.py.*verify the model"):
+    with raises(sw.ShardwiseError, "float64", op="/view", source="test_announced.py"):
         sw.verify(net, x, plan)
 
 
@@ -166,7 +160,7 @@ class Computed(nn.Module):
 
 
 def test_what_was_computed_from_a_parameter_once_is_not_taken_for_a_constant():
-    with pytest.raises(sw.ShardwiseError, match="requires grad is not a parameter"):
+    with raises(CaptureError, "[4, 4]", source="test_announced.py"):
         sw.plan(Computed(), torch.randn(4, 4), 2, mesh=sw.Mesh(dp=2))
 
 
@@ -199,23 +193,23 @@ def sparse_buffer():
 
 
 WITH_A_FIX = {
-    "max_norm": (lambda: OfTable(max_norm=1.0), "max_norm scales rows of its table.*omit max_norm"),
-    "sparse buffer": (sparse_buffer, r"adjacency is a sparse tensor \(sparse_coo\).*adjacency.to_dense"),
+    "max_norm": (lambda: OfTable(max_norm=1.0), "max_norm"),
+    "sparse buffer": (sparse_buffer, ("sparse_coo", "adjacency.to_dense")),
     "sparse constant": (
         lambda: Calls(lambda self, x: torch.sparse.mm(torch.eye(4).to_sparse(), x @ self.weight)),
-        "to_sparse makes a sparse tensor.*torch.matmul with a dense constant",
+        ("to_sparse", "torch.matmul"),
     ),
     "places in a tensor": (
         lambda: Calls(lambda self, x: torch.tensor_split(x @ self.weight, torch.tensor([1, 2]))[1]),
-        "tensor_split takes its split indices.*Python integers",
+        "tensor_split",
     ),
     "sections in a tensor": (
         lambda: Calls(lambda self, x: torch.tensor_split(x @ self.weight, torch.tensor(2))[1]),
-        "tensor_split takes its split indices.*Python integers",
+        "tensor_split",
     ),
     "running statistics": (
         lambda: nn.Sequential(nn.Unflatten(1, (2, 2)), nn.InstanceNorm1d(2, track_running_stats=True)),
-        "instance norm updates running statistics.*track_running_stats=False",
+        "track_running_stats=False",
     ),
 }
 
@@ -223,7 +217,7 @@ WITH_A_FIX = {
 @pytest.mark.parametrize("name", WITH_A_FIX)
 def test_layers_that_are_not_captured_are_refused_with_a_fix(name):
     make, what = WITH_A_FIX[name]
-    with pytest.raises(CaptureError, match=f"(?s){what}"):
+    with raises(CaptureError, what):
         capture(make(), (torch.ones(4, 4),))
 
 
@@ -234,5 +228,5 @@ def test_a_transformer_that_reads_its_mask_is_refused_with_the_argument(given):
     if given:
         capture(net, (x, x), {"tgt_mask": mask, "tgt_is_causal": True})
         return
-    with pytest.raises(CaptureError, match=r"(?s)reads a mask.*tgt_is_causal=True"):
+    with raises(CaptureError, "tgt_is_causal=True", source="transformer.py"):
         capture(net, (x, x), {"tgt_mask": mask})

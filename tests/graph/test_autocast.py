@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from raising import raises
 from shardwise.errors import CaptureError, ShardwiseError
 from shardwise.graph.capture import capture
 from shardwise.graph.interpret import interpret
@@ -106,14 +107,11 @@ def test_an_autocast_is_part_of_a_plan_and_proven() -> None:
         assert "in the plan's precision" in str(report)
     plain = sw.plan(module, (x,), 2, mode="data_parallel")
     assert plain.precision == sw.Precision()
-    with (
-        torch.autocast("cpu", dtype=BF16),
-        pytest.raises(CaptureError, match=r"sw\.verify.*made for no autocast"),
-    ):
+    with torch.autocast("cpu", dtype=BF16), raises(CaptureError, "sw.verify", "no autocast"):
         sw.verify(module, (x,), plain)
-    with torch.autocast("cpu", dtype=F16), pytest.raises(CaptureError, match="made for torch"):
+    with torch.autocast("cpu", dtype=F16), raises(CaptureError, "sw.verify", 'torch.autocast("cpu", torch.bfloat16)'):
         sw.verify(module, (x,), plan)
-    with torch.autocast("cpu", dtype=BF16), pytest.raises(ShardwiseError, match="both would set the casts"):
+    with torch.autocast("cpu", dtype=BF16), raises(ShardwiseError, 'torch.autocast("cpu", torch.bfloat16)', "compute"):
         sw.plan(module, (x,), 2, precision=sw.Precision(compute=BF16))
 
 
@@ -124,7 +122,7 @@ def test_an_autocast_of_another_device_is_refused() -> None:
 
     torch.set_autocast_enabled("cuda", True)
     try:
-        with pytest.raises(CaptureError, match="captured on the CPU"):
+        with raises(CaptureError, 'torch.autocast("cuda")', "CPU"):
             sw.plan(Called(lambda x, w: x @ w), (torch.randn(8, 16),), 2)
     finally:
         torch.set_autocast_enabled("cuda", False)

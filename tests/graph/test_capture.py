@@ -80,9 +80,8 @@ def test_the_line_is_the_innermost_of_the_user_also_outside_forward():
     assert op.source == f"test_capture.py:{inner.__code__.co_firstlineno + 1}"
 
 
-def test_non_tensor_arguments_are_baked_and_specs_cover_the_call():
+def test_non_tensor_arguments_are_baked():
     captured = check_against_eager(Tied(), torch.tensor([[1]]), shift=2)
-    assert captured.in_spec.num_leaves == 2
     assert [s.names for s in captured.graph.sources if s.kind == "input"] == [("args[0]",)]
     assert "add.Tensor" in operators(captured)
     assert any(op.args[1] == 2 for op in captured.graph.ops if len(op.args) > 1)

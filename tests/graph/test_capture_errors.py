@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random as python_random
-import re
 from contextlib import suppress
 from threading import Event, Thread
 
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from graph.against_eager import check_against_eager
+from raising import raises
 from shardwise.errors import CaptureError
 from shardwise.graph.capture import capture
 
@@ -227,55 +227,52 @@ def narrow_sum(self, x):
 
 
 CASES = [
-    (branch, 1, "depends on the data", "torch.where"),
+    (branch, 1, "depends", "torch.where"),
     (number, 1, "", "torch.where"),
     (float_of, 1, "", "tensor"),
     (loop, 1, "", "tensor"),
-    (boolean_index, 1, "sort needs the rows selected by a mask", "mask"),
-    (nonzero, 1, "max needs the rows selected by a mask", "mask"),
-    (unique, 1, "shape depends on data|depends on the data", "mask"),
-    (masked_select, 1, "the model returns rows selected by a mask", "the mask"),
-    (mismatch, 1, "4.*3", "fake"),
+    (boolean_index, 1, "sort", "mask"),
+    (nonzero, 1, "max", "mask"),
+    (unique, 1, "depends", "mask"),
+    (masked_select, 1, "returns", "mask"),
+    (mismatch, 1, (4, 3), "fake"),
     (to_numpy, 1, "numpy", "fake"),
-    (transform, 1, r"torch\.func", "batched"),
-    (flex, 3, r"flex_attention in forward", "scaled_dot_product_attention.*sdpa"),
-    (custom_function, 1, "autograd.Function .*test_capture_errors.Chosen.*data", "custom_op"),
-    (packed, 2, "packed sequence", "padded batch"),
-    (packed_list, 1, "packed sequence", "padded batch"),
-    (tensor_hook, 1, "register_hook in forward", "autograd.Function"),
-    (accumulation_hook, 2, "register_post_accumulate_grad_hook in forward", "parameters"),
-    (retained, 2, "retain_grad in forward", "autograd.Function"),
-    (node_hook, 2, "grad_fn in forward", "requires_grad"),
-    (edge_of, 1, "grad_fn in forward", "autograd.Function"),
-    (exchanges, 1, "all_reduce in forward", "the plan adds the communication"),
+    (transform, 1, "torch.func", "batched"),
+    (flex, 3, "flex_attention", ("scaled_dot_product_attention", "sdpa")),
+    (custom_function, 1, ("autograd.Function", "test_capture_errors.Chosen"), "custom_op"),
+    (packed, 2, "packed", "padded"),
+    (packed_list, 1, "packed", "padded"),
+    (tensor_hook, 1, "register_hook", "autograd.Function"),
+    (accumulation_hook, 2, "register_post_accumulate_grad_hook", "parameters"),
+    (retained, 2, "retain_grad", "autograd.Function"),
+    (node_hook, 2, "grad_fn", "requires_grad"),
+    (edge_of, 1, "grad_fn", "autograd.Function"),
+    (exchanges, 1, "all_reduce", "communication"),
     (reentrant, 1, "re-entrant", "use_reentrant=False"),
-    (write_parameter, 1, r"\.data", "optimizer"),
+    (write_parameter, 1, ".data", "optimizer"),
     (inference, 2, "inference_mode", "no_grad"),
-    (inner_gradient, 1, r"autograd\.grad", "create_graph=True"),
-    (statistics, 1, "running statistics", "track_running_stats=False"),
-    (several_outputs, 2, "max writes into max, max_values", "returns its result"),
-    (write_under_no_grad, 2, "no_grad", "new tensor"),
-    (reshape_in_place, 2, r"t_\(\)", r"x\.t\("),
+    (inner_gradient, 1, "autograd.grad", "create_graph=True"),
+    (statistics, 1, "statistics", "track_running_stats=False"),
+    (several_outputs, 2, "max_values", "returns"),
+    (write_under_no_grad, 2, "no_grad", "new"),
+    (reshape_in_place, 2, "t_()", "x.t("),
     (random, 1, "poisson", "nn.Dropout"),
     (masked_in_numpy, 1, "numpy", "torch.rand"),
-    (left_out_by_python, 1, "in Python or numpy", "torch.rand"),
+    (left_out_by_python, 1, "numpy", "torch.rand"),
     (write_unfolded, 2, "unfold", "torch.where"),
-    (backward_inside, 2, "backward in forward", "return the loss"),
-    (gradient_of_an_input, 3, "requires_grad_", "tensors computed from parameters"),
-    (initial_values, 1, "torch.nn.init draws", "__init__"),
-    (narrow_product, 1, "linear takes operands of one dtype: input is torch.bfloat16, weight is", r"\.to"),
-    (narrow_sum, 1, "index_add takes operands of one dtype: self is torch.float32, source is torch.float64", r"\.to"),
+    (backward_inside, 2, "backward", "return"),
+    (gradient_of_an_input, 3, "requires_grad_", "parameters"),
+    (initial_values, 1, "torch.nn.init", "__init__"),
+    (narrow_product, 1, "torch.bfloat16", ".to"),
+    (narrow_sum, 1, ("index_add", "torch.float32", "torch.float64"), ".to"),
 ]
 
 
 @pytest.mark.parametrize(("function", "below", "what", "mend"), CASES, ids=[case[0].__name__ for case in CASES])
 def test_the_error_names_the_line_and_the_mend(function, below, what, mend):
-    with pytest.raises(CaptureError) as caught:
+    line = function.__code__.co_firstlineno + below
+    with raises(CaptureError, what, mend, source=f"test_capture_errors.py:{line}"):
         capture(Calls(function), (torch.ones(4, 4),))
-    message = str(caught.value)
-    assert f"test_capture_errors.py:{function.__code__.co_firstlineno + below}" in message, message
-    assert re.search(what, message), message
-    assert re.search(mend, message.partition("fix:")[2]), message
 
 
 CAUGHT = {  # how data is read, and what the error calls it
@@ -305,7 +302,7 @@ def test_data_that_a_model_tries_to_read_is_refused_though_it_catches_the_error(
             factor = 1.0
         return x * factor
 
-    with pytest.raises(CaptureError, match=rf"(?s){name} reads the data of a tensor.*fix:.*keep it a tensor"):
+    with raises(CaptureError, name, section="tensor-values"):
         capture(Calls(tries), (torch.ones(4),))
 
 
@@ -315,7 +312,7 @@ def test_what_capture_refuses_is_refused_though_the_model_catches_it():
             x.register_hook(lambda gradient: gradient * 0)
         return x * 2
 
-    with pytest.raises(CaptureError, match="register_hook in forward"):
+    with raises(CaptureError, "register_hook", source="test_capture_errors.py"):
         capture(Calls(tries), (torch.ones(4),))
 
 
@@ -333,9 +330,7 @@ def test_an_error_that_one_device_raises_as_well_is_the_models_own():
 
 
 def test_a_sparse_tensor_is_refused_by_name():
-    with pytest.raises(
-        CaptureError, match=r"(?s)to_sparse makes a sparse tensor.*test_capture_errors.py.*keep it dense"
-    ):
+    with raises(CaptureError, "to_sparse", source="test_capture_errors.py"):
         capture(Calls(lambda self, x: x.to_sparse().sum()), (torch.eye(4),))
 
 
@@ -351,7 +346,7 @@ def test_the_line_that_draws_is_found_whatever_is_drawn_and_the_generators_stand
     expected = python_random.random(), np.random.rand()
     python_random.seed(seed)
     np.random.seed(seed)
-    with pytest.raises(CaptureError, match=f"test_capture_errors.py:{draws.__code__.co_firstlineno + 1}"):
+    with raises(CaptureError, source=f"test_capture_errors.py:{draws.__code__.co_firstlineno + 1}"):
         capture(Calls(draws), (torch.ones(4),))
     assert (python_random.random(), np.random.rand()) == expected
 
@@ -388,7 +383,7 @@ def test_an_input_that_is_changed_in_place_is_named():
         def forward(self, x):
             return x.add_(1)
 
-    with pytest.raises(CaptureError, match=r"args\[0\] is changed in place(.|\n)*clone"):
+    with raises(CaptureError, "args[0]", source="test_capture_errors.py"):
         capture(Adds(), (torch.ones(2),))
 
 
@@ -405,9 +400,7 @@ def test_a_tensor_attribute_that_is_changed_in_place_is_named_and_constants_of_t
                 self.seen[0] += 1
             return (x * factors.mul_(2)).sum() * (1 + self.seen.sum())
 
-    with pytest.raises(
-        CaptureError, match=r"(?s)the tensor seen is changed in place and is not a buffer.*register_buf"
-    ):
+    with raises(CaptureError, "register_buffer", source="test_capture_errors.py"):
         capture(Counts(), (torch.ones(2), True))
     capture(Counts(), (torch.ones(2), False))
 
@@ -423,7 +416,7 @@ def test_hooks_for_saved_tensors_in_forward_are_refused_and_those_of_torch_are_n
                 return x.sin().sum()
 
     saving = torch.autograd.graph
-    with pytest.raises(CaptureError, match=r"(?s)saved_tensors_hooks in forward.*test_capture_errors.py"):
+    with raises(CaptureError, "saved_tensors_hooks", source="test_capture_errors.py"):
         capture(Saves(saving.saved_tensors_hooks(lambda tensor: tensor * 0, lambda tensor: tensor)), (torch.ones(2),))
     capture(Saves(saving.save_on_cpu()), (torch.ones(2),))
 
@@ -435,7 +428,7 @@ def test_a_weight_outside_the_module_is_named():
         def forward(self, x):
             return torch.nn.functional.linear(x, outside.weight)
 
-    with pytest.raises(CaptureError, match="not a parameter of the captured module"):
+    with raises(CaptureError, "[4, 4]", "parameter", source="test_capture_errors.py"):
         capture(Uses(), (torch.ones(2, 4),))
 
 
@@ -448,7 +441,7 @@ def test_a_meta_attribute_that_is_no_buffer_is_named():
         def forward(self, x):
             return x + self.table
 
-    with pytest.raises(CaptureError, match="register_buffer"):
+    with raises(CaptureError, "register_buffer", op="Holds"):
         capture(Holds(), (torch.ones(4),))
 
 
@@ -474,7 +467,7 @@ def test_operands_of_two_dtypes_are_refused_where_kernels_take_one(call):
 
     with pytest.raises(RuntimeError, match=r"(?i)type|Double"):
         Narrow()(torch.rand(4, 4))
-    with pytest.raises(CaptureError, match=r"takes operands of one dtype: .*torch\.float64"):
+    with raises(CaptureError, "torch.float64", source="test_capture_errors.py"):
         capture(Narrow(), (torch.rand(4, 4),))
 
 

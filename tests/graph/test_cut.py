@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from graph.against_eager import data_of
-from graph.parts import check_parts, random_cut
+from graph.parts import carriers, check_parts, cut_graph, random_cut
 from models import zoo_own, zoo_transformers
 from models.tiny_models import TinyModel, bert, gpt2, llama, resnet
 from programs.building import STEPS, WINDOWED, random_program
+from raising import raises
 from shardwise.errors import PlanError
 from shardwise.graph.capture import Capture, capture
-from shardwise.graph.cut import GraphCut, cut_apart, cut_graph, extract_part
-from shardwise.graph.graph_invariants import verify_graph
+from shardwise.graph.cut import GraphCut, cut_apart
 from shardwise.graph.ir import Graph
 from shardwise.graph.to_float64 import to_float64
 
@@ -61,7 +61,7 @@ def test_random_programs_in_random_parts_are_the_programs(block: int) -> None:
         check_parts(found, program.graph, program.sources)
         types = [program.graph.by_name[crossing.value] for crossing in found.crossings]
         features["several"] += any(len(found.sends(part)) > 1 for part in range(len(found.parts)))
-        features["carried"] += any(crossing.carriers for crossing in found.crossings)
+        features["carried"] += any(map(carriers, found.crossings))
         features["shared"] += bool(found.shared)
         features["without gradient"] += any(not value.requires_grad for value in types)
         features["early output"] += any(part < len(found.parts) - 1 for _, part in found.output_parts)
@@ -113,7 +113,7 @@ def test_what_parts_receive_repeat_share_and_rewrite() -> None:
     first, second, third = found.parts
     kinds = {s.value: graph.by_name[s.value].dtype for s in third.sources if s.kind == "activation"}
     assert {torch.bool, torch.int64, torch.float64} == set(kinds.values())  # the mask, the order of ranks, values
-    skipping = {crossing.value for crossing in found.crossings if crossing.carriers}
+    skipping = {crossing.value for crossing in found.crossings if carriers(crossing)}
     assert {graph.by_name[name].dtype for name in skipping} == {torch.bool, torch.int64, torch.float64}
     assert skipping <= set(found.sends(0)) & set(found.sends(1))
     # Old running means are sent to the part that reads them; the part that computes the new ones keeps the buffer.
@@ -157,19 +157,6 @@ def test_the_seed_is_a_source_of_every_part_that_draws() -> None:
     assert all(graph.by_name[crossing.value].requires_grad for crossing in found.crossings)  # no noise is sent
 
 
-def test_a_single_part_receives_what_it_needs_and_delivers_what_others_need() -> None:
-    captured, _ = stages()
-    graph = captured.graph
-    name = named(graph, "aten.linear", 1)
-    part = extract_part(graph, [name])
-    verify_graph(part)
-    assert [op.name for op in part.ops] == [name]
-    (activation,) = [source for source in part.sources if source.kind == "activation"]
-    assert activation.value == graph.op_by_name[name].operands[0]
-    assert part.cotangents == graph.op_by_name[name].results
-    assert part.loss is None
-
-
 class Counts(nn.Module):
     """Reads running statistics before the part that computes them."""
 
@@ -187,43 +174,33 @@ class Counts(nn.Module):
 def test_errors_name_operators_parts_and_the_mend() -> None:
     graph = capture(Counts(), (torch.ones(2, 3),)).graph
     names = [op.name for op in graph.ops]
-    with pytest.raises(PlanError, match=r"no operator 'down/linea'\n  fix:    did you mean down/linear\?"):
-        cut_graph(graph, ["down/linea"])
-    with pytest.raises(
-        PlanError, match=r"(?s)the boundary up/linear is operator 1 of 13.*down/linear, operator 4.*order"
-    ):
-        cut_graph(graph, ["down/linear", "up/linear"])
-    with pytest.raises(PlanError, match="part 1 of 3 has no operators"):
+    with raises(PlanError, "'down/linea'", "down/linear"):
+        cut_apart(graph, [["down/linea"]])
+    with raises(PlanError, 1, 3, "operators"):
         cut_graph(graph, ["up/linear", "up/linear"])
-    with pytest.raises(PlanError, match="part 0 of 2 has no operators"):
+    with raises(PlanError, 0, 2, "operators"):
         cut_graph(graph, names[:1])
-    with pytest.raises(PlanError, match=r"(?s)the buffer mean is read in part 0 and written with data of part 1.*/sub"):
+    with raises(PlanError, 0, 1, op="/sub", source="test_cut.py"):
         cut_graph(graph, ["down/linear"])
-    with pytest.raises(PlanError, match="down/linear is named in parts 0 and 1"):
+    with raises(PlanError, "down/linear", 0, 1):
         cut_apart(graph, [names, ["down/linear"]])
-    with pytest.raises(PlanError, match="down/linear is named twice in part 0"):
+    with raises(PlanError, "down/linear", 0, "named"):
         cut_apart(graph, [[*names, "down/linear"]])
-    with pytest.raises(PlanError, match=rf"2 of {len(names)} operators belong to no part: {names[-2]}, {names[-1]}"):
+    with raises(PlanError, 2, len(names), names[-2], names[-1]):
         cut_apart(graph, [names[:-2]])
-    with pytest.raises(PlanError, match="a part of no operators"):
-        extract_part(graph, [])
 
 
 def test_parts_out_of_order_name_both_operators() -> None:
     layers = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 3, bias=False))
     graph = capture(layers, (torch.ones(2, 3),)).graph
-    told = r"2/linear of part 0 needs tanh, the result of 1/tanh of part 1\n  op:     2/linear\n"
-    told += "  fix:    move 2/linear to part 1 or a later one, or 1/tanh to part 0 or an earlier one"
-    with pytest.raises(PlanError, match=told):
+    with raises(PlanError, 0, "tanh", "1/tanh", 1, op="2/linear"):
         cut_apart(graph, [["0/linear", "2/linear"], ["1/tanh"]])
-    with pytest.raises(PlanError, match="1/tanh of part 0 needs linear, the result of 0/linear of part 1"):
-        extract_part(graph, ["0/linear", "2/linear"])
 
 
 def test_a_part_is_not_cut_again() -> None:
     graph = captured_model(gpt2())[0]
     part = random_cut(graph, random.Random(0), 2).parts[1]
-    with pytest.raises(PlanError, match=r"the graph is already a part of a graph: \S+ is an activation"):
+    with raises(PlanError, "add_9", "activation"):
         cut_graph(part, [])
 
 
@@ -234,10 +211,7 @@ def test_a_part_of_repeated_operators_only_is_refused() -> None:
 
     graph = capture(Positions(), (torch.ones(3, requires_grad=True),)).graph
     add = named(graph, "aten.add")
-    with pytest.raises(
-        PlanError,
-        match=r"part 0 of 2 has only operators that other parts repeat: \S+.* depend on no input and no parameter",
-    ):
+    with raises(PlanError, 0, 2, "parameter"):
         cut_graph(graph, [add])
 
 
@@ -261,5 +235,5 @@ def test_parts_of_modules_that_do_not_follow_one_another() -> None:
     rest = [op.name for op in captured.graph.ops if op.name not in (*left, *right)]
     found: GraphCut = cut_apart(captured.graph, [left, right, rest])
     check_parts(found, captured.graph, data_of(captured, module, (x,), {}))
-    (carried,) = [crossing for crossing in found.crossings if crossing.carriers]
-    assert (carried.value, carried.maker, carried.users, carried.carriers) == ("tanh", 0, (2,), (1,))
+    (carried,) = [crossing for crossing in found.crossings if carriers(crossing)]
+    assert (carried.value, carried.maker, carried.users, carriers(carried)) == ("tanh", 0, (2,), (1,))

@@ -6,56 +6,51 @@ import pytest
 import torch
 from torch import nn
 
+from raising import raises
 from shardwise.errors import CaptureError
 from shardwise.graph.capture import capture, capture_function
 
 
 def test_a_loss_with_more_targets_than_examples_is_explained():
-    with pytest.raises(CaptureError, match="2 positional targets"):
+    with raises(CaptureError, 2, 1, op="<lambda>"):
         capture(nn.Linear(2, 2), (torch.ones(2, 2),), loss=lambda out, a, b: out.sum())
 
 
-@pytest.mark.parametrize(("loss", "what"), [(torch.sum, "sum has no signature"), (3, "3 is not a function")])
+@pytest.mark.parametrize(("loss", "what"), [(torch.sum, "sum"), (3, 3)])
 def test_a_loss_whose_targets_cannot_be_counted_is_explained(loss, what):
-    with pytest.raises(CaptureError, match=what):
+    with raises(CaptureError, what):
         capture(nn.Linear(4, 2), (torch.ones(2, 4),), loss=loss)
 
 
 def test_what_is_no_module_is_explained():
-    with pytest.raises(CaptureError, match=r"a function, not a torch\.nn\.Module"):
+    with raises(CaptureError, "torch.nn.Module"):
         capture(lambda x: x, (torch.ones(2, 4),))
 
 
-@pytest.mark.parametrize(
-    ("module", "what", "mend"),
-    [
-        (torch.jit.ScriptModule(), "the model is a ScriptModule", "its Python"),
-    ],
-)
-def test_modules_of_other_tools_are_refused_by_name(module, what, mend):
-    with pytest.raises(CaptureError, match=f"(?s){what}.*{mend}"):
-        capture(module, (torch.ones(2, 2),))
+def test_modules_of_other_tools_are_refused_by_name():
+    with raises(CaptureError, "ScriptModule"):
+        capture(torch.jit.ScriptModule(), (torch.ones(2, 2),))
 
 
 def test_a_loss_that_is_not_a_scalar_is_explained():
-    with pytest.raises(CaptureError, match="not a floating scalar"):
+    with raises(CaptureError, "[2, 2]", "loss.mean()"):
         capture(nn.Linear(2, 2), (torch.ones(2, 2), torch.ones(2, 2)), loss=lambda out, target: out - target)
 
 
 def test_a_function_that_needs_constants_is_refused():
-    with pytest.raises(CaptureError, match=r"torch\.full"):
+    with raises(CaptureError, "torch.full"):
         capture_function(lambda x: x + torch.tensor([1.0, 2.0]), (torch.ones(2),))
 
 
 def test_a_lazy_module_is_explained():
-    with pytest.raises(CaptureError, match="lazy"):
+    with raises(CaptureError, "lazy"):
         capture(nn.LazyLinear(3), (torch.ones(2, 2),))
 
 
 def test_a_module_that_can_not_be_copied_is_explained():
     module = nn.Linear(2, 2)
     module.generator = (i for i in range(3))
-    with pytest.raises(CaptureError, match="deepcopy"):
+    with raises(CaptureError, "Linear", "copy.deepcopy(module)"):
         capture(module, (torch.ones(2, 2),))
 
 
@@ -91,9 +86,9 @@ class Overlapping(nn.Module):
 
 @pytest.mark.parametrize("kind", ["buffers", "parameters", "a buffer in a parameter", "every other"])
 def test_tensors_in_each_others_memory_are_refused_by_name(kind):
-    names = {"buffers": "mean and part", "parameters": "weight and bias", "a buffer in a parameter": "weight and last"}
-    names["every other"] = "mean and third"
-    with pytest.raises(CaptureError, match=f"{names[kind]} are two tensors in the same memory"):
+    names = {"buffers": ("mean", "part"), "parameters": ("weight", "bias"), "every other": ("mean", "third")}
+    names["a buffer in a parameter"] = ("weight", "last")
+    with raises(CaptureError, names[kind]):
         capture(Overlapping(kind), (torch.ones(2, 4),))
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from graph.against_eager import check_against_eager, operators, run_graph
 from shardwise.graph.capture import capture
 from shardwise.graph.custom_operators import dropout_mask
-from shardwise.graph.normalize import NORMALIZATIONS, _drop
-from shardwise.graph.normalize_layers import layer_normalizations
+from shardwise.graph.normalize import NORMALIZATIONS
+from shardwise.graph.normalize_layers import LAYER_NORMALIZATIONS
 from shardwise.graph.normalize_random import RANDOM_NORMALIZATIONS
 
 aten = torch.ops.aten
@@ -277,7 +277,7 @@ def test_every_line_of_the_table_is_reached():
         reached |= {node.target for node in program.graph.nodes if node.op == "call_function"}
     # below, in test_annotate.py and in tests/rules/test_einsum.py
     elsewhere = {aten.bernoulli.p, torch.ops.shardwise.mark.default, aten.einsum.default}
-    elsewhere |= set(RANDOM_NORMALIZATIONS) | set(layer_normalizations(_drop))  # in test_normalize_layers.py
+    elsewhere |= set(RANDOM_NORMALIZATIONS) | set(LAYER_NORMALIZATIONS)  # in test_normalize_layers.py
     assert set(NORMALIZATIONS) - reached - elsewhere == set()
 
 

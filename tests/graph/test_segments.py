@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import shardwise as sw
+from raising import raises
 from shardwise.api import step_memory
 from shardwise.graph.capture import capture
 from shardwise.graph.segments import Segment, block_of
@@ -171,17 +172,17 @@ def test_results_of_a_function_are_made_again() -> None:
 
 
 def test_mistakes_are_named() -> None:
-    with pytest.raises(sw.ShardwiseError, match="unknown way to recompute 'every'"):
+    with raises(sw.ShardwiseError, "'every'"):
         sw.recompute(nn.Linear(2, 2), "every")  # type: ignore[arg-type]
-    with pytest.raises(sw.ShardwiseError, match="takes a module, not int"):
+    with raises(sw.ShardwiseError, "module", "int"):
         sw.recompute(7)  # type: ignore[type-var]
-    with pytest.raises(sw.ShardwiseError, match="unknown messages 'some'"):
+    with raises(sw.ShardwiseError, "'some'", "messages"):
         sw.recompute(nn.Linear(2, 2), messages="some")  # type: ignore[arg-type]
-    with pytest.raises(sw.ShardwiseError, match=r"unknown way to recompute 'some'[\s\S]*'auto'"):
+    with raises(sw.ShardwiseError, "'some'", "'auto'"):
         planned(Net(), recompute="some")
-    with pytest.raises(sw.ShardwiseError, match="no repeated blocks"):
+    with raises(sw.ShardwiseError, "recompute='full'"):
         sw.plan(nn.Linear(8, 8), X, 2, mode="data_parallel", recompute="full", loss=lambda y: y.sum())
-    with pytest.raises(sw.ShardwiseError, match="zero is 4"):
+    with raises(sw.ShardwiseError, "zero", 4):
         planned(Net(), zero=4)
-    with pytest.raises(sw.errors.LayoutError, match="zero cannot split over 'tp'"):
+    with raises(sw.errors.LayoutError, "'tp'", "split"):
         planned(Net(), zero=sw.Zero(3, over=("tp",)))

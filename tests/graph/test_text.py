@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from graph.graph_text import format_graph, parse_graph
+from raising import raises
 from shardwise.errors import NotationError
 from shardwise.graph.capture import capture
-from shardwise.graph.graph_text import format_graph, parse_graph
 from shardwise.graph.ir import Graph, Op, Ref, Source, Value
 
 aten = torch.ops.aten
@@ -98,16 +99,15 @@ def test_every_graph_survives_a_round_trip(graph):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("%x: f32[2] = aten.nothing.default()", "not an operator"),
+        ("%x: f32[2] = aten.nothing.default()", "aten.nothing.default"),
         ("%x: f99[2] = input(x)", "dtype"),
         ("%x: f32[2] = input(x", "expected"),
         ("%x f32[2] = input(x)", "':'"),
         ("loss x", "'%'"),
-        ("return %x %y", "end of the line"),
-        ("%x: f32[2] = aten.relu.default(torch.relu)", "not a dtype"),
+        ("return %x %y", "line"),
+        ("%x: f32[2] = aten.relu.default(torch.relu)", "torch.relu"),
     ],
 )
 def test_an_error_points_at_the_column(line, message):
-    with pytest.raises(NotationError, match=message) as caught:
+    with raises(NotationError, message, "^"):
         parse_graph(line)
-    assert "^" in str(caught.value)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from raising import raises
 from shardwise.errors import CaptureError, ShardwiseError
 from shardwise.graph.capture import capture
 from shardwise.graph.trees import (
@@ -132,13 +133,11 @@ def odd(value):
     ],
 )
 def test_other_objects_are_refused_by_name(value, name):
-    with pytest.raises(CaptureError, match=name) as refused:
+    with raises(CaptureError, name, "output[1]"):
         capture(odd(value), (torch.ones(2),))
-    assert "output[1]" in str(refused.value)
     given = {"options": [1, value(torch.ones(2))]}
-    with pytest.raises(CaptureError, match=name) as refused:
+    with raises(CaptureError, name, "kwargs['options'][1]"):
         capture(nn.Identity(), (torch.ones(2),), given)
-    assert "kwargs['options'][1]" in str(refused.value)
 
 
 class Doubling(torch.Tensor):
@@ -150,15 +149,15 @@ class Doubling(torch.Tensor):
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda x: x.to_sparse(), "a sparse_coo tensor"),
-        (lambda x: x.to_sparse_csr(), "a sparse_csr tensor"),
-        (lambda x: torch.nested.nested_tensor([x, x]), "a nested tensor"),
-        (lambda x: x.as_subclass(Doubling), r"a \S*test_trees.Doubling, which has operators of its own"),
+        (lambda x: x.to_sparse(), "sparse_coo"),
+        (lambda x: x.to_sparse_csr(), "sparse_csr"),
+        (lambda x: torch.nested.nested_tensor([x, x]), "nested"),
+        (lambda x: x.as_subclass(Doubling), "test_trees.Doubling"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:.*(beta|prototype):UserWarning")
 def test_tensors_that_are_more_than_their_numbers_are_refused_by_name(make, name):
-    with pytest.raises(CaptureError, match=rf"(?s)args\[1\]\['a'\] is {name}: .*to_dense"):
+    with raises(CaptureError, "args[1]['a']", name, "to_dense"):
         capture(nn.Identity(), (torch.ones(2), {"a": make(torch.ones(2, 2))}))
     assert is_plain_tensor(torch.ones(2).as_subclass(type("Named", (torch.Tensor,), {})))
 
@@ -166,7 +165,7 @@ def test_tensors_that_are_more_than_their_numbers_are_refused_by_name(make, name
 def test_what_is_set_on_a_tensor_is_refused_by_name():
     x = torch.ones(2)
     x.length = 3
-    with pytest.raises(CaptureError, match=r"args\[0\]\['a'\]\.length: a program ignores attributes set on a tensor"):
+    with raises(CaptureError, "args[0]['a'].length"):
         capture(nn.Identity(), ({"a": x},))
 
 
@@ -177,5 +176,5 @@ def test_a_cache_of_transformers_is_not_carried_and_says_so_when_it_is_used():
     assert isinstance(stand_in, NotCarried)
     again = pickle.loads(pickle.dumps(stand_in))
     for use in (len, list, lambda c: c[0], lambda c: c.get_seq_length()):
-        with pytest.raises(ShardwiseError, match="DynamicCache"):
+        with raises(ShardwiseError, "DynamicCache"):
             use(again)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from launch.gloo_ranks import RankTraceback
 from launch.shared_traces import SharedKnown, Shelf, shared_lowerings
+from raising import raises
 from shardwise.errors import LayoutError
 from shardwise.graph.ir import Ref
 from shardwise.launch.ranks import init_ranks, rank, world_size
@@ -66,7 +66,7 @@ def test_results_come_back_in_the_order_of_ranks(run_ranks: Run) -> None:
 
 
 def test_an_exception_is_raised_again_with_the_traceback_of_its_rank(run_ranks: Run) -> None:
-    with pytest.raises(LayoutError, match="cannot shard dim 1") as caught:
+    with raises(LayoutError, "shard", "dim", 1) as caught:
         run_ranks(fail_on_last, 3, "cannot shard dim 1")
     assert isinstance(caught.value.__cause__, RankTraceback)
     assert "on rank 2" in str(caught.value.__cause__)
@@ -74,12 +74,12 @@ def test_an_exception_is_raised_again_with_the_traceback_of_its_rank(run_ranks: 
 
 
 def test_a_rank_that_dies_is_named(run_ranks: Run) -> None:
-    with pytest.raises(RuntimeError, match="rank 0 died"):
+    with raises(RuntimeError, 0, "died"):
         run_ranks(die_on_first, 2)
 
 
 def test_ranks_that_wait_for_each_other_end_at_the_time_limit(run_ranks: Run) -> None:
-    with pytest.raises(TimeoutError, match=r"never_return on 2 ranks: no result from ranks \[0, 1\] in time"):
+    with raises(TimeoutError, "never_return", 2, "[0, 1]"):
         run_ranks(never_return, 2, time_limit_seconds=2.0)
 
 
@@ -103,7 +103,7 @@ def test_what_one_rank_traced_the_others_read(tmp_path: Path) -> None:
     with mock.patch.object(vjp, "_TracedKernels", side_effect=AssertionError("traced again")):
         assert found() == traced
         shapes = shapes[0], shapes[1].with_gradient(False)
-        with pytest.raises(AssertionError, match="traced again"):
+        with raises(AssertionError, "traced"):
             found()
 
 

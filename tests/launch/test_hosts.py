@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from raising import raises
 from shardwise.errors import LaunchError
 from shardwise.hosts import (
     Host,
@@ -61,25 +62,25 @@ def test_hosts_without_a_number_have_as_many_ranks_as_the_command_says(path: Pat
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("node1 slots=0", "host node1 has '0' slots"),
-        ("node1:eight", "host node1 has 'eight' slots"),
-        ("node1:2 slots=2", "host node1 has two numbers of slots"),
-        ("node1 slot=2", "unknown option 'slot' of host node1"),
-        ("node1 node2", "'node1 node2' is not a line of a hostfile"),
-        ("=8", "'=8' is not a line of a hostfile"),
+        ("node1 slots=0", ("node1", "'0'")),
+        ("node1:eight", ("node1", "'eight'")),
+        ("node1:2 slots=2", ("node1", "numbers")),
+        ("node1 slot=2", ("'slot'", "node1")),
+        ("node1 node2", "'node1 node2'"),
+        ("=8", "'=8'"),
     ],
 )
-def test_a_line_that_is_not_understood_is_named(path: Path, line: str, message: str) -> None:
+def test_a_line_that_is_not_understood_is_named(path: Path, line: str, message: object) -> None:
     path.write_text(f"# first\n{line}\n")
-    with pytest.raises(LaunchError, match=rf"{message}.*\n  op:     {path}:2\n  fix:    .*node1 slots=8"):
+    with raises(LaunchError, message, f"{path}:2", "node1 slots=8"):
         read_hostfile(str(path))
 
 
 def test_a_hostfile_without_hosts_and_one_that_is_not_there_are_errors(path: Path) -> None:
-    with pytest.raises(LaunchError, match=r"cannot read the hostfile: .*No such file"):
+    with raises(LaunchError, "[Errno 2]", path):
         read_hostfile(str(path))
     path.write_text("# nobody\n")
-    with pytest.raises(LaunchError, match="names no host"):
+    with raises(LaunchError, path, "node1 slots=8"):
         read_hostfile(str(path))
 
 
@@ -105,28 +106,28 @@ def test_a_rank_table_says_ranks_and_devices(path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ([], "has no list server_list in the file"),
-        ({"server_list": []}, "has no list server_list in the file"),
-        ({"server_list": [{"device": []}]}, r"has no server_id in server_list\[0\]"),
-        ({"server_list": [{"server_id": "a"}]}, r"has no list device in server_list\[0\]"),
+        ([], ("server_list", "file")),
+        ({"server_list": []}, ("server_list", "file")),
+        ({"server_list": [{"device": []}]}, ("server_id", "server_list[0]")),
+        ({"server_list": [{"server_id": "a"}]}, ("server_list[0]", "list")),
         (
             {"server_list": [{"server_id": "a", "device": [{"device_id": "0"}]}]},
-            r"has no number rank_id in server_list\[0\].device\[0\]",
+            ("rank_id", "server_list[0].device[0]", "number"),
         ),
         (
             {"server_list": [{"server_id": "a", "device": [{"device_id": -1, "rank_id": True}]}]},
-            r"has no number rank_id in server_list\[0\].device\[0\]",
+            ("rank_id", "server_list[0].device[0]", "number"),
         ),
-        ({"server_list": [server("a", {0: 0}), server("b", {0: 0})]}, "has rank 0 twice"),
-        ({"server_list": [server("a", {0: 0}), server("a", {0: 1})]}, "has server a twice"),
-        ({"server_list": [server("a", {0: 0, 1: 2})]}, "has 2 devices but not rank 1: ranks are 0 to 1"),
-        ({"server_count": 2, "server_list": [server("a", {0: 0})]}, "has server_count 2 but 1 servers"),
-        ({"status": "initializing", "server_list": [server("a", {0: 0})]}, "is not finished: its status is 'initial"),
+        ({"server_list": [server("a", {0: 0}), server("b", {0: 0})]}, (0, "twice")),
+        ({"server_list": [server("a", {0: 0}), server("a", {0: 1})]}, ("a", "twice")),
+        ({"server_list": [server("a", {0: 0, 1: 2})]}, (2, 1, 0, "devices")),
+        ({"server_count": 2, "server_list": [server("a", {0: 0})]}, ("server_count 2", 1)),
+        ({"status": "initializing", "server_list": [server("a", {0: 0})]}, "'initializing'"),
     ],
 )
-def test_a_rank_table_that_is_wrong_says_where(path: Path, table: Any, message: str) -> None:
+def test_a_rank_table_that_is_wrong_says_where(path: Path, table: Any, message: object) -> None:
     path.write_text(json.dumps(table))
-    with pytest.raises(LaunchError, match=rf"the rank table {message}.*\n  op:     {path}\n  fix:    "):
+    with raises(LaunchError, message, path):
         read_rank_table(str(path))
 
 
@@ -134,13 +135,13 @@ def test_a_device_with_two_ranks_is_an_error(path: Path) -> None:
     entry = server("a", {3: 0})
     entry["device"] += server("a", {3: 1})["device"]
     path.write_text(json.dumps({"server_list": [entry]}))
-    with pytest.raises(LaunchError, match="gives device 3 of a to two ranks"):
+    with raises(LaunchError, 3, "two", source=str(path)):
         read_rank_table(str(path))
 
 
 def test_a_rank_table_that_is_not_json_names_the_line(path: Path) -> None:
     path.write_text('{"server_list":\n  [}')
-    with pytest.raises(LaunchError, match=rf"is not JSON: .*\n  op:     {path}:2"):
+    with raises(LaunchError, "JSON", f"{path}:2"):
         read_rank_table(str(path))
 
 
@@ -171,13 +172,9 @@ def test_this_machine_is_found_by_name_or_address(
 
 def test_a_machine_that_is_not_found_or_found_twice_asks_for_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "login")
-    with pytest.raises(
-        LaunchError, match=r"this machine \(login\) is not one of .*: 192\.0\.2\.1, 192\.0\.2\.9\n.*--node"
-    ):
+    with raises(LaunchError, "192.0.2.1, 192.0.2.9", "--node"):
         find_host(hosts("192.0.2.1", "192.0.2.9"), "hosts.txt")
-    with pytest.raises(
-        LaunchError, match=r"2 hosts of hosts.txt are this machine .*: 127\.0\.0\.1, localhost\n.*--node"
-    ):
+    with raises(LaunchError, 2, "hosts.txt", "127.0.0.1", "--node"):
         find_host(hosts("127.0.0.1", "localhost"), "hosts.txt")
 
 
@@ -201,7 +198,7 @@ def test_slurms_lists_of_machines_are_written_out(text: str, names: tuple[str, .
 def test_slurms_tasks_per_node_are_written_out() -> None:
     assert expand_counts("4(x2),3") == (4, 4, 3)
     assert expand_counts("8") == (8,)
-    with pytest.raises(ValueError, match="invalid literal"):
+    with raises(ValueError, "''"):
         expand_counts("")
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.launch.launcher import free_port
+from shardwise.hosts import free_port
 
 TIME_LIMIT = 120.0  # seconds, for a machine that is busy with other things
 OURS = (sys.executable, "-m", "shardwise.cli", "run")
@@ -146,6 +146,7 @@ def test_two_mpiruns_at_once_start_ranks_that_do_not_mix(
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_mpirun_ends_promptly_where_the_port_is_taken(
     start: Start, script: Callable[[str], str], tmp_path: Path
 ) -> None:

@@ -9,10 +9,12 @@ from functools import lru_cache
 
 from layouts.independent_search import SENT, Dims, Search
 from shardwise.errors import LayoutError
+from shardwise.layouts import redistribute as redistribution
 from shardwise.layouts.conversions import Move, collective_of
 from shardwise.layouts.layout import Atom, Layout, common_atoms
 from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.redistribute import redistribute
+from shardwise.layouts.redistribute import Price, redistribute
+from shardwise.layouts.shortest_path import Cost
 
 
 def plain(*sizes: int) -> Dims:
@@ -28,6 +30,12 @@ def price_of(moves: Iterable[Move], mesh: Mesh, *, differentiable: bool = True) 
             sent += move.num_sent(backward)
             messages += collective_of(move, 1, backward=backward) is not None
     return round(sent * mesh.num_devices) * SENT + messages
+
+
+def price_of_redistribution(source: Layout, target: Layout, price: Price | None = None) -> Cost:
+    """The cost that ``redistribute`` found for its moves, of layouts without windows: component by component, by
+    default (elements sent by the busiest rank, messages)."""
+    return redistribution._search(source, target, True, price)[2]
 
 
 def peak_of(moves: Iterable[Move]) -> int:

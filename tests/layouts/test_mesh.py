@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 import shardwise as sw
+from raising import raises
 from shardwise.errors import LayoutError
 
 
@@ -15,16 +14,16 @@ def test_every_rank_has_coordinates_and_others_are_refused() -> None:
     assert sw.Mesh().coordinates(0) == {}
     for rank in (-1, 8, 9):
         for ask in (mesh.coordinates, lambda own: mesh.group(("dp",), own), lambda own: mesh.index_along(("dp",), own)):
-            with pytest.raises(LayoutError, match=rf"there is no rank {rank}: Mesh\(dp=2, tp=4\) has ranks 0 to 7"):
+            with raises(LayoutError, rank, "Mesh(dp=2, tp=4)", 0, 7):
                 ask(rank)
-    with pytest.raises(LayoutError, match=r"no coordinate 2 of dp, which has size 2"):
+    with raises(LayoutError, "dp", 2, "coordinate"):
         mesh.rank_of({"dp": 2, "tp.0": 0, "tp.1": 0})
     for rank in (True, 1.0, "1", 10**5000):
-        with pytest.raises(LayoutError, match="there is no rank"):
+        with raises(LayoutError, "Mesh(dp=2, tp=4)", 0):
             mesh.coordinates(rank)
     assert mesh.group(("tp",), 7) == (4, 5, 6, 7)
-    with pytest.raises(LayoutError, match="unknown mesh axis 'cp'"):
+    with raises(LayoutError, "'cp'"):
         mesh.group(("cp",), 0)
     for axes in (("tp", "tp"), ("tp.0", "tp")):
-        with pytest.raises(LayoutError, match="an axis appears twice"):
+        with raises(LayoutError, "appears"):
             mesh.group(axes, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from raising import raises
 from shardwise.errors import LayoutError
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement, check_placements
@@ -25,25 +26,19 @@ def test_devices_of_the_mesh_are_global_ranks() -> None:
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        ((0, 1, 2), r"has 4 devices, the placement names 3 ranks: 0, 1, 2\n  fix:    list one global rank for every"),
-        (
-            (0, 1, 1, 2),
-            r"rank 1 is listed twice in the placement 0, 1, 1, 2 of Mesh\(dp=2, tp=2\)\n  fix:    list every",
-        ),
-        ((-2, 0, 1, 2), r"rank -2 is negative in the placement -2, 0, 1, 2 .*\n  fix:    ranks are counted from 0"),
-        (
-            (0, 2, 1, 3),
-            r"rank 1 comes after rank 2 in the placement .*\n  fix:    list ranks in ascending order; .* axes",
-        ),
+        ((0, 1, 2), (4, 3, "0, 1, 2")),
+        ((0, 1, 1, 2), (1, "0, 1, 1, 2", "Mesh(dp=2, tp=2)")),
+        ((-2, 0, 1, 2), (-2, "0, 1, 2", 0)),
+        ((0, 2, 1, 3), (1, 2, "ascending")),
     ],
 )
-def test_a_placement_that_is_none_is_refused(ranks: tuple[int, ...], message: str) -> None:
-    with pytest.raises(LayoutError, match=message):
+def test_a_placement_that_is_none_is_refused(ranks: tuple[int, ...], message: object) -> None:
+    with raises(LayoutError, message):
         Placement(FOUR, ranks)
 
 
 def test_a_rank_that_is_elsewhere_has_no_coordinates() -> None:
-    with pytest.raises(LayoutError, match=r"rank 5 is not in Mesh\(dp=2, tp=2\) on ranks 0, 1, 2, 3\n  fix:"):
+    with raises(LayoutError, 5, "Mesh(dp=2, tp=2)", "0, 1, 2, 3"):
         Placement.whole(FOUR).coordinates(5)
 
 
@@ -60,26 +55,14 @@ def test_stages_have_ranks_of_their_own_or_the_same() -> None:
 @pytest.mark.parametrize(
     ("placements", "num_ranks", "message"),
     [
-        ([], 2, r"the plan has no stages\n  fix:"),
-        (
-            [placed(0, 1), placed(2, 5, 6)],
-            5,
-            r"stage 1 names 2 of its 3 ranks beyond the 5 of the job: 5, 6\n  fix:    start 7 ranks, or use ranks from",
-        ),
-        (
-            [placed(0, 1), placed(2, 3), placed(1, 2, 3)],
-            4,
-            r"stages 0 and 2 share 1 rank \(1\), but not all: stage 0 has 0, 1, stage 2 has 1, 2, 3\n  fix:    give",
-        ),
-        (
-            [placed(0, 1), placed(11)],
-            12,
-            r"9 of 12 ranks are in no stage: 2, 3, 4, 5, 6, 7, 8, 9, ... \(9\)\n  fix:    add them to the placement",
-        ),
+        ([], 2, "stages"),
+        ([placed(0, 1), placed(2, 5, 6)], 5, (1, 2, 3, 5, "5, 6", 7)),
+        ([placed(0, 1), placed(2, 3), placed(1, 2, 3)], 4, (0, 2, 1, "0, 1", "1, 2, 3")),
+        ([placed(0, 1), placed(11)], 12, (9, 12, "2, 3, 4, 5, 6, 7, 8, 9")),
     ],
 )
 def test_placements_that_overlap_or_leave_ranks_out_are_refused(
-    placements: list[Placement], num_ranks: int, message: str
+    placements: list[Placement], num_ranks: int, message: object
 ) -> None:
-    with pytest.raises(LayoutError, match=message):
+    with raises(LayoutError, message):
         check_placements(placements, num_ranks)

@@ -12,15 +12,16 @@ import pytest
 import torch
 
 from layouts.independent_search import SENT, Dims, Search
-from layouts.optimality import Outcome, plain, price_of
+from layouts.optimality import Outcome, plain, price_of, price_of_redistribution
 from layouts.test_redistribution import assert_carries, layouts_of
+from raising import raises
 from shardwise.errors import LayoutError
 from shardwise.layouts import redistribute as planning
 from shardwise.layouts.conversions import COLLECTIVES, Primitive
 from shardwise.layouts.directed import Directed
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.redistribute import price_of_redistribution, redistribute
+from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.redistribution_steps import RedistributionSteps, Space, State
 from shardwise.layouts.shortest_path import SETTLED_UP_TO, Path, _AStar
 
@@ -121,7 +122,7 @@ def test_maxima_over_many_units_are_taken_and_cannot_arise() -> None:
     source = Layout(mesh, ((Atom(16, ("b", "c")),), (Atom(16, ("d",)),)), (("a", "Pmax"),))
     target = Layout(mesh, ((Atom(16, ("c",)),), (Atom(16, ("b", "a")),)))
     assert redistribute(source, target, differentiable=False)[-1].target == target
-    with pytest.raises(LayoutError, match="no redistribution from"):
+    with raises(LayoutError, "[16@c, 16@(b,a)]", "[16@(b,c), 16@d]"):
         redistribute(target, source, differentiable=False)
 
 
@@ -182,12 +183,6 @@ class Seconds:
         return (self.latency + elements / (1e8 if any(axis.startswith("a") for axis in axes) else 1e10),)
 
 
-@dataclass(frozen=True)
-class BoundedSeconds(Seconds):
-    def at_least(self, elements: float) -> tuple[float, ...]:
-        return (elements / 1e10,)
-
-
 @pytest.mark.parametrize(("mesh", "shape"), [(SIX, (6, 6, 6)), (SIX, (5, 7)), (BINARY, (8, 8))])
 def test_a_price_function_that_counts_bytes_finds_the_independent_minimum(mesh: Mesh, shape: tuple[int, ...]) -> None:
     search = Search(mesh, plain(*shape))
@@ -219,24 +214,10 @@ def test_prices_are_those_of_the_moves_and_not_dearer_than_the_moves_that_send_l
 
     for _ in range(60):
         source, target = (random_layout(mesh, ((96,), (96, 96), (192,), (96,)), rng) for _ in range(2))
-        for price in (Seconds(), BoundedSeconds()):
-            (claimed,) = price_of_redistribution(source, target, price=price)
-            assert seconds(source, target, price) <= claimed * (1 + 1e-9)  # local steps of one kind are joined
-            if len(answer(source, target)[0].units) <= 3:
-                assert claimed <= seconds(source, target, None) * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("mesh", [Mesh(a=2, b=2), Mesh(a=4, b=2, c=3), Mesh(a=4, b=8)])
-def test_a_bound_finds_the_same_price_and_looks_at_no_more_states(mesh: Mesh) -> None:
-    rng, looked = random.Random(6), [0, 0]
-    for _ in range(60):
-        source, target = (random_layout(mesh, ((96,), (9600,)), rng) for _ in range(2))
-        if source == target or len(answer(source, target)[0].units) > 3:
-            continue
-        found = [answer(source, target, price)[1] for price in (Seconds(), BoundedSeconds())]
-        assert found[0].cost[0] == pytest.approx(found[1].cost[0], rel=1e-12)
-        looked = [total + path.num_settled for total, path in zip(looked, found, strict=True)]
-    assert looked[1] < looked[0]
+        (claimed,) = price_of_redistribution(source, target, price=Seconds())
+        assert seconds(source, target, Seconds()) <= claimed * (1 + 1e-9)  # local steps of one kind are joined
+        if len(answer(source, target)[0].units) <= 3:
+            assert claimed <= seconds(source, target, None) * (1 + 1e-9)
 
 
 def test_asked_again_no_price_is_computed() -> None:

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from layouts.classical import classical_view
 from layouts.independent_search import SENT, Dims, Search
 from layouts.optimality import compare, compare_divided, pairs_of_divided, peak_of, plain, price_of
 from layouts.placing import scatter, worst_difference
-from shardwise.layouts.classical import classical_view
 from shardwise.layouts.conversions import Move, collective_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh

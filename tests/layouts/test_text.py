@@ -9,9 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from layouts.classical import classical_view
 from layouts.placing import MESHES, random_layout
+from raising import raises
 from shardwise.errors import LayoutError, NotationError
-from shardwise.layouts.classical import classical_view
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh, prime_factors
 from shardwise.layouts.strategy import Strategy
@@ -74,13 +75,13 @@ def test_a_layout_that_does_not_parse_gets_a_caret(text: str, column: int) -> No
 
 @pytest.mark.parametrize("text", ["[64@tp]", "[64@dp, 32@dp]", "[64@dp] partial(sum@dp)"])
 def test_axes_must_exist_and_be_used_once(text: str) -> None:
-    with pytest.raises(LayoutError, match=r"unknown mesh axis 'tp': the mesh is \(dp=2\)|more than once"):
+    with raises(LayoutError, "tp" if "tp" in text else "dp"):
         parse_layout(text, Mesh(dp=2))
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 0}, {"dp": -2}, {"dp": 2.5}, {"dp": True}])
 def test_a_mesh_axis_needs_a_positive_whole_number(sizes: dict[str, int]) -> None:
-    with pytest.raises(LayoutError, match="positive whole number"):
+    with raises(LayoutError, "positive"):
         Mesh(sizes)
 
 

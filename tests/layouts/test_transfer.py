@@ -9,16 +9,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from layouts.blocks import cut_block, deliver
 from layouts.placing import MESHES, random_layout
+from layouts.transfers import TransferBlock, transfer
+from raising import raises
 from shardwise.errors import LayoutError
 from shardwise.graph.ir import Value
 from shardwise.layouts.layout import Layout, Windows
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.layouts.text import parse_layout
-from shardwise.layouts.transfer import TransferBlock, boundary_layout, transfer
-from shardwise.proof.boundary import deliver
-from shardwise.runtime.local_shards import cut_block, shard
+from shardwise.layouts.transfer import boundary_layout
+from shardwise.runtime.local_shards import shard
 
 SHAPES = (((12,), (6,)), ((3, 4), (5,)), ((2, 2, 3), (2, 3)), ((7,), (1,)), ((24,),), ())
 
@@ -39,6 +41,7 @@ def random_end(rng: random.Random, atoms: tuple[tuple[int, ...], ...]) -> tuple[
 
 
 @pytest.mark.parametrize("seed", range(300))
+@pytest.mark.sampled(100)
 def test_a_transfer_is_slicing_the_global_tensor(seed: int) -> None:
     rng = random.Random(seed)
     atoms = rng.choice(SHAPES)
@@ -105,27 +108,22 @@ def test_what_is_replicated_partial_or_in_windows_crosses_whole_or_in_slices() -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "[4, 6] partial(sum@tp)",
-            r"h as .*: partial over tp; values cross .*\n  place:  Mesh\(tp=2\) on ranks 2, 3",
-        ),
-        ("[4@tp, 6] replicated(dp)", r"a layout of Mesh\(dp=2, tp=2\), the placement has Mesh\(tp=2\)\n"),
-        ("[4, 6] replicated(tp)", r"(?s)replicated over tp; .*fix:    convert it to \[4, 6\] inside the stage"),
-        ("[6@tp, 4]", r"(?s)a layout of shape \[6, 4\].*fix:    use a layout of shape \[4, 6\]"),
+        ("[4, 6] partial(sum@tp)", ("Mesh(tp=2)", "2, 3", "partial")),
+        ("[4@tp, 6] replicated(dp)", ("Mesh(dp=2, tp=2)", "Mesh(tp=2)")),
+        ("[4, 6] replicated(tp)", ("[4, 6]", "replicated")),
+        ("[6@tp, 4]", ("[6, 4]", "[4, 6]")),
     ],
 )
-def test_a_layout_that_is_no_boundarys_is_refused(text: str, message: str) -> None:
+def test_a_layout_that_is_no_boundarys_is_refused(text: str, message: object) -> None:
     rows, columns = Placement(Mesh(dp=2), (0, 1)), Placement(Mesh(tp=2), (2, 3))
     mesh = Mesh(dp=2, tp=2) if "dp" in text else columns.mesh
     source = parse_layout("[4@dp, 6]", rows.mesh)
-    with pytest.raises(LayoutError, match=message):
+    with raises(LayoutError, message, facts=["place"]):
         transfer(Value("h", (4, 6), torch.float32), source, rows, parse_layout(text, mesh), columns)
 
 
 def test_windows_that_overlap_are_refused() -> None:
     place = Placement(Mesh(dp=2), (0, 1))
     halo = replace(parse_layout("[4@dp]", place.mesh), windows=(Windows(0, 0, (((0, 3),), ((1, 4),))),))
-    with pytest.raises(
-        LayoutError, match=r"(?s)windows that overlap, wrap or leave rows out; .*convert it to \[4@dp\]"
-    ):
+    with raises(LayoutError, "[4@dp]", facts=["place"]):
         transfer(Value("h", (4,), torch.float32), halo, place, parse_layout("[4@dp]", place.mesh), place)

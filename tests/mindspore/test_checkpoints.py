@@ -13,6 +13,7 @@ from torch import Tensor
 
 import shardwise.mindspore as ms
 from mindspore.test_modes import Net, batches
+from raising import raises
 from shardwise.mindspore.holding import holding_of
 from shardwise.mindspore.nn.optimizer import Optimizer
 
@@ -103,16 +104,16 @@ def test_checkpoints_of_two_ranks_go_on_there_and_elsewhere(
         torch.testing.assert_close(found["weight"], weight.chunk(2)[rank], rtol=1e-10, atol=1e-13)
         assert len(set(found["layouts"])) == 1
         assert found["predicted"] < 1e-12
-    with pytest.raises(RuntimeError, match="'stand_alone' splits no parameters"):
+    with raises(RuntimeError, "'stand_alone'", op="Net"):
         ms.Model(Net()).infer_predict_layout(batches()[0][0])
     files = [str(tmp_path / f"{rank}/{kind}.ckpt") for rank in (1, 0)]  # in any order
     net = Net()
     optimizer = MADE[kind](net.trainable_params())
     ms.load_param_into_net(optimizer, ms.load_distributed_checkpoint(net, files))
     assert trained(net, optimizer, batches()[2:]) == pytest.approx(want, rel=1e-10)
-    with pytest.raises(RuntimeError, match=r"w is whole here.*(.|\n)*load_distributed_checkpoint"):
+    with raises(RuntimeError, "[12@data, 16]", "load_distributed_checkpoint"):
         ms.load_checkpoint(files[0], Net())
-    with pytest.raises(RuntimeError, match=r"files of ranks 1 have 96 of the 192 elements of w(.|\n)*all 2 ranks"):
+    with raises(RuntimeError, "files", 1, 96, 192, 2):
         ms.load_distributed_checkpoint(Net(), files[:1])
 
 
@@ -151,7 +152,7 @@ def test_a_checkpoint_is_loaded_by_the_ends_of_its_names_unless_it_is_strict(
     assert torch.equal(again[0].weight, net[0].weight)
     assert (again[1].bias.asnumpy() == kept).all()
     half = {"0.weight": ms.Parameter(net[0].weight.half(), "0.weight"), "0.bias": net[0].bias}
-    with pytest.raises(RuntimeError, match=r"0.weight is torch.float16 in the checkpoint and torch.float32"):
+    with raises(RuntimeError, "0.weight", "torch.float16", "torch.float32"):
         ms.load_param_into_net(net, half, strict_load=True)
     assert ms.load_param_into_net(net, half) == ([], [])
 
@@ -167,8 +168,8 @@ def test_a_training_that_fails_leaves_a_checkpoint_where_it_is_asked_to(tmp_path
         model = ms.Model(net, ms.nn.MSELoss(), ms.nn.SGD(net.trainable_params(), 0.1))
         config = ms.CheckpointConfig(save_checkpoint_steps=5, exception_save=saves)
         saver = ms.ModelCheckpoint("net", str(tmp_path / str(number)), config)
-        with pytest.raises(RuntimeError, match="stopped"):
+        with raises(RuntimeError, "stopped"):
             model.train(1, batches(), callbacks=[saver, Fails()])
         assert [path.name for path in (tmp_path / str(number)).glob("*")] == ["net-1_2.ckpt"] * saves
-    with pytest.raises(ValueError, match="not encrypted"):
+    with raises(ValueError, "enc_key"):
         ms.CheckpointConfig(enc_key=b"0" * 16)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from launch.gloo_ranks import run_on_ranks
+from raising import raises
 from shardwise.mindspore import communication as D
 from shardwise.mindspore.communication import comm_func, management
 from shardwise.mindspore.context import reset_auto_parallel_context
@@ -188,7 +189,7 @@ def extremes_scattered() -> Any:
     D.init()
     x = inputs((8, 3))[D.get_rank()].requires_grad_()
     result = {op: ReduceScatter(op)(x) for op in ("max", "min", "prod")}
-    with pytest.raises(RuntimeError, match='the reduction "max" has no gradient'):
+    with raises(RuntimeError, '"max"'):
         result["max"].sum().backward()
     return {op: tensor.detach() for op, tensor in result.items()}
 
@@ -230,18 +231,18 @@ def who_is_who() -> Any:
     assert D.get_process_group_ranks("odd") == [1, 3]
     assert D.get_world_rank_from_group_rank("odd", 1) == 3
     assert D.get_group_rank_from_world_rank(3, "odd") == 1
-    with pytest.raises(RuntimeError, match="rank 0 is not in the group"):
+    with raises(RuntimeError, 0, '"odd"', "1-3"):
         D.get_group_rank_from_world_rank(0, "odd")
-    with pytest.raises(ValueError, match="has 2 ranks"):
+    with raises(ValueError, 2, "group_rank_id", '"odd"'):
         D.get_world_rank_from_group_rank("odd", 2)
-    with pytest.raises(ValueError, match="not the group of all ranks"):
+    with raises(ValueError, "get_local_rank", '"odd"'):
         D.get_local_rank("odd")
     if rank in (0, 2):
-        with pytest.raises(ValueError, match="is not in the group"):
+        with raises(ValueError, "group", "1-3"):
             AllReduce(group="odd")(torch.ones(1))
     dist.barrier()  # whoever is quick would else let go of a group to which its peer still connects
     D.destroy_group("odd")
-    with pytest.raises(ValueError, match='no group "odd"'):
+    with raises(ValueError, '"odd"', "group"):
         D.get_rank("odd")
     D.create_group("odd", (0, 2))
     assert [D.get_rank(name) for name in management.WORLD_GROUPS.values()] == [rank] * 4
@@ -316,19 +317,19 @@ def test_collectives_in_torchs_words_write_into_tensors(run_ranks: RunRanks) -> 
 
 def test_bad_groups_are_refused() -> None:
     for arguments, kind, message in [
-        (("g", [0, 1]), ValueError, "there are the ranks 0 to 0"),
-        (("g", [0, 0]), ValueError, "name every rank once"),
-        (("g", []), ValueError, "at least one rank"),
-        (("", [0]), ValueError, "give a name"),
+        (("g", [0, 1]), ValueError, ('"g"', "[0, 1]")),
+        (("g", [0, 0]), ValueError, "[0, 0]"),
+        (("g", []), ValueError, "create_group('g', [])"),
+        (("", [0]), ValueError, "create_group('', [0])"),
         (("hccl_world_group", [0]), ValueError, "already"),
-        (("g", 0), TypeError, "a list of ranks"),
-        (("g", ["0"]), TypeError, "of type str"),
+        (("g", 0), TypeError, "create_group('g', 0)"),
+        (("g", ["0"]), TypeError, "rank_ids"),
     ]:
-        with pytest.raises(kind, match=message):
+        with raises(kind, message):
             D.create_group(*arguments)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="group of all ranks"):
+    with raises(ValueError, '"hccl_world_group"', "ranks"):
         D.destroy_group("hccl_world_group")
-    with pytest.raises(TypeError, match="name of a group"):
+    with raises(TypeError, 0, "group"):
         D.get_rank(0)  # type: ignore[arg-type]
 
 
@@ -363,9 +364,9 @@ def test_ranks_of_a_launcher_are_asked_to_call_init_first(monkeypatch: pytest.Mo
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setitem(os.environ, name, value)
     for function in (D.get_rank, D.get_group_size, D.get_local_rank):
-        with pytest.raises(RuntimeError, match="init\\(\\) first"):
+        with raises(RuntimeError, 1, 2, "init"):
             function()
-    with pytest.raises(RuntimeError, match="before release"):
+    with raises(RuntimeError, "release"):
         D.release()
 
 
@@ -385,9 +386,9 @@ def test_init_takes_what_the_machine_has_and_rank_0_says_so_once(run_ranks: RunR
 
 
 def test_init_refuses_other_backends() -> None:
-    with pytest.raises(ValueError, match='did you mean "nccl"'):
+    with raises(ValueError, '"nccl"'):
         D.init("ncll")
-    with pytest.raises(TypeError, match="of type int"):
+    with raises(TypeError, "backend_name", 1):
         D.init(1)  # type: ignore[arg-type]
 
 
@@ -396,30 +397,28 @@ def test_init_refuses_other_backends() -> None:
 
 def test_mistakes_are_named() -> None:
     for make, message in [
-        (lambda: AllReduce("summ"), 'did you mean "sum"'),
-        (lambda: AlltoAll(2, 0, 1)(torch.ones(2, 2)), "split_count is 2, but"),
-        (lambda: AlltoAll(1, 2, 1)(torch.ones(2, 2)), "there is no dim 2 in"),
-        (lambda: Broadcast(1)(torch.ones(2)), "rank 1 is not in the group"),
-        (lambda: AllReduce(group="nowhere")(torch.ones(2)), 'no group "nowhere"'),
+        (lambda: AllReduce("summ"), '"sum"'),
+        (lambda: AlltoAll(2, 0, 1)(torch.ones(2, 2)), ("split_count", 2)),
+        (lambda: AlltoAll(1, 2, 1)(torch.ones(2, 2)), "[2, 2]"),
+        (lambda: Broadcast(1)(torch.ones(2)), "[0]"),
+        (lambda: AllReduce(group="nowhere")(torch.ones(2)), '"nowhere"'),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with raises(ValueError, message):
             make()
     for make, message in [
-        (lambda: AllReduce(group=3), "of type int"),
-        (lambda: AllReduce(op=1), "of type int"),
-        (lambda: Broadcast("0"), "of type str"),
-        (lambda: AllReduce()(np.ones(2)), "called with ndarray"),
+        (lambda: AllReduce(group=3), "3"),
+        (lambda: AllReduce(op=1), ("op", 1)),
+        (lambda: Broadcast("0"), "'0'"),
+        (lambda: AllReduce()(np.ones(2)), "ndarray"),
     ]:
-        with pytest.raises(TypeError, match=message):
+        with raises(TypeError, message):
             make()
 
 
 def indivisible() -> None:
     D.init()
     for op in (ReduceScatter(), AlltoAll(4, 0, 0)):
-        with pytest.raises(
-            ValueError, match="dim 0 of \\[6\\] is 6, which is not divisible by 4\n  fix:    pad it to 8"
-        ):
+        with raises(ValueError, 0, "[6]", 6, 4, 8):
             op(torch.ones(6))
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
+from raising import raises
 from shardwise.mindspore import context, notes, options
 from shardwise.mindspore.context import (
     GRAPH_MODE,
@@ -61,7 +61,7 @@ REFUSED = [
 @pytest.mark.parametrize(("case", "name", "values"), REFUSED, ids=[case for case, _, _ in REFUSED])
 def test_what_the_reference_refuses_is_refused(case: str, name: str, values: list[Any]) -> None:
     for value in values:
-        with pytest.raises(ValueError, match="fix: "):
+        with raises(ValueError, "fix:"):
             set_option(name, value)
     assert context.options() == Options()
     assert context.algo_parameters() == AlgoParameters()
@@ -185,23 +185,23 @@ def test_an_option_that_works_is_stored_and_reset(name: str) -> None:
 
 @pytest.mark.parametrize("name", LATER)
 def test_what_follows_later_says_so_and_takes_its_default(name: str) -> None:
-    with pytest.raises(NotImplementedError, match=rf"{name}.*in a later version"):
+    with raises(NotImplementedError, name):
         set_auto_parallel_context(**{name: LATER[name]})
     set_auto_parallel_context(**{name: get_auto_parallel_context(name)})
-    with pytest.raises((TypeError, ValueError), match=name):
+    with raises((TypeError, ValueError), name):
         set_auto_parallel_context(**{name: object()})
 
 
 def test_a_wrong_entry_is_found_before_what_follows_later() -> None:
-    with pytest.raises(ValueError, match='did you mean "pipeline_scheduler"'):
+    with raises(ValueError, '"pipeline_scheduler"'):
         set_auto_parallel_context(pipeline_config={"pipeline_schedule": "1f1b"})
-    with pytest.raises(ValueError, match=r'did you mean "zero_bubble_v"'):
+    with raises(ValueError, '"zero_bubble_v"'):
         set_auto_parallel_context(pipeline_config={"pipeline_scheduler": "zero_buble_v"})
 
 
 def test_what_means_nothing_here_says_why() -> None:
     for name, value in MEANINGLESS.items():
-        with pytest.raises(ValueError, match=rf"{name}={value} means nothing here: (an? )?\w+"):
+        with raises(ValueError, f"{name}={value}"):
             set_auto_parallel_context(**{name: value})
         set_auto_parallel_context(**{name: getattr(Options(), name)})
 
@@ -232,47 +232,47 @@ def test_elementwise_operators_may_be_asked_to_follow(
     assert "follow their neighbours here unless the search finds another split cheaper" in capsys.readouterr().err
     set_algo_parameters(elementwise_op_strategy_follow=False)
     assert not capsys.readouterr().err
-    with pytest.raises(TypeError, match="not True or False"):
+    with raises(TypeError, "True", "False"):
         set_algo_parameters(elementwise_op_strategy_follow=1)
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"device_num": 0}, ValueError, "device_num is 0, smaller than 1"),
-    ({"device_num": 4097}, ValueError, "device_num is 4097, larger than 4096"),
-    ({"device_num": "4"}, TypeError, "of type str"),
-    ({"device_num": True}, TypeError, "of type bool"),
-    ({"global_rank": 4096}, ValueError, "larger than 4095"),
-    ({"gradients_mean": 1}, TypeError, "not True or False"),
-    ({"parallel_mode": "semi_autoparallel"}, ValueError, 'did you mean "semi_auto_parallel"'),
-    ({"parallel_mode": "AUTO_PARALELL"}, ValueError, 'did you mean "auto_parallel"'),
-    ({"parallel_mode": "wrong"}, ValueError, "choose from auto_parallel, data_parallel"),
-    ({"search_mode": "sharding_propogation"}, ValueError, 'did you mean "sharding_propagation"'),
-    ({"paralel_mode": "auto_parallel"}, ValueError, 'did you mean "parallel_mode"'),
-    ({"nonsense": 1}, ValueError, "choose from all_reduce_fusion_config"),
-    ({"strategy_ckpt_save_file": 3}, TypeError, "of type int"),
-    ({"dataset_strategy": "fullbatch"}, ValueError, 'did you mean "full_batch"'),
-    ({"dataset_strategy": 8}, TypeError, "a tuple for every input"),
-    ({"dataset_strategy": (8, 1)}, TypeError, "a tuple for every input"),
-    ({"dataset_strategy": ((0, 1),)}, ValueError, "smaller than 1"),
-    ({"dataset_strategy": ((2, 2),)}, ValueError, "at most one dim"),
-    ({"dataset_strategy": ((6, 1),)}, ValueError, "6 slices, which is not a power of 2"),
+    ({"device_num": 0}, ValueError, ("device_num", 0, 1)),
+    ({"device_num": 4097}, ValueError, ("device_num", 4097, 4096)),
+    ({"device_num": "4"}, TypeError, "'4'"),
+    ({"device_num": True}, TypeError, "bool"),
+    ({"global_rank": 4096}, ValueError, "4095"),
+    ({"gradients_mean": 1}, TypeError, ("True", "False")),
+    ({"parallel_mode": "semi_autoparallel"}, ValueError, '"semi_auto_parallel"'),
+    ({"parallel_mode": "AUTO_PARALELL"}, ValueError, '"auto_parallel"'),
+    ({"parallel_mode": "wrong"}, ValueError, ("auto_parallel", "data_parallel")),
+    ({"search_mode": "sharding_propogation"}, ValueError, '"sharding_propagation"'),
+    ({"paralel_mode": "auto_parallel"}, ValueError, '"parallel_mode"'),
+    ({"nonsense": 1}, ValueError, "all_reduce_fusion_config"),
+    ({"strategy_ckpt_save_file": 3}, TypeError, ("strategy_ckpt_save_file", 3)),
+    ({"dataset_strategy": "fullbatch"}, ValueError, '"full_batch"'),
+    ({"dataset_strategy": 8}, TypeError, "tuple"),
+    ({"dataset_strategy": (8, 1)}, TypeError, "tuple"),
+    ({"dataset_strategy": ((0, 1),)}, ValueError, "dataset_strategy[0][0]"),
+    ({"dataset_strategy": ((2, 2),)}, ValueError, "dim"),
+    ({"dataset_strategy": ((6, 1),)}, ValueError, (6, 2)),
     ({"dataset_strategy": "data_parallel", "full_batch": True}, ValueError, "contradicts"),
-    ({"comm_fusion": {"allreduce": {"mode": "auto", "config": 3}}}, ValueError, "leave config None"),
+    ({"comm_fusion": {"allreduce": {"mode": "auto", "config": 3}}}, ValueError, ("None", "config")),
     ({"comm_fusion": {"allreduce": {"mode": "size", "config": None}}}, TypeError, "config"),
-    ({"comm_fusion": {"allreduce": {"mode": "index", "config": [3, 2]}}}, ValueError, "do not ascend"),
-    ({"all_reduce_fusion_config": 20}, TypeError, "list of indices"),
+    ({"comm_fusion": {"allreduce": {"mode": "index", "config": [3, 2]}}}, ValueError, "[3, 2]"),
+    ({"all_reduce_fusion_config": 20}, TypeError, "20"),
 ]
 
 
 @pytest.mark.parametrize(("values", "kind", "message"), WRONG, ids=[str(values) for values, _, _ in WRONG])
-def test_what_is_wrong_is_named_and_sets_nothing(values: dict[str, Any], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=re.escape(message)):
+def test_what_is_wrong_is_named_and_sets_nothing(values: Any, kind: type[Exception], message: object) -> None:
+    with raises(kind, message):
         set_auto_parallel_context(**{"gradients_mean": True, **values})
     assert context.options() == Options()
 
 
 def test_a_misspelled_mode_of_the_class_is_told_what_was_meant() -> None:
-    with pytest.raises(AttributeError, match=r"did you mean AUTO_PARALLEL\?"):
+    with raises(AttributeError, "AUTO_PARALLEL"):
         _ = ParallelMode.AUTO_PARALELL
     assert ParallelMode.MODE_LIST == (
         "stand_alone",
@@ -319,7 +319,7 @@ def test_devices_are_device_num_or_the_ranks(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(options, "world_size", lambda: 4)
     monkeypatch.setattr(options, "rank", lambda: 2)
     assert context.options().rank == 2
-    with pytest.raises(ValueError, match="device_num is 8, but 4 ranks run"):
+    with raises(ValueError, "device_num", 8, 4):
         _ = context.options().devices
     reset_auto_parallel_context()
     assert context.options().devices == 4
@@ -350,16 +350,16 @@ def test_what_is_got_cannot_change_the_context() -> None:
 @pytest.mark.parametrize(
     ("values", "kind", "message"),
     [
-        ({"tensor_slice_align_size": 0}, ValueError, "smaller than 1"),
-        ({"tensor_slice_align_size": 1025}, ValueError, "larger than 1024"),
-        ({"algo_approxi_epsilon": 0}, ValueError, "above 0"),
-        ({"algo_approxi_epsilon": "a"}, TypeError, "give a number"),
-        ({"fully_use_devices": 1}, TypeError, "not True or False"),
-        ({"fully_use_device": True}, ValueError, 'did you mean "fully_use_devices"'),
+        ({"tensor_slice_align_size": 0}, ValueError, ("tensor_slice_align_size", 0)),
+        ({"tensor_slice_align_size": 1025}, ValueError, "1025"),
+        ({"algo_approxi_epsilon": 0}, ValueError, (0, "algo_approxi_epsilon")),
+        ({"algo_approxi_epsilon": "a"}, TypeError, "'a'"),
+        ({"fully_use_devices": 1}, TypeError, ("True", "False")),
+        ({"fully_use_device": True}, ValueError, '"fully_use_devices"'),
     ],
 )
-def test_wrong_algo_parameters_are_named(values: dict[str, Any], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=re.escape(message)):
+def test_wrong_algo_parameters_are_named(values: dict[str, Any], kind: type[Exception], message: object) -> None:
+    with raises(kind, message):
         set_algo_parameters(**values)
     assert context.algo_parameters() == AlgoParameters()
 
@@ -400,16 +400,16 @@ def test_the_memory_of_a_device_is_told_in_gigabytes() -> None:
     ("values", "kind", "message"),
     [
         ({"mode": 2}, ValueError, "GRAPH_MODE"),
-        ({"device_target": "TPU"}, ValueError, "choose from Ascend, CPU, GPU"),
-        ({"device_id": -1}, ValueError, "smaller than 0"),
-        ({"save_graphs": 4}, ValueError, "larger than 3"),
-        ({"save_graphs_path": 1}, TypeError, "give a string"),
+        ({"device_target": "TPU"}, ValueError, ("CPU", "GPU")),
+        ({"device_id": -1}, ValueError, "device_id"),
+        ({"save_graphs": 4}, ValueError, "3"),
+        ({"save_graphs_path": 1}, TypeError, "save_graphs_path"),
         ({"max_device_memory": "30"}, ValueError, '"30GB"'),
-        ({"save_graph": True}, ValueError, 'did you mean "save_graphs"'),
+        ({"save_graph": True}, ValueError, '"save_graphs"'),
     ],
 )
-def test_wrong_settings_are_named(values: dict[str, Any], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=re.escape(message)):
+def test_wrong_settings_are_named(values: dict[str, Any], kind: type[Exception], message: object) -> None:
+    with raises(kind, message):
         set_context(**{"device_id": 1, **values})
     assert context.settings() == context.Settings()
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import shardwise
+from raising import raises
 from shardwise.mindspore import dataset as ds
 
 
@@ -75,9 +76,8 @@ def test_code_in_the_files_does_not_run(kind: str, tmp_path: Path) -> None:
         for what, attack in attacks.items():
             for key in (b"data", keys[0], b"more"):
                 (tmp_path / name).write_bytes(pickle.dumps({**content, key: attack}, protocol=protocol))
-                with pytest.raises(ValueError, match=r"cannot be read: it (names|has)") as caught:
+                with raises(ValueError, name, "read"):
                     dataset(tmp_path)
-                assert name in str(caught.value)
                 assert not ran.exists(), what
 
 
@@ -96,14 +96,14 @@ def test_damaged_files_are_named(kind: str, tmp_path: Path) -> None:
     contents += [pickle.dumps({**entries(2, keys), keys[0]: [1]}), pickle.dumps({b"labels": [1, 2]})]
     for content in contents:
         (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=name):
+        with raises(ValueError, name):
             dataset(tmp_path)
 
 
 # Where the package reads pickles, and whose they are.
 READERS = {
     "graph/function_operator.py": "arguments of a function, which the same job captured",
-    "graph/host_random.py": "the state of this process's generator",
+    "graph/impure_reads.py": "the state of this process's generator",
     "mindspore/dataset/files.py": "data sets, with the reader above",
     "mindspore/nn/own_backward.py": "attributes of a cell, which the same job captured",
     "runtime/agree.py": "what the ranks of a job send each other",

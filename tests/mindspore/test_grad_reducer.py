@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from raising import raises
 from shardwise.mindspore import communication as D
 from shardwise.mindspore.context import reset_auto_parallel_context, set_auto_parallel_context
 from shardwise.mindspore.nn.grad_reducer import DistributedGradReducer
@@ -125,11 +126,11 @@ def test_a_reducer_in_one_process_changes_nothing_but_the_mean() -> None:
 
 def test_a_reducer_names_what_does_not_fit() -> None:
     reducer = DistributedGradReducer([Shaped()] * 2)
-    with pytest.raises(ValueError, match="has 2 parameters and is given 1 gradients"):
+    with raises(ValueError, "gradients", 2, 1):
         reducer(gradients(0)[:1])
-    with pytest.raises(TypeError, match="gradient 1 is None"):
+    with raises(TypeError, 1, "None"):
         reducer([torch.ones(1), None])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="degree is 0"):
+    with raises(ValueError, "degree", 0):
         DistributedGradReducer([], degree=0)
 
 

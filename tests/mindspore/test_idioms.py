@@ -13,6 +13,7 @@ import torch
 
 import shardwise.mindspore as ms
 import shardwise.mindspore.dataset as ds
+from raising import raises
 from shardwise.mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 
 
@@ -152,7 +153,7 @@ def test_an_optimizer_of_ones_own_knows_its_groups() -> None:
         assert [float(rate) for rate in optimizer.get_lr()] == [0.1, 0.2, 0.1]
         assert [float(rate) for rate in optimizer.get_lr_parameter(optimizer.parameters)] == [0.1, 0.2, 0.1]
         assert optimizer.param_length == 3
-        with pytest.raises(ValueError, match="one of its parameters"):
+        with raises(ValueError, kind.__name__, "requires_grad=True"):
             optimizer.get_lr_parameter(ms.Parameter(ms.Tensor(1.0)))
         for _ in range(2):
             optimizer([Tensor(gradient) for gradient in gradients])
@@ -175,7 +176,7 @@ def test_words_become_numbers_and_rows_of_like_lengths_share_batches() -> None:
     assert vocab.vocab() == {"<unk>": 0, "<pad>": 1, "a": 2, "film": 3, "fine": 4, "bad": 5}
     lookup = ds.text.Lookup(vocab, "<unk>")
     assert lookup(["fine", "plot"]).tolist() == [4, 0]
-    with pytest.raises(RuntimeError, match="plot"):
+    with raises(RuntimeError, "'plot'"):
         ds.text.Lookup(vocab)(["plot"])
     batches = words.map(lookup, ["text"]).bucket_batch_by_length(["text"], [2], [1, 2], pad_info={"text": ([4], 1)})
     rows = [row["text"].tolist() for row in batches.create_dict_iterator(num_epochs=1, output_numpy=True)]
@@ -205,7 +206,7 @@ def test_a_training_cell_is_a_model_and_metrics_are_given_tensors(tmp_path: Path
     assert ms.Model(net, nn.MSELoss(), metrics={"seen": Seen()}).eval(data)["seen"] == pytest.approx(
         4 * net(Tensor(np.ones((1, 2), np.float32))).asnumpy().item()
     )
-    with pytest.raises(ValueError, match="needs an optimizer"):
+    with raises(ValueError, "Model.train"):
         ms.Model(net, nn.MSELoss()).train(1, data)
     file = str(tmp_path / "net.ckpt")
     ms.save_checkpoint(net, file, append_dict={"epoch_num": 3})

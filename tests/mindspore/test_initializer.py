@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from raising import raises
 from shardwise.mindspore.common import seed
 from shardwise.mindspore.common.initializer import (
     Constant,
@@ -87,7 +88,7 @@ def test_fans_of_a_kernel_count_its_places() -> None:
     drawn = initializer("xavier_uniform", [8, 4, 3, 3], torch.float64)
     bound = math.sqrt(6 / (9 * 12))
     assert 0.98 * bound < float(drawn.abs().max()) <= bound
-    with pytest.raises(ValueError, match="a scalar has no fan_in"):
+    with raises(ValueError, "fan_in", "scalar"):
         initializer("he_normal", [])
 
 
@@ -134,18 +135,18 @@ def test_a_seed_starts_everything_anew() -> None:
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
-        (lambda: initializer("norml", [2]), ValueError, 'did you mean "normal"'),
-        (lambda: initializer("normal"), ValueError, "has no shape"),
-        (lambda: initializer("normal", [0, 2]), ValueError, "sizes from 1 on"),
-        (lambda: initializer("normal", [2.0]), TypeError, "give integers"),
-        (lambda: initializer("normal", "ab"), TypeError, "give integers"),
-        (lambda: initializer(None, [2]), TypeError, "of type NoneType"),
-        (lambda: initializer(torch.ones(2), [3]), ValueError, r"shape \[2\] and the shape \[3\]"),
+        (lambda: initializer("norml", [2]), ValueError, '"normal"'),
+        (lambda: initializer("normal"), ValueError, "initializer('normal')"),
+        (lambda: initializer("normal", [0, 2]), ValueError, "[0, 2]"),
+        (lambda: initializer("normal", [2.0]), TypeError, "[2.0]"),
+        (lambda: initializer("normal", "ab"), TypeError, "'ab'"),
+        (lambda: initializer(None, [2]), TypeError, "NoneType"),
+        (lambda: initializer(torch.ones(2), [3]), ValueError, ("[2]", "[3]")),
         (lambda: HeNormal(mode="fan"), ValueError, "fan_in"),
-        (lambda: set_seed(-1), ValueError, "from 0 to"),
-        (lambda: set_seed("1"), TypeError, "of type str"),
+        (lambda: set_seed(-1), ValueError, "-1"),
+        (lambda: set_seed("1"), TypeError, "'1'"),
     ],
 )
-def test_mistakes_are_named(make: Callable[[], Any], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
+def test_mistakes_are_named(make: Callable[[], Any], kind: type[Exception], message: object) -> None:
+    with raises(kind, message):
         make()

@@ -303,6 +303,7 @@ def train_resnet_alone(folder: str, images: np.ndarray, labels: np.ndarray) -> t
     return losses_in(printed), {name: own.detach().clone() for name, own in ended["net"].named_parameters()}
 
 
+@pytest.mark.long
 def test_resnet_trains_alike_in_both_modes_where_batch_statistics_agree(run_ranks: RunRanks, tmp_path: Path) -> None:
     ranks = run_ranks(run_resnet, 2, str(tmp_path), time_limit_seconds=180)
     rows = [np.concatenate([found["auto_parallel", False]["batch"][i] for found in ranks]) for i in range(2)]

@@ -13,6 +13,7 @@ import torch
 
 import shardwise as sw
 import shardwise.mindspore as ms
+from raising import raises
 from shardwise.mindspore import Parameter, ParameterTuple, Tensor, nn, ops
 from shardwise.mindspore import dataset as ds
 from shardwise.mindspore.nn.probability import distribution
@@ -79,8 +80,8 @@ def test_gradients_are_found_by_positions_and_parameters() -> None:
     assert torch.equal(ms.get_grad(found, weights[1].name), want[1][1])
     alone = ms.grad(lambda x: critic(x).sum(), return_ids=True)(x)
     assert alone[0] == 0
-    for grads, message in ((found, "one of .*w"), (want, "return_ids=True")):
-        with pytest.raises(RuntimeError, match=message):
+    for grads, message in ((found, "2"), (want, "return_ids=True")):
+        with raises(RuntimeError, message):
             ms.get_grad(grads, 2)
 
 
@@ -116,7 +117,7 @@ def test_an_error_in_training_gives_back_the_signal() -> None:
     net = nn.Dense(2, 1)
     model = ms.Model(net, nn.MSELoss(), nn.SGD(net.trainable_params(), 0.1))
     data = ds.NumpySlicesDataset((np.ones((2, 2), np.float32), np.ones((2, 1), np.float32)), ["x", "y"]).batch(2)
-    with pytest.raises(RuntimeError, match="stopped"):
+    with raises(RuntimeError, "stopped"):
         model.train(1, data, callbacks=[ms.OnRequestExit(save_ckpt=False, sig=signal.SIGUSR1), Fails()])
     assert signal.getsignal(signal.SIGUSR1) == before
 
@@ -245,6 +246,7 @@ def _trained(mode: str | None) -> tuple[list[float], list[int]]:
 
 
 @pytest.mark.parametrize("mode", ["semi_auto_parallel", "auto_parallel"])
+@pytest.mark.sampled(1)
 def test_programs_on_two_ranks_are_those_of_one_process(mode: str, run_ranks: RunRanks) -> None:
     want, _ = _trained(None)
     assert len(set(want)) == len(want) == 18
@@ -340,7 +342,7 @@ def test_parameters_take_values_of_their_shapes_by_their_names() -> None:
     cell.centre = Tensor(np.full(4, 2.0, np.float32))
     assert isinstance(cell.centre, Parameter)
     assert cell.centre.asnumpy().tolist() == [2.0] * 4
-    with pytest.raises(ValueError, match=r"\[4\] gets a value \[2\]"):
+    with raises(ValueError, "[4]", "[2]"):
         cell.centre = Tensor([1.0, 2.0])
     assert cell.infer_param_pipeline_stage() == cell.trainable_params()
 
@@ -360,7 +362,7 @@ def test_ctc_losses_come_with_their_table_and_rolls_and_triplets_take_the_refere
     assert older.asnumpy() == pytest.approx([-whole], rel=1e-5)
     older.sum().backward()
     np.testing.assert_allclose(scores.grad, slope.asnumpy(), atol=1e-6)
-    with pytest.raises(NotImplementedError, match="ctc_merge_repeated=False"):
+    with raises(NotImplementedError, "ctc_merge_repeated=False"):
         ops.CTCLoss(ctc_merge_repeated=False)(scores, Tensor([[0, 0]]), Tensor([0]), Tensor([3]))
     shifted = nn.Roll(shift_size=1, shift_axis=0)(Tensor([1, 2, 3]))
     assert shifted.asnumpy().tolist() == [3, 1, 2]
@@ -417,7 +419,7 @@ def test_numpys_functions_are_numpys() -> None:
     for mode in ("clip", "wrap"):
         own = ms.numpy.choose(Tensor(numbers), [*map(Tensor, choices)], mode)
         assert own.asnumpy().tolist() == np.choose(numbers, choices, mode=mode).tolist()
-    with pytest.raises(ValueError, match='mode is "raise"'):
+    with raises(ValueError, '"raise"'):
         ms.numpy.choose(Tensor(numbers), [*map(Tensor, choices)], "raise")
     assert ms.numpy.geomspace(1, 100, 5, dtype=ms.float64).dtype == ms.float64
     for name, args in NUMPYS:

@@ -80,6 +80,7 @@ def _split(mode: str | None) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.long
 def test_split_programs_on_two_ranks_are_those_of_one_process(run_ranks: RunRanks) -> None:
     want = _split(None)
     for rank in run_ranks(_split, 2, "semi_auto_parallel", time_limit_seconds=300):

@@ -13,6 +13,7 @@ from torch import Tensor
 import shardwise as sw
 import shardwise.mindspore as ms
 from mindspore.applied import Applied, equal_to_one_device, planned
+from raising import raises
 from shardwise.mindspore.ops import operations as P
 
 
@@ -65,11 +66,9 @@ def test_a_number_among_operands_may_have_an_empty_strategy() -> None:
 
 def test_shapes_that_do_not_fit_are_named_with_the_cause_in_the_document() -> None:
     """Row G5: ``get_dataset`` of document 003, called in the order of its last lines."""
-    with pytest.raises(
-        ValueError, match=r"MatMul: \[2, 4\] times \[32, 16\]: 4 columns, 32 rows(.|\n)*order of its arg"
-    ):
+    with raises(ValueError, "[2, 4]", "[32, 16]", 4, 32, op="MatMul"):
         P.MatMul()(torch.ones(2, 4), torch.ones(32, 16))
-    with pytest.raises(ValueError, match=r"there is no in_strategy(.|\n)*give both"):
+    with raises(ValueError, "in_strategy", "both"):
         P.ReLU().shard(None, ((2, 1),))
 
 
@@ -81,29 +80,31 @@ def test_one_operand_in_both_ways() -> None:
 
 
 WRONG: list[tuple[Any, type[Exception], str, str]] = [
-    (lambda: P.MatMul.shard(((4, 1), (1, 1))), TypeError, "on the operator's class", r"MatMul\(\).shard\(\(\(4, 1\)"),
-    (lambda: P.MatMul.set_strategy(([4, 1], [1, 1])), TypeError, "on the operator's class", r"MatMul\(\).set_strategy"),
-    (lambda: P.MatMul().shard((4, 1), (1, 1)), ValueError, "one tuple of numbers.*strategy of the outputs",
-     r"MatMul\(\).shard\(\(\(4, 1\), \(1, 1\)\)\)"),
-    (lambda: P.ReLU().shard((8, 1)), ValueError, "must hold one tuple per input", r"\(\(8, 1\),\)"),
-    (lambda: P.MatMul().shard({(4, 1), (1, 1)}), TypeError, "is a set, which has no order", "a tuple or a list"),
-    (lambda: P.MatMul().set_strategy({"x": (4, 1)}), TypeError, "is a dict", "a tuple or a list"),
-    (lambda: P.MatMul().shard("dp"), TypeError, "in_strategy is 'dp'", "one tuple per input"),
-    (lambda: P.MatMul().shard(((4, 1), 1)), TypeError, "1 for tensor 1", "one number per dim"),
-    (lambda: P.MatMul().shard(((4, 1), (1, 1.5))), TypeError, "1.5 for tensor 1", "whole numbers"),
-    (lambda: P.MatMul().shard(((4, True), (1, 1))), TypeError, "True for tensor 0", "whole numbers"),
-    (lambda: P.MatMul().shard(WANT, (2, 1)), ValueError, "out_strategy", "one tuple around"),
+    (lambda: P.MatMul.shard(((4, 1), (1, 1))), TypeError, "operator's", "MatMul().shard(((4, 1)"),
+    (lambda: P.MatMul.set_strategy(([4, 1], [1, 1])), TypeError, "operator's", "MatMul().set_strategy"),
+    (lambda: P.MatMul().shard((4, 1), (1, 1)), ValueError, "outputs",
+     "MatMul().shard(((4, 1), (1, 1)))"),
+    (lambda: P.ReLU().shard((8, 1)), ValueError, "ReLU", "((8, 1),)"),
+    (lambda: P.MatMul().shard({(4, 1), (1, 1)}), TypeError, ("MatMul", "order"), ("MatMul", "list")),
+    (lambda: P.MatMul().set_strategy({"x": (4, 1)}), TypeError, "dict", ("MatMul", "list")),
+    (lambda: P.MatMul().shard("dp"), TypeError, ("in_strategy", "'dp'"), ("MatMul", "input")),
+    (lambda: P.MatMul().shard(((4, 1), 1)), TypeError, (1, "tensor"), "number"),
+    (lambda: P.MatMul().shard(((4, 1), (1, 1.5))), TypeError, ("1.5", 1), ("MatMul", "whole")),
+    (lambda: P.MatMul().shard(((4, True), (1, 1))), TypeError, ("True", 0), ("MatMul", "whole")),
+    (lambda: P.MatMul().shard(WANT, (2, 1)), ValueError, "out_strategy", "out_strategy"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("give", "error", "what", "fix"), WRONG)
-def test_another_nesting_is_refused_with_what_was_meant(give: Any, error: type[Exception], what: str, fix: str) -> None:
-    with pytest.raises(error, match=rf"{what}(.|\n)*fix:(.|\n)*{fix}"):
+def test_another_nesting_is_refused_with_what_was_meant(
+    give: Any, error: type[Exception], what: object, fix: object
+) -> None:
+    with raises(error, what, fix):
         give()
 
 
 def test_a_set_of_lists_as_printed_can_not_even_be_made() -> None:
-    with pytest.raises(TypeError, match="unhashable"):
+    with raises(TypeError, "'list'"):
         eval("P.MatMul().set_strategy({[4, 1], [1, 1]})", {"P": P})
 
 

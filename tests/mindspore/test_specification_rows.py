@@ -14,6 +14,7 @@ from torch import Tensor
 import shardwise as sw
 import shardwise.mindspore as ms
 from mindspore.applied import equal_to_one_device, planned
+from raising import raises
 from shardwise.api import step_memory
 from shardwise.mindspore import calls, nn, ops, planning
 from shardwise.mindspore.strict import StrategyError
@@ -86,7 +87,7 @@ def test_propagation_carries_the_strategies_of_a_function_inside() -> None:
     strategies = {entry.name: entry.strategy for entry in plan.operators}
     assert strategies["/matmul"] == "k@data"
     assert strategies["/relu"] == "d0@data"
-    with pytest.raises(StrategyError, match="no operator that is configured"):
+    with raises(StrategyError, "configured", op="Calls"):
         planning.plan_by_context(Calls(block), Calls(block), (X,), {}, {}, ms.context.options())
 
 
@@ -114,16 +115,16 @@ def test_a_cell_with_strategies_keeps_its_parameters(method: bool) -> None:
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        ((((2, 1),),), StrategyError, r"size: 1 is not equal to inputs size: 2"),
-        ((((2, 1, 1), (1, 1)),), StrategyError, r"strategy len: 3 is not equal to inputs len: 2, index: 0"),
-        ((((3, 1), (1, 1)),), StrategyError, r"must be the power of 2, but get 3"),
-        ((((4, 2), (1, 1)),), StrategyError, r"it requires 8 devices"),
-        ((((2, 1), (1, 1)), ((2, 1), (1, 1))), StrategyError, r"size: 2 is not equal to outputs size: 1"),
-        (((2, 1),), ValueError, r"block: in_strategy \(2, 1\) is one tuple of numbers"),
+        ((((2, 1),),), StrategyError, (1, 2, "inputs")),
+        ((((2, 1, 1), (1, 1)),), StrategyError, (3, 2, 0)),
+        ((((3, 1), (1, 1)),), StrategyError, (2, 3, "power")),
+        ((((4, 2), (1, 1)),), StrategyError, "((4, 2), (1, 1))"),
+        ((((2, 1), (1, 1)), ((2, 1), (1, 1))), StrategyError, (2, 1, "outputs")),
+        (((2, 1),), ValueError, "in_strategy (2, 1)"),
     ],
 )
-def test_wrong_strategies_of_a_function_are_refused(given: Any, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
+def test_wrong_strategies_of_a_function_are_refused(given: Any, error: type[Exception], words: object) -> None:
+    with raises(error, words):
         planned(Calls(ms.shard(block, *given)), (X,), 4)
 
 
@@ -234,7 +235,7 @@ def test_loss_scale_managers_scale_check_and_adjust() -> None:
 
 
 def test_what_can_not_be_differentiated_is_named() -> None:
-    with pytest.raises(TypeError, match=r"sum of all outputs, and one is 3(.|\n)*has_aux=True"):
+    with raises(TypeError, 3, "has_aux=True"):
         ms.value_and_grad(lambda x: (x.sum(), 3))(torch.ones(2))
 
 
@@ -245,11 +246,11 @@ def test_arguments_of_a_model_are_told_apart() -> None:
         assert model._optimizer is optimizer
         assert model._loss_fn in (loss, None)
     for given, words in (
-        ((optimizer, loss, net), "Momentum is not a network"),
-        ((net, loss, loss), "MSELoss is not an optimizer"),
-        ((net, optimizer, optimizer), "two optimizers"),
+        ((optimizer, loss, net), "Momentum"),
+        ((net, loss, loss), "MSELoss"),
+        ((net, optimizer, optimizer), "optimizers"),
     ):
-        with pytest.raises(TypeError, match=words):
+        with raises(TypeError, words):
             ms.Model(*given)
 
 

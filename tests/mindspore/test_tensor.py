@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 import shardwise.mindspore as ms
+from raising import raises
 
 DATA = np.random.RandomState(0).normal(size=(2, 3, 4))
 LIKE_NUMPY: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
@@ -93,11 +94,11 @@ def test_torchs_words_mean_what_they_mean_in_torch() -> None:
     assert x.std(unbiased=True).item() == plain.std().item()
     assert x.mean(1, keepdim=True).shape == (2, 1, 4)
     for wrong in (lambda: x.mean(axis=1, keep=True), lambda: x.var(axes=1)):
-        with pytest.raises(TypeError, match="there is no argument"):
+        with raises(TypeError, "argument"):
             wrong()
-    with pytest.raises(TypeError, match=r"there is no dtype 'flaot16'(.|\n)*float16"):
+    with raises(TypeError, "'flaot16'", "float16"):
         x.astype("flaot16")
-    with pytest.raises(ValueError, match="4 elements in 3 parts"):
+    with raises(ValueError, 4, 3, "elements"):
         x.split(axis=2, output_num=3)
 
 
@@ -105,7 +106,7 @@ def test_methods_that_torch_has_otherwise_are_the_references() -> None:
     x = ms.Tensor(np.arange(6, dtype=np.float32).reshape(2, 3))
     assert x.flatten(order="F").asnumpy().tolist() == [0, 3, 1, 4, 2, 5]
     assert x.flatten(start_dim=1).shape == (2, 3)
-    with pytest.raises(ValueError, match="order='A'"):
+    with raises(ValueError, "order='A'"):
         x.flatten(order="A")
     assert x.norm(ord=1, dim=1).asnumpy().tolist() == [3, 12]
     assert x.norm(ord=1) == 7  # of a matrix: the largest column

@@ -43,6 +43,7 @@ def planned(name: str, ranks: int, choices: dict[str, Any]) -> sw.Plan:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.sampled(1)
 def test_sequences_are_gathered_again_as_plain_pytorch_trains(
     ranks: int, run_ranks: RunRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,9 +10,9 @@ from torch import nn
 
 import shardwise as sw
 from models.full_width import CASES, measure
+from models.share import SplitShare, share_of_plan
 from models.tiny_models import MODELS, TinyModel, gpt2, llama, resnet, token_inputs
 from shardwise.graph.capture import capture
-from shardwise.report.share import SplitShare, share_of_plan
 
 
 def build(tiny: TinyModel, batch: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -33,6 +33,7 @@ def verified_share(tiny: TinyModel, mesh: sw.Mesh, *, batch: int = 8, **choices:
 
 
 @pytest.mark.parametrize("name", ["llama", "vit"])
+@pytest.mark.sampled(2)
 def test_the_propagated_plan_on_eight_devices_equals_one_device_and_splits_all_of_the_arithmetic(name):
     share = verified_share(MODELS[name], sw.Mesh(dp=8))
     assert share.without_rule == ()
@@ -41,6 +42,7 @@ def test_the_propagated_plan_on_eight_devices_equals_one_device_and_splits_all_o
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])  # the zoo has tensor-parallel plans of the others
+@pytest.mark.sampled(2)
 def test_a_data_by_tensor_plan_equals_one_device_and_splits_arithmetic_and_parameters(name):
     share = verified_share(MODELS[name], sw.Mesh(dp=2, tp=4), strategies=MODELS[name].strategies)
     assert share.without_rule == ()
@@ -94,6 +96,7 @@ def test_a_model_on_the_meta_device_keeps_its_tied_weights_in_a_verification():
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(1)
 def test_at_full_width_a_data_by_tensor_plan_splits_95_percent_of_arithmetic_and_parameters(name):
     share = measure(CASES[name])
     assert share.without_rule == ()

@@ -46,6 +46,7 @@ MODELS: dict[str, tuple[Any, Any, str]] = {
     [("resnet", {"dp": 2, "sp": 2}), ("convnext", {"sp": 4}), ("unet", {"sp": 4}), ("unet", {"dp": 2, "sp": 2})],
     ids=str,
 )
+@pytest.mark.sampled(1)
 def test_image_models_whose_rows_are_split_equal_one_device(name: str, axes: dict[str, int]) -> None:
     make, inputs, first = MODELS[name]
     torch.manual_seed(0)

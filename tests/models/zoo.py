@@ -31,6 +31,7 @@ from torch import nn
 
 import shardwise as sw
 from layouts.placing import random_layout
+from models.share import SplitShare, share_of_plan
 from models.tiny_models import TinyModel
 from models.zoo_own import OWN
 from models.zoo_transformers import TRANSFORMERS
@@ -39,7 +40,6 @@ from shardwise.costs.units import Figures
 from shardwise.graph.capture import Capture, capture
 from shardwise.layouts.text import format_layout
 from shardwise.plans.plan import Plan
-from shardwise.report.share import SplitShare, share_of_plan
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.tables import rule_of
 from shardwise.search.rules import rules_of

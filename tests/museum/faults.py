@@ -15,11 +15,12 @@ from torch import Tensor
 from shardwise.graph.naming import value_name
 from shardwise.programs.instructions import Compute, Convert, Depart
 from shardwise.programs.rank_program import RankProgram
-from shardwise.proof import runs
+from shardwise.proof import ranks
 from shardwise.proof.virtual import Values, VirtualCluster
 
 Send = Callable[[int, Tensor], Tensor]  # rank, what it would send -> what it sends
 Receive = Callable[[int, Tensor, Tensor], Tensor]  # rank, what it sent, what it got -> what it takes
+SEED_COTANGENTS = ranks.VirtualStep._seed_cotangents
 Around = Callable[..., Any]  # rank, kernel, arguments -> what the kernel returns
 
 
@@ -36,7 +37,7 @@ def exchange(
     spmds: list[Any] = []
     hits: list[str] = []
 
-    def localized(spmd: Any, rank: int, original: Any = runs.localize) -> Any:
+    def localized(spmd: Any, rank: int, original: Any = ranks.localize) -> Any:
         spmds.append(spmd)
         return original(spmd, rank)
 
@@ -86,7 +87,7 @@ def exchange(
                         name = instruction.results[p]
                         values[rank][name] = receive(rank, sent[rank][p], values[rank][name])
 
-    with mock.patch.object(runs, "localize", localized), mock.patch.object(runs, "VirtualCluster", Faulty):
+    with mock.patch.object(ranks, "localize", localized), mock.patch.object(ranks, "VirtualCluster", Faulty):
         yield
     if not hits:
         raise NothingToBreak(f"no conversion of {value} for {op}")
@@ -111,12 +112,12 @@ def kernel(op: str, around: Around, *, backward: bool = False) -> Iterator[None]
 
         return replace(instruction, target=target)
 
-    def differentiated(local: Any, *args: Any, original: Any = runs.differentiate, **kwargs: Any) -> RankProgram:
+    def differentiated(local: Any, *args: Any, original: Any = ranks.differentiate, **kwargs: Any) -> RankProgram:
         program: RankProgram = original(local, *args, **kwargs)
         part = "backward" if backward else "forward"
         return replace(program, **{part: tuple(changed(one, local.rank) for one in getattr(program, part))})
 
-    with mock.patch.object(runs, "differentiate", differentiated):
+    with mock.patch.object(ranks, "differentiate", differentiated):
         yield
     if not hits:
         raise NothingToBreak(f"no kernel of {op}")
@@ -127,14 +128,14 @@ def gradient(name: str, factor: float) -> Iterator[None]:
     """Gradients of parameters (pattern) that are scaled when everything is done, as optimizers and hooks do."""
     hits: list[str] = []
 
-    def scaled(cluster: Any, programs: Any, *rest: Any, original: Any = runs.run_backward) -> Any:
+    def scaled(cluster: Any, programs: Any, *rest: Any, original: Any = ranks.run_backward) -> Any:
         names = {source.value: source.names[0] for source in programs[0].spmd.graph.sources}
         gradients: list[Mapping[str, Tensor]] = original(cluster, programs, *rest)
         meant = {value for value in gradients[0] if fnmatchcase(names[value], name)}
         hits.extend(meant)
         return [{value: own * factor if value in meant else own for value, own in one.items()} for one in gradients]
 
-    with mock.patch.object(runs, "run_backward", scaled):
+    with mock.patch.object(ranks, "run_backward", scaled):
         yield
     if not hits:
         raise NothingToBreak(f"no gradient of {name}")
@@ -144,10 +145,12 @@ def gradient(name: str, factor: float) -> Iterator[None]:
 def cotangent(factor: float) -> Iterator[None]:
     """A loss that backward takes for a multiple of itself."""
 
-    def scaled(*args: Any, original: Any = runs._ones) -> Any:
-        return {name: one * factor for name, one in original(*args).items()}
+    def scaled(self: Any, stage: int, micro_batch: int, programs: Any, original: Any = SEED_COTANGENTS) -> None:
+        original(self, stage, micro_batch, programs)
+        for program, values in zip(programs, self.values[stage, micro_batch], strict=True):
+            values.update({name: values[name] * factor for name in program.cotangents if name is not None})
 
-    with mock.patch.object(runs, "_ones", scaled):
+    with mock.patch.object(ranks.VirtualStep, "_seed_cotangents", scaled):
         yield
 
 
@@ -156,14 +159,14 @@ def loaded(name: str, load: Callable[[int, Tensor, Tensor], Tensor]) -> Iterator
     """A parameter that is put on the ranks otherwise. ``load``: rank, its shard, the whole -> what the rank holds."""
     hits: list[str] = []
 
-    def part(self: Any, source: Any, whole: Tensor, rank: int, original: Any = runs.Ranks.part) -> Tensor:
-        own: Tensor = original(self, source, whole, rank)
-        if source.names[0] != name:
+    def part(self: Any, parameter: str, whole: Tensor, original: Any = ranks._Rank.part) -> Tensor:
+        own: Tensor = original(self, parameter, whole)
+        if parameter != name:
             return own
         hits.append(name)
-        return load(rank, own.clone(), whole)
+        return load(self.device, own.clone(), whole)
 
-    with mock.patch.object(runs.Ranks, "part", part):
+    with mock.patch.object(ranks._Rank, "part", part):
         yield
     if not hits:
         raise NothingToBreak(f"no parameter {name}")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from raising import raises
 from shardwise import cli
 from shardwise.costs.pipeline_simulation import PipelinePrediction
 from shardwise.planning import suggestions as options
@@ -168,7 +169,7 @@ def test_what_does_not_fit_in_stages_is_mended_and_what_does_not_fit_without_is_
 
 def test_settings_without_prices_are_refused_under_stages_too() -> None:
     module, batch = asked()
-    with pytest.raises(sw.ShardwiseError, match="answers from prices"):
+    with raises(sw.ShardwiseError, "sw.fits", "answers"):
         sw.fits(module, batch, "h100-1x4", stages=2, micro_batch=8, search="sharding_propagation")
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from plans.test_plan import MESH, Mlp, X
+from raising import raises
 from runtime.small_gpt import batch, make_gpt
 from runtime.test_priced_ranks import described_cluster
 from shardwise.costs.prices import Prices
@@ -259,7 +260,7 @@ def test_a_strategy_that_was_changed_without_saying_so_is_refused(plan: sw.Plan)
 def test_a_broken_path_is_refused_when_it_is_read(plan: sw.Plan) -> None:
     data = json.loads(plan.to_json())
     data["stages"][0]["conversions"][0]["path"] = ["dp: [16, 8@tp] -> [16, 8]"]
-    with pytest.raises(sw.PlanError, match=r"the path from f32\[16@tp, 8\] to .* breaks between"):
+    with raises(sw.PlanError, "f32[16@tp, 8]", "up.weight", "up/linear"):
         sw.Plan.from_json(json.dumps(data), edited=True)
 
 
@@ -298,12 +299,8 @@ def test_an_unpriced_plan_of_version_4_is_read_compared_and_trains_as_one_device
 
 def test_a_priced_plan_of_version_4_says_how_to_make_it_anew() -> None:
     path = FILES / "version-4-priced.json"
-    with pytest.raises(sw.PlanError) as caught:
+    with raises(sw.PlanError, "version-4-priced.json", 4, "paths", "sw.plan", "edited=True"):
         sw.Plan.load(path)
-    text = str(caught.value)
-    assert "has plan version 4: it does not list the paths of its conversions, which were chosen by price" in text
-    assert "make the plan again with sw.plan" in text
-    assert "edited=True" in text
     again = sw.Plan.load(path, edited=True)
     report = sw.verify(Mlp(), X, again)
     assert report.ok, str(report)
@@ -329,20 +326,18 @@ def changed(plan: sw.Plan, change: Callable[[dict[str, Any]], object]) -> str:
 @pytest.mark.parametrize(
     ("first", "second", "said"),
     [
-        ("0-7", "4-11", ["stages 0 and 1", "rank"]),
-        ("0-7", "9-16", ["1 of 17 ranks are in no stage: 8"]),
-        ("1-8", "9-16", ["1 of 17 ranks are in no stage: 0"]),
-        ("0-6", "7-14", ["stages[0].ranks", "has 8 devices, the placement names 7 ranks"]),
-        ("0-6,6", "7-14", ["stages[0].ranks", "rank 6 is named twice"]),
+        ("0-7", "4-11", ["stages 0", 1, "4, 5, 6, 7"]),
+        ("0-7", "9-16", [1, 17, 8]),
+        ("1-8", "9-16", [1, 17, 0]),
+        ("0-6", "7-14", ["stages[0].ranks", 8, 7, "devices"]),
+        ("0-6,6", "7-14", ["stages[0].ranks", 6, "twice"]),
     ],
 )
 def test_stages_whose_ranks_overlap_or_are_missing_are_refused(
-    plan: sw.Plan, first: str, second: str, said: list[str]
+    plan: sw.Plan, first: str, second: str, said: list[Any]
 ) -> None:
-    with pytest.raises(sw.PlanError) as caught:
+    with raises(sw.PlanError, said):
         sw.Plan.from_json(changed(plan, in_two_stages(first, second)), edited=True)
-    for part in said:
-        assert part in str(caught.value)
 
 
 def test_a_plan_of_two_stages_is_saved_printed_and_asked_stage_by_stage(plan: sw.Plan) -> None:
@@ -355,16 +350,13 @@ def test_a_plan_of_two_stages_is_saved_printed_and_asked_stage_by_stage(plan: sw
     assert two.num_ranks == 16
     assert "stage 1: Mesh(dp=2, tp=4) on ranks 8-15" in str(two)
     for ask in (lambda: two.mesh, lambda: two.layouts, lambda: sw.verify(Mlp(), X, two)):
-        with pytest.raises(
-            sw.PlanError, match=r"the plan has 2 stages \(stage 0 on ranks 0-7; stage 1 on ranks 8-15\)"
-        ):
+        with raises(sw.PlanError, 2, "0-7", "8-15", "plan.stages"):
             ask()
 
 
 def test_ranks_in_another_order_are_refused(plan: sw.Plan) -> None:
-    with pytest.raises(sw.PlanError, match="rank 0 comes after rank 7") as caught:
+    with raises(sw.PlanError, "stages[0].ranks", 0, 7, "ascending"):
         sw.Plan.from_json(changed(plan, lambda data: data["stages"][0].update(ranks="4-7,0-3")), edited=True)
-    assert "list ranks in ascending order" in str(caught.value)
 
 
 # ----------------------------------------------------------------------------------------------------------- planned
@@ -377,12 +369,12 @@ def test_what_is_planned_by_price_is_a_plan_with_its_search(priced: PlanningResu
     assert copied.search_report is None
     assert copied == priced == priced.plan == copied.plan
     assert copied != plan
-    with pytest.raises(sw.PlanError, match="it comes from another process"):
+    with raises(sw.PlanError, "process"):
         copied.report.explain("up/linear")
     assert hash(copied) == hash(priced)
     assert str(copied) == str(priced)
     assert type(priced.revised(conversions=None)) is sw.Plan
-    with pytest.raises(sw.PlanError, match="it was not chosen by price"):
+    with raises(sw.PlanError, "price"):
         plan.report.explain("up/linear")
 
 

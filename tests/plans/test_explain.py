@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from raising import raises
 from shardwise.search.cost_graph import COMPONENTS
 from shardwise.search.dynamic_programming import step_seconds
 from shardwise.search.elimination import Interner, Problem, TooWide
@@ -248,11 +249,11 @@ def test_the_search_is_no_part_of_a_plan(plan: sw.Plan) -> None:
 
 
 def test_unknown_names_and_choices_are_refused_with_those_there_are(plan: sw.Plan) -> None:
-    with pytest.raises(sw.PlanError, match="up/linear"):
+    with raises(sw.PlanError, "'up/linea'", "up/linear"):
         plan.report.explain("up/linea")
-    with pytest.raises(sw.PlanError, match="no alternative"):
+    with raises(sw.PlanError, "'q@dp'", "up/linear"):
         plan.report.what_if("up/linear", "q@dp")
-    with pytest.raises(sw.PlanError, match="k is 0"):
+    with raises(sw.PlanError, "k", 0):
         plan.report.top(0)
 
 
@@ -261,7 +262,7 @@ def test_a_graph_that_is_too_wide_cannot_be_explained(plan: sw.Plan, monkeypatch
         raise TooWide((0, 1), "too wide")
 
     monkeypatch.setattr("shardwise.plans.bounds.solve", too_wide)
-    with pytest.raises(sw.PlanError, match="too densely connected"):
+    with raises(sw.PlanError, "connected"):
         plan.report.explain("up/linear")
 
 

@@ -13,6 +13,7 @@ import pytest
 import shardwise as sw
 from plans import fuzzing
 from plans.fuzzing import Hang, limit
+from raising import raises
 from shardwise.costs.cluster_file import format_cluster, parse
 from shardwise.errors import LaunchError, LayoutError, NotationError, PlanError, ShardwiseError
 from shardwise.hosts import expand_counts, expand_nodelist, read_hostfile, read_rank_table
@@ -278,7 +279,7 @@ def test_faults_without_number_are_not_all_told(data: dict[str, Any]) -> None:
     changed = json.loads(json.dumps(data))
     operator = changed["stages"][0]["operators"]["out/linear"] | {"strategy": "?"}
     changed["stages"][0]["operators"] |= {f"op{i}": operator for i in range(500)}
-    with pytest.raises(PlanError, match="and 480 more"), limit(2.0):
+    with raises(PlanError, 480), limit(2.0):
         sw.Plan.from_json(signed(changed))
 
 
@@ -294,7 +295,7 @@ def test_what_could_not_be_read_again_is_not_written() -> None:
 def test_a_file_without_an_end_is_not_read_to_its_end() -> None:
     if not Path("/dev/zero").exists():
         pytest.skip("no /dev/zero here")
-    with pytest.raises(ShardwiseError, match="more than 1,048,576 bytes"):
+    with raises(ShardwiseError, "1,048,576", "/dev/zero"):
         read_text("/dev/zero", 2**20)
 
 
@@ -396,9 +397,9 @@ def test_a_hostile_rank_table_is_refused_in_milliseconds(rank: Any, tmp_path: Pa
 def test_slurms_lists_are_bounded() -> None:
     with limit(SECONDS):
         for text in ("node[0-99999999999]", "node[x]"):
-            with pytest.raises(ValueError, match=r"more than|invalid literal"):
+            with pytest.raises(ValueError, match=r"more than|invalid"):
                 expand_nodelist(text)
-        with pytest.raises(ValueError, match="more than"):
+        with raises(ValueError, "'1(x99999999999)'", 1048576):
             expand_counts("1(x99999999999)")
 
 

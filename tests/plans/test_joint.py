@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from raising import raises
 from runtime.staged_model import Staged, staged_batch
 from shardwise.costs.pipeline_simulation import StageSeconds, simulate_pipeline
 from shardwise.graph.capture import capture
@@ -76,7 +77,7 @@ def test_where_no_device_holds_the_model_it_takes_stages_that_bind_and_verify() 
     assert found.digest == again.digest, "it is an ordinary plan"
     assert copy.deepcopy(found) == again
     assert sw.verify(model, BATCH, found).ok
-    with pytest.raises(sw.PlanError, match="no stage has 'x'"):
+    with raises(sw.PlanError, "'x'"):
         found.report.explain("x")
 
 
@@ -256,11 +257,11 @@ def test_pairs_at_the_distances_of_a_band_are_counted() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "without prices": ({"mode": "data_parallel"}, "compares plans by price"),
-    "propagation": ({"search": "sharding_propagation"}, "compares plans by price"),
-    "a mesh of three": ({"mesh": sw.Mesh(dp=3)}, "there is no setting"),
-    "a schedule of none": ({"schedule": "2F2B"}, "unknown schedule"),
-    "too little memory": ({"memory_bytes": 1000.0, "micro_batch": 8, "schedule": "GPipe"}, "no plan fits"),
+    "without prices": ({"mode": "data_parallel"}, 'stages="auto"'),
+    "propagation": ({"search": "sharding_propagation"}, 'stages="auto"'),
+    "a mesh of three": ({"mesh": sw.Mesh(dp=3)}, "setting"),
+    "a schedule of none": ({"schedule": "2F2B"}, "schedule"),
+    "too little memory": ({"memory_bytes": 1000.0, "micro_batch": 8, "schedule": "GPipe"}, "fits"),
 }
 
 
@@ -268,12 +269,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_leaves_no_choice_is_refused(case: str) -> None:
     options, message = REFUSED[case]
-    with pytest.raises(sw.PlanError, match=message):
+    with raises(sw.PlanError, message):
         sw.plan(Staged(), BATCH, 2, stages="auto", **options)
 
 
 def test_marked_modules_are_refused() -> None:
     model = Staged()
     sw.stage(model.norms[1], 1)
-    with pytest.raises(sw.PlanError, match=r"modules are marked: norms\.1"):
+    with raises(sw.PlanError, "norms.1", "modules"):
         sw.plan(model, BATCH, 2, stages="auto")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from raising import raises
 from shardwise.errors import LayoutError
 
 INPUTS = (torch.randn(16, 32), torch.randn(16, 16))
@@ -65,19 +66,19 @@ def test_a_summed_value_is_reduced_whole_and_then_sliced() -> None:
 @pytest.mark.parametrize(
     ("layouts", "words"),
     [
-        ({"args[2]": (8, 1)}, r"'args\[2\]'"),
-        ({"w": (8,)}, "1 split counts for 2 dims"),
-        ({"w": (3, 1)}, "3 is no product"),
-        ({"w": "[32, 16] partial(sum@x)"}, "split evenly, and whole"),
-        ({"w": "[32, 16] replicated(x)"}, "split evenly, and whole"),
-        ({"w": "[32@x{0:4|4:8|8:12|12:16|16:20|20:24|24:28|28:32}, 16]"}, "split evenly, and whole"),
-        ({"w": 8}, "whole numbers, one per dim"),
-        ({"w": (2.0, 1)}, "whole numbers, one per dim"),
-        ({"w": "[16@x, 32]"}, r"of shape \[16, 32\], not \[32, 16\]"),
+        ({"args[2]": (8, 1)}, "'args[2]'"),
+        ({"w": (8,)}, (1, 2, "counts")),
+        ({"w": (3, 1)}, 3),
+        ({"w": "[32, 16] partial(sum@x)"}, "'[32, 16] partial(sum@x)'"),
+        ({"w": "[32, 16] replicated(x)"}, "'[32, 16] replicated(x)'"),
+        ({"w": "[32@x{0:4|4:8|8:12|12:16|16:20|20:24|24:28|28:32}, 16]"}, "evenly"),
+        ({"w": 8}, "numbers"),
+        ({"w": (2.0, 1)}, "numbers"),
+        ({"w": "[16@x, 32]"}, ("[16, 32]", "[32, 16]")),
     ],
 )
-def test_layouts_that_do_not_fit_are_named(layouts: dict[str, Any], words: str) -> None:
-    with pytest.raises(LayoutError, match=words):
+def test_layouts_that_do_not_fit_are_named(layouts: dict[str, Any], words: object) -> None:
+    with raises(LayoutError, words):
         planned(layouts=layouts)
 
 
@@ -85,7 +86,7 @@ def test_two_names_of_one_parameter_are_not_kept_in_two_layouts() -> None:
     module = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
     module[1].weight = module[0].weight
     settings: dict[str, Any] = {"loss": lambda output: output.square().mean(), "mesh": sw.Mesh(x=4)}
-    with pytest.raises(LayoutError, match=r"0\.weight and 1\.weight are one tensor"):
+    with raises(LayoutError, "0.weight", "1.weight"):
         sw.plan(module, torch.randn(8, 16), 4, layouts={"0.weight": (4, 1), "1.weight": (1, 4)}, **settings)
     plan = sw.plan(module, torch.randn(8, 16), 4, layouts={"0.weight": (4, 1), "1.weight": "[16@x, 16]"}, **settings)
     assert [entry.layout for entry in plan.parameters] == ["f32[16@x, 16]"]
@@ -125,10 +126,9 @@ def test_a_fused_projection_is_kept_block_by_block() -> None:
         )
         return str(plan.layouts["qkv.weight"])
 
-    with pytest.raises(LayoutError) as refused:
-        planned("[48@tp, 16]")
     mend = "[(3 16@tp), 16]"
-    assert f'split each of them, "{mend}"' in str(refused.value)
+    with raises(LayoutError, f'"{mend}"'):
+        planned("[48@tp, 16]")
     assert planned(mend) == mend
     assert planned((2, 1)) == mend  # counts do not say where
 

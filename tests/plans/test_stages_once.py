@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from programs.without_reductions import without_reductions
+from raising import raises
 from runtime.staged_model import Staged, staged_batch
 from shardwise.plans.bind_stages import bound, step_graph
 from shardwise.plans.micro_batch_search import Example
@@ -20,7 +21,7 @@ from shardwise.programs.instructions import sent_by
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.program import localize
 from shardwise.programs.vjp import VjpCache
-from shardwise.proof import pipeline_ranks
+from shardwise.proof import ranks
 
 MIXED = sw.Precision(torch.bfloat16, torch.float32, torch.float32)
 
@@ -74,8 +75,8 @@ def test_a_stage_sends_once_what_its_micro_batches_can_add_up(zero, ahead, each,
 
 
 def test_reductions_that_are_left_out_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline_ranks, "repeated", without_reductions)
-    monkeypatch.setattr(pipeline_ranks, "check_program", lambda _: None)
+    monkeypatch.setattr(ranks, "repeated", without_reductions)
+    monkeypatch.setattr(ranks, "check_program", lambda _: None)
     assert not sw.verify(model(), staged_batch(8), planned()).ok
 
 
@@ -133,5 +134,5 @@ def test_stages_without_blocks_keep_what_they_make() -> None:
     assert sw.verify(module, x, made).ok
     bare = nn.Sequential()
     bare.first, bare.second = nn.Linear(64, 64), nn.Linear(64, 64)
-    with pytest.raises(sw.ShardwiseError, match="the model has no repeated blocks"):
+    with raises(sw.ShardwiseError, "recompute='full'"):
         sw.plan(bare, x, 2, loss=lambda y: y.sum(), stages=2, **how)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from raising import raises
 
 X = torch.randn(4, 4)
 WRONG: dict[str, list[Any]] = {
@@ -42,9 +43,8 @@ def mean(output: torch.Tensor) -> torch.Tensor:
 def test_a_setting_of_the_wrong_kind_is_refused(name: str) -> None:
     for value in WRONG[name]:
         for ask in (sw.plan, *([] if value is None else [sw.fits])):  # where None is the default
-            with pytest.raises(sw.ShardwiseError) as caught:
+            with raises(sw.ShardwiseError, "\n  fix:"):
                 ask(nn.Linear(4, 4), (X,), 2, **{"loss": mean, name: value})
-            assert "\n  fix:" in str(caught.value), (name, value)
 
 
 @pytest.mark.parametrize(
@@ -57,9 +57,8 @@ def test_a_setting_of_the_wrong_kind_is_refused(name: str) -> None:
     ],
 )
 def test_an_optimizer_in_place_of_its_name_is_answered_with_the_name(optimizer: Any, suggested: str) -> None:
-    with pytest.raises(sw.ShardwiseError, match="is the name of an optimizer") as caught:
+    with raises(sw.ShardwiseError, f"optimizer='{suggested}'"):
         sw.plan(nn.Linear(4, 4), (X,), 2, loss=mean, optimizer=optimizer)
-    assert f"optimizer='{suggested}'" in str(caught.value)
     sw.plan(nn.Linear(4, 4), (X,), 2, loss=mean, optimizer=suggested)
 
 
@@ -69,9 +68,8 @@ def test_what_is_no_plan_is_refused(plan: Any) -> None:
         lambda: sw.verify(nn.Linear(4, 4), (X,), plan, loss=mean),
         lambda: sw.parallelize(nn.Linear(4, 4), plan),
     ):
-        with pytest.raises(sw.ShardwiseError, match="the plan is of type") as caught:
+        with raises(sw.ShardwiseError, type(plan).__name__, "sw.plan"):
             ask()
-        assert "the result of sw.plan" in str(caught.value)
 
 
 def test_numbers_of_other_questions_are_refused() -> None:
@@ -82,7 +80,7 @@ def test_numbers_of_other_questions_are_refused() -> None:
         "seed": ["x", 1.5, True],
     }.items():
         for value in values:
-            with pytest.raises(sw.ShardwiseError, match=name):
+            with raises(sw.ShardwiseError, name):
                 sw.verify(nn.Linear(4, 4), (X,), plan, loss=mean, **{name: value})
     for name, values in {"seconds": ["x", None, -1, float("nan")], "price_per_hour": ["x", -1, [1]]}.items():
         for value in values:

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from layouts.blocks import deliver
 from layouts.placing import random_layout, scatter, worst_difference
+from layouts.transfers import transfer
 from programs.running import VJP_CACHE, random_strategy
 from shardwise.graph.cut import GraphCut
 from shardwise.graph.interpret import interpret
@@ -22,13 +24,12 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.layouts.strategy import Strategy
-from shardwise.layouts.transfer import boundary_layout, transfer
+from shardwise.layouts.transfer import boundary_layout
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.invariants import check_program
 from shardwise.programs.program import localize
 from shardwise.programs.rank_program import delivered_values
 from shardwise.programs.spmd import Choice, SpmdProgram, build_spmd
-from shardwise.proof.boundary import deliver
 from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import OpRule

@@ -159,6 +159,7 @@ LENGTH = 131_072
 
 
 @pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.sampled(1)
 def test_a_step_over_131072_positions_holds_nothing_of_their_square(padded: bool):
     """A window, of which a mask would take 16 GiB; or a padded batch under a causal mask, 32 GiB, and as much as 64
     when it is added to scores of bfloat16."""

@@ -95,6 +95,7 @@ def checked(program: RankProgram) -> HoistedProgram:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(2)
 def test_no_chain_of_constants_is_left_in_a_step_which_is_equal_bit_for_bit(name: str) -> None:
     tiny = MODELS[name][0]()
     torch.manual_seed(0)

@@ -22,8 +22,7 @@ from shardwise.programs.instructions import Arrive, Compute, Depart
 from shardwise.programs.lifetimes import backward_collectives
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.vjp import VjpCache
-from shardwise.search import fit_memory
-from shardwise.search.fit_memory import STRENGTH
+from shardwise.search.memory_policy import MEMORY_POLICIES, REPEATS, MemoryPolicy
 
 WIDTH, HEADS, TIME = 16, 4, 8
 SPLITS = {"blocks.*.[qkv]": "n@tp", "blocks.*.out": "k@tp", "blocks.*.down": "k@tp"}
@@ -152,6 +151,8 @@ def test_a_module_says_it_for_itself() -> None:
 
 
 def test_rungs_are_compared_by_what_they_make_again() -> None:
-    assert STRENGTH["cheap+gathers"] > STRENGTH["cheap"]
-    assert not STRENGTH["cheap"] >= STRENGTH["gathers"]
-    assert {how for how, _, _ in fit_memory.MEMORY_POLICIES} >= set(STRENGTH)
+    assert REPEATS["cheap+gathers"].work > REPEATS["cheap"].work
+    assert not MemoryPolicy("cheap").repeats_no_less(MemoryPolicy("gathers"))
+    assert MemoryPolicy("cheap+gathers", "again").repeats_no_less(MemoryPolicy("gathers", "held"))
+    assert not MemoryPolicy("cheap+gathers", "once").repeats_no_less(MemoryPolicy("gathers", "held"))
+    assert {policy.recompute for policy in MEMORY_POLICIES} >= set(REPEATS)

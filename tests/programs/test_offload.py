@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from raising import raises
 from shardwise.api import step_memory
 from shardwise.plans.bind import program_of as bound
 from shardwise.plans.file import plan_digest
@@ -140,11 +141,11 @@ def test_copies_are_few_at_a_time_and_none_is_read_before_it_has_landed() -> Non
         part = getattr(program, name)
         landings = [i for i, instruction in enumerate(part) if isinstance(instruction, Land)]
         for i in landings:
-            with pytest.raises(BrokenProgram, match=r"nothing waits for the copies|still being copied"):
+            with pytest.raises(BrokenProgram, match=r"waits|copied"):
                 check_program(replace(program, **{name: (*part[:i], *part[i + 1 :])}))
     last = max(i for i, instruction in enumerate(program.backward) if isinstance(instruction, Land))
     late = (*program.backward[:last], *program.backward[last + 1 :], program.backward[last])
-    with pytest.raises(BrokenProgram, match="still being copied"):
+    with raises(BrokenProgram, "flatten@back", "copied"):
         check_program(replace(program, backward=late))
 
 
@@ -175,13 +176,13 @@ def test_where_nothing_fits_values_may_wait_on_the_host() -> None:
     tight = plan(0.6 * free.prediction.peak_bytes, recompute="none", offload="all")
     assert tight.prediction.peak_bytes <= 0.6 * free.prediction.peak_bytes
     assert sw.verify(module, (x,), tight).ok
-    with pytest.raises(sw.ShardwiseError, match="unknown offload"):
+    with raises(sw.ShardwiseError, "offload='most'"):
         plan(None, offload="most")
-    with pytest.raises(sw.ShardwiseError, match="no repeated blocks"):
+    with raises(sw.ShardwiseError, "offload='all'"):
         sw.plan(nn.Linear(4, 4), (torch.ones(4, 4),), cluster(), offload="all", recompute="none")
     with pytest.warns(sw.errors.PlanWarning, match="nothing is offloaded to the host"):
         sw.plan(sw.offload(nn.Linear(4, 4)), (torch.ones(4, 4),), cluster(), mode="data_parallel")
-    with pytest.raises(sw.ShardwiseError, match="takes a module"):
+    with raises(sw.ShardwiseError, "offload", "Tensor"):
         sw.offload(torch.zeros(3))  # type: ignore[type-var]
 
 

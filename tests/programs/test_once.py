@@ -14,6 +14,7 @@ from torch import nn
 
 import shardwise as sw
 from programs.without_reductions import without_reductions
+from raising import raises
 from shardwise.costs.timeline import simulate
 from shardwise.errors import PlanError
 from shardwise.plans.bind import program_of
@@ -25,7 +26,7 @@ from shardwise.programs.instructions import sent_by
 from shardwise.programs.invariants import check_program
 from shardwise.programs.program import localize
 from shardwise.programs.vjp import VjpCache
-from shardwise.proof import micro_batch_runs
+from shardwise.proof import ranks
 from shardwise.runtime.cpu_embedding import place_on_cpu, with_copies
 
 BATCH = 8
@@ -146,15 +147,15 @@ def test_a_pass_is_priced_with_its_share_of_what_a_step_does_once():
 
 
 def test_a_reduction_that_is_left_out_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_batch_runs, "repeated", without_reductions)
-    monkeypatch.setattr(micro_batch_runs, "check_program", lambda program: None)
+    monkeypatch.setattr(ranks, "repeated", without_reductions)
+    monkeypatch.setattr(ranks, "check_program", lambda program: None)
     assert not sw.verify(net(), inputs(), planned()).ok
 
 
 def test_what_a_plan_says_is_done_once_and_cannot_be_is_refused() -> None:
     plan = planned(zero=3)
     wrong = plan.revised(parameters=tuple(replace(entry, once=True) for entry in plan.parameters))
-    with pytest.raises(PlanError, match=r"the plan converts .* once a step"):
+    with raises(PlanError, "down.bias", "down.weight", "converts", facts=["count"]):
         sw.verify(net(), inputs(), wrong)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from raising import raises
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.memory import busiest_program, memory_of
@@ -238,18 +239,18 @@ def broken(how: str) -> RankProgram:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("use before it is made", "before it is made|has not left"),
-        ("lost arrival", "nothing waits for|before it is made"),
-        ("lost departure", "has not left"),
-        ("made twice", "a second time"),
-        ("lost kernel", "before it is made|never made"),
-        ("overwritten too early", "has used"),
-        ("a saved value overwritten", "does not own"),
+        ("use before it is made", (0, "norm/layer_norm")),
+        ("lost arrival", "16"),
+        ("lost departure", "14"),
+        ("made twice", "/div"),
+        ("lost kernel", (0, "/mse_loss")),
+        ("overwritten too early", (21, "/mse_loss")),
+        ("a saved value overwritten", (1, "/mse_loss")),
     ],
 )
-def test_a_broken_program_is_refused(how: str, message: str) -> None:
+def test_a_broken_program_is_refused(how: str, message: object) -> None:
     check_program(program())
-    with pytest.raises(BrokenProgram, match=message):
+    with raises(BrokenProgram, message):
         check_program(broken(how))
 
 
@@ -283,7 +284,7 @@ def test_an_exchange_does_not_use_memory_from_which_a_message_is_still_sent() ->
     assert overwrites((*ahead, sent, landed, *rest))
     assert not overwrites((*ahead, sent, *rest, landed))
     check_program(replace(step, backward=(*ahead, sent, landed, *rest)))
-    with pytest.raises(BrokenProgram, match="from which a message is still sent"):
+    with raises(BrokenProgram, "down/add", "add_1'b6", "sent"):
         check_program(replace(step, backward=(*ahead, sent, *rest, landed)))
     assert not overwrites((*ahead, exchange, sent, landed, *rest[1:])), (
         "which reads it while the exchange is on its way"

@@ -8,13 +8,12 @@ from unittest import mock
 
 import pytest
 
-from graph.parts import random_cut
+from graph.parts import carriers, cut_graph, random_cut
 from graph.test_cut import captured_model
 from models import zoo_own, zoo_transformers
 from models.tiny_models import bert, gpt2, llama, resnet
 from programs.building import random_program
 from programs.stages import check_stages, chosen_stage, random_stage
-from shardwise.graph.cut import cut_graph
 from shardwise.layouts.conversions import CELLS, Cell
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement, check_placements
@@ -75,6 +74,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(1)
 def test_models_under_random_strategies_equal_one_device(name: str) -> None:
     tiny, places = MODELS[name]
     graph, data = captured_model(tiny)
@@ -85,6 +85,7 @@ def test_models_under_random_strategies_equal_one_device(name: str) -> None:
 
 
 @pytest.mark.parametrize("block", range(2))
+@pytest.mark.sampled(1)
 def test_random_programs_on_random_placements_equal_one_device(block: int) -> None:
     features: Counter[str] = Counter()
     for seed in range(block * 20, (block + 1) * 20):
@@ -97,7 +98,7 @@ def test_random_programs_on_random_placements_equal_one_device(block: int) -> No
         error = check_stages(found, program.graph, program.sources, places, made.__getitem__)
         assert error <= TOLERANCE, f"random_program({seed}): {error}"
         features["programs"] += 1
-        features["carried"] += any(crossing.carriers for crossing in found.crossings)
+        features["carried"] += any(map(carriers, found.crossings))
         for stage in made:
             layouts = [stage.storage[s.value] for s in stage.part.sources if s.kind == "activation"]
             features["sharded"] += any(layout.positions for layout in layouts)

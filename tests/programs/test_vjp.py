@@ -12,7 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from shardwise.graph.ir import Ref
 from shardwise.graph.switches import CallCache
 from shardwise.programs.forms import Form
-from shardwise.programs.vjp import BackwardTrace, ForwardTrace, Kernel, VjpCache, numbered
+from shardwise.programs.instructions import Compute
+from shardwise.programs.vjp import BackwardTrace, ForwardTrace, VjpCache, numbered
 
 aten = torch.ops.aten
 VJP_CACHE = VjpCache()
@@ -29,7 +30,7 @@ def kinds_of(target: Any, *forms: Form, rest: tuple[Any, ...] = ()) -> tuple[For
     return forward, VJP_CACHE.backward(call, forms, cotangents)
 
 
-def names_of(kernels: tuple[Kernel, ...]) -> list[str]:
+def names_of(kernels: tuple[Compute, ...]) -> list[str]:
     return [str(kernel.target.overloadpacket).partition(".")[2] for kernel in kernels]
 
 

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
+from raising import raises
 from shardwise.errors import CaptureError
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
@@ -160,7 +161,7 @@ LOGICAL = {
 @pytest.mark.parametrize("name", LOGICAL)
 def test_a_logical_operator_in_place_on_what_carries_a_gradient_is_refused(name: str) -> None:
     net, x = Net(overwritten(lambda net, h, x: LOGICAL[name](h, x))), torch.randn(8, 8)
-    with pytest.raises(CaptureError, match=rf"{name}\(\) changes a value that carries a gradient(.|\n)*test_none"):
+    with raises(CaptureError, f"{name}()", "gradient", source="test_none_and_zero.py"):
         capture(net, (x,))
     free = Net(overwritten(lambda net, h, x: LOGICAL[name](x.clone(), x)))  # without a gradient it may
     capture(free, (x,))

@@ -83,6 +83,7 @@ def test_the_settings_have_every_pair() -> None:
 
 
 @pytest.mark.parametrize(("name", "number"), [("gpt2", 0), ("resnet", 1)])
+@pytest.mark.sampled(1)
 def test_levers_together_on_a_model(name: str, number: int) -> None:
     with mock.patch("shardwise.programs.activation_offload.SMALLEST_BYTES", 1):
         verified(name, list(covering())[number])

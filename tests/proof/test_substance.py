@@ -56,6 +56,10 @@ def constant(m: Model, h: Tensor) -> Tensor:
     return h.detach().square().mean()
 
 
+def rounding(m: Model, h: Tensor) -> Tensor:
+    return h.softmax(-1).sum() * 3.7  # its gradient is zero, and computed as 1e-17
+
+
 PROVE_NOTHING = {
     loss_of_nan: "these inputs prove nothing: the loss is nan, from operator /log (LINE+1)",
     infinite_loss: "these inputs prove nothing: the loss is infinite, from operator /log (LINE+1)",
@@ -65,6 +69,7 @@ PROVE_NOTHING = {
     "operator /sqrt (LINE+1)",
     output_of_nan: "these inputs prove nothing: output [1] is nan, from operator /log (LINE+1)",
     zeros: "these inputs do not prove backward: every gradient is zero",
+    rounding: "these inputs do not prove backward: every gradient is zero",
     constant: "these inputs do not prove backward: the loss depends on no parameter",
 }
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from raising import raises
 from shardwise.report.search_reports import StageExplanation
 
 
@@ -71,12 +72,12 @@ def test_what_a_stage_receives_is_explained_by_its_name(plan: sw.Plan) -> None:
 
 
 def test_what_is_not_known_is_refused(plan: sw.Plan) -> None:
-    with pytest.raises(sw.PlanError, match=r"no stage has 'blocks\.3\.wieght'(.|\n)*blocks\.3\.weight"):
+    with raises(sw.PlanError, "'blocks.3.wieght'", "blocks.3.weight"):
         plan.report.explain("blocks.3.wieght")
-    with pytest.raises(sw.PlanError, match="it comes from another process"):
+    with raises(sw.PlanError, "process"):
         pickle.loads(pickle.dumps(plan)).report.explain("blocks.3.weight")
     propagated = sw.plan(Stack(), torch.zeros(8, 64), 4, stages=2, micro_batch=2, search="sharding_propagation")
-    with pytest.raises(sw.PlanError, match="no stage was chosen by price"):
+    with raises(sw.PlanError, "chosen", "stage"):
         propagated.report.explain("blocks.3.weight")
 
 
@@ -95,9 +96,9 @@ def test_what_another_choice_would_do_is_said_of_its_stage(plan: sw.Plan) -> Non
         names = {entry.name for entry in (*stage.operators, *stage.parameters)}
         names |= {f"received {entry.name}" for entry in stage.receives}
         assert {change.name for change in asked.found.changed if change.kind != "shared"} <= names
-    with pytest.raises(sw.PlanError, match="is no alternative of"):
+    with raises(sw.PlanError, "'nothing@x'", "blocks.4/linear"):
         plan.report.what_if("blocks.2/linear", "nothing@x")
-    with pytest.raises(sw.PlanError, match="no stage has"):
+    with raises(sw.PlanError, "'blocks.9/linear'"):
         plan.report.what_if("blocks.9/linear", "n@x")
 
 
@@ -167,9 +168,9 @@ def test_a_joint_search_ranks_its_settings_too() -> None:
 
 def test_what_no_price_chose_has_no_best(plan: sw.Plan) -> None:
     propagated = sw.plan(Stack(), torch.zeros(8, 64), 4, stages=2, micro_batch=2, search="sharding_propagation")
-    with pytest.raises(sw.PlanError, match="no stage was chosen by price"):
+    with raises(sw.PlanError, "chosen", "stage"):
         propagated.report.top()
-    with pytest.raises(sw.PlanError, match="k is 0"):
+    with raises(sw.PlanError, "k", 0):
         plan.report.top(0)
-    with pytest.raises(sw.PlanError, match="it comes from another process"):
+    with raises(sw.PlanError, "process"):
         pickle.loads(pickle.dumps(plan)).report.top()

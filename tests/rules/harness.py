@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from rules.samples import Sample
-from shardwise.graph.interpret import resolve_refs
 from shardwise.graph.ir import Graph, Op, Ref, Value
-from shardwise.graph.schema import tensor_results
+from shardwise.graph.schema import filled, tensor_results
 from shardwise.rules.arguments import same_call
 from shardwise.rules.rule import Dims, LocalContext, OpRule, Piece
 
@@ -201,8 +200,8 @@ def run_part(case: Case, rule: OpRule, pieces: Pieces, operands: Sequence[Tensor
     )
     local = rule.localize(case.op, context) if rule.localize is not None else same_call(case.op)
     known = dict(zip(case.op.operands, operands, strict=True))
-    args = [resolve_refs(arg, known) for arg in local.args]
-    results = tensor_results(local.target(*args, **{key: resolve_refs(arg, known) for key, arg in local.kwargs}))
+    args = [filled(arg, known.__getitem__) for arg in local.args]
+    results = tensor_results(local.target(*args, **{key: filled(arg, known.__getitem__) for key, arg in local.kwargs}))
     for result, shape, whole in zip(results, context.result_shapes, case.results, strict=True):
         assert tuple(result.shape) == shape, f"{local.target} returns {list(result.shape)}, the rule says {list(shape)}"
         assert result.dtype == whole.dtype, f"{local.target} returns {result.dtype}, {case.op.target} {whole.dtype}"

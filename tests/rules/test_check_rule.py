@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from raising import raises
 from rules.checking import REMAINING, check, faults
 from rules.samples import SAMPLES
 from shardwise.rules.binding import build, single
@@ -138,9 +139,9 @@ def test_a_wrong_backward_is_found() -> None:
 
 
 def test_a_sample_that_the_operator_refuses_is_an_error() -> None:
-    with pytest.raises(sw.ShardwiseError, match=r"(?s)shardwise_test\.scale.*fails on the sample \[\[4, 5\], \[3\]\]"):
+    with raises(sw.ShardwiseError, "shardwise_test.scale", "[[4, 5], [3]]"):
         sw.check_rule(scale, (torch.randn(4, 5), torch.randn(3)))
-    with pytest.raises(sw.ShardwiseError, match="3 arguments for"):
+    with raises(sw.ShardwiseError, 3, "shardwise_test::scale(Tensor x, Tensor w)"):
         sw.check_rule(scale, (*SCALED, 1))
 
 
@@ -236,55 +237,43 @@ def test_a_lowering_is_split_by_the_rules_that_there_are_when_it_is_used() -> No
 @pytest.mark.parametrize(
     ("operator", "how", "keywords", "error", "words"),
     [
-        (scale, "m n -> m n", {}, sw.errors.LayoutError, "1 operands, the operator has 2"),
-        (scale, "m n, m -> m n, m", {}, sw.errors.LayoutError, "2 results, the operator has 1"),
-        (scale, "m n, m -> m", {}, sw.errors.LayoutError, "n is parallel but not in all results"),
-        (
-            scale,
-            "m n, m -> m n",
-            {"reduction": {"n": "sum"}},
-            sw.errors.LayoutError,
-            r"n is reduced \(sum\) but in a result",
-        ),
-        (scale, "m n, m -> m n", {"lowered": ["n"]}, sw.errors.LayoutError, "no lowering"),
-        (scale, "m n, m -> m n", {"linear": ((2,),)}, sw.errors.LayoutError, "linear names operands"),
-        (scale, "m n, m -> m n", {"whole": ["q"]}, sw.errors.NotationError, "no factor q"),
-        (scale, "m n, m > m n", {}, sw.errors.NotationError, r"(?s)does not parse.*\^"),
-        (scale, 3, {}, sw.errors.NotationError, "is 3"),
-        (scale, build, {"whole": ["n"]}, sw.ShardwiseError, "with keywords"),
-        (
-            aten.mm.default,
-            "m k, k n -> m n",
-            {"reduction": {"k": "sum"}},
-            sw.ShardwiseError,
-            "already has a rule of shardwise",
-        ),
-        (aten.mm, "m k, k n -> m n", {}, sw.ShardwiseError, r"overloads(.|\n)*aten\.mm\.default"),
-        (aten.add_.Tensor, "m, m -> m", {}, sw.errors.LayoutError, "writes to self"),
-        ("shardwise_test::nothing", "m -> m", {}, sw.ShardwiseError, "there is no operator"),
+        (scale, "m n -> m n", {}, sw.errors.LayoutError, (1, 2, "operands")),
+        (scale, "m n, m -> m n, m", {}, sw.errors.LayoutError, (2, 1, "results")),
+        (scale, "m n, m -> m", {}, sw.errors.LayoutError, "'m n, m -> m'"),
+        (scale, "m n, m -> m n", {"reduction": {"n": "sum"}}, sw.errors.LayoutError, ("n", "sum", "reduced")),
+        (scale, "m n, m -> m n", {"lowered": ["n"]}, sw.errors.LayoutError, "lowering"),
+        (scale, "m n, m -> m n", {"linear": ((2,),)}, sw.errors.LayoutError, "linear"),
+        (scale, "m n, m -> m n", {"whole": ["q"]}, sw.errors.NotationError, "factor"),
+        (scale, "m n, m > m n", {}, sw.errors.NotationError, ("shardwise_test.scale.default", "parse")),
+        (scale, 3, {}, sw.errors.NotationError, "3"),
+        (scale, build, {"whole": ["n"]}, sw.ShardwiseError, "keywords"),
+        (aten.mm.default, "m k, k n -> m n", {"reduction": {"k": "sum"}}, sw.ShardwiseError, "shardwise"),
+        (aten.mm, "m k, k n -> m n", {}, sw.ShardwiseError, ("aten.mm.default", "overloads")),
+        (aten.add_.Tensor, "m, m -> m", {}, sw.errors.LayoutError, "aten.add_.Tensor"),
+        ("shardwise_test::nothing", "m -> m", {}, sw.ShardwiseError, "'shardwise_test::nothing'"),
         (Scale, "m n, m -> m n", {}, sw.ShardwiseError, "custom_op"),
     ],
 )
 def test_what_contradicts_itself_or_the_schema_is_refused(
-    operator: Any, how: Any, keywords: Any, error: type[Exception], words: str
+    operator: Any, how: Any, keywords: Any, error: type[Exception], words: object
 ) -> None:
-    with pytest.raises(error, match=words):
+    with raises(error, words):
         sw.rule(operator, how, **keywords)
     assert not sw.check_rule(scale, SCALED).num_splits, "a refused rule is registered"
 
 
 def test_a_rule_is_given_once_and_removed_once() -> None:
     registered = sw.rule(scale, "m n, m -> m n")
-    with pytest.raises(sw.ShardwiseError, match=r"already has a rule by sw\.rule"):
+    with raises(sw.ShardwiseError, "sw.rule", "already"):
         sw.rule(scale, "m n, m -> m n")
     registered.remove()
-    with pytest.raises(sw.ShardwiseError, match="has no rule"):
+    with raises(sw.ShardwiseError, "shardwise_test.scale.default", "sw.rule"):
         registered.remove()
 
 
 def test_a_rule_that_does_not_fit_a_call_names_the_line() -> None:
-    words = r"(?s)the rule has 3.*test_check_rule\.py"
-    with sw.rule(scale, "b m n, b m -> b m n"), pytest.raises(sw.errors.LayoutError, match=words):
+    fits = raises(sw.errors.LayoutError, 3, op="/scale", source="test_check_rule.py")
+    with sw.rule(scale, "b m n, b m -> b m n"), fits:
         sw.plan(Model(), torch.randn(8, 6), 2, search="sharding_propagation")
 
 
@@ -315,7 +304,7 @@ def _(x: Tensor) -> Tensor:
 def test_an_operator_without_a_derivative_is_named() -> None:
     x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
     registered = sw.rule(doubled, "a b -> a b", linear=((0,),))
-    with pytest.raises(sw.ShardwiseError, match=r"doubled.* has no derivative .*(?s:.)*register_autograd"):
+    with raises(sw.ShardwiseError, "register_autograd"):
         sw.check_rule(doubled, {"x": x})
     assert sw.check_rule(doubled, {"x": x.detach()}).ok
     registered.remove()

@@ -13,9 +13,9 @@ from torch import Tensor
 from rules.harness import make_case
 from rules.samples import SAMPLES, Sample
 from shardwise.graph.emitter import rewrite_graph
-from shardwise.graph.interpret import interpret, resolve_refs
+from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Graph, Ref, Source
-from shardwise.graph.schema import tensor_results
+from shardwise.graph.schema import filled, tensor_results
 from shardwise.graph.simplify import SIMPLIFICATIONS
 
 # Operand that carries a gradient and gets none, result by result.
@@ -55,7 +55,7 @@ def silent_operands(sample: Sample) -> Iterator[str]:
         own = {name: known[name].detach().clone() for name in op.operands}
         wanted = {name: tensor.requires_grad_() for name, tensor in own.items() if graph.by_name[name].requires_grad}
         called = op.target(
-            *[resolve_refs(a, own) for a in op.args], **{key: resolve_refs(a, own) for key, a in op.kwargs}
+            *[filled(a, own.__getitem__) for a in op.args], **{key: filled(a, own.__getitem__) for key, a in op.kwargs}
         )
         for result in tensor_results(called):
             if wanted and result.requires_grad:

@@ -79,7 +79,7 @@ def pieces(draw: st.DrawFn) -> tuple[Piece, ...]:
 @given(pieces())
 def test_local_and_global_indices_are_inverse(atoms: tuple[Piece, ...]) -> None:
     sizes, offsets, lengths = ([getattr(p, name) for p in atoms] for name in ("size", "offset", "length"))
-    mine = local_kernels.global_index(sizes, offsets, lengths, None)
+    mine = local_kernels.global_index(None, sizes, offsets, lengths)
     everything = torch.arange(torch.tensor(sizes).prod().item())
     local, held = local_kernels.local_index(everything, sizes, offsets, lengths)
     assert everything[held].tolist() == mine.tolist()

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from raising import raises
 from shardwise.errors import NotationError
 from shardwise.rules.notation import Pattern, format_dims, parse_rule
 
@@ -46,27 +47,26 @@ def test_the_notation_reads_as_its_page_says(text: str, operands: tuple, results
 @pytest.mark.parametrize(
     ("text", "message", "column"),
     [
-        ("m k, n k", "the arrow -> is missing", 8),
+        ("m k, n k", ("->", "missing"), 8),
         ("m -> n -> k", "unexpected '->'", 7),
         ("m ? -> m", "unexpected '?'", 2),
-        ("m, -> m", "an empty tensor", 3),
-        ("m k -> m,", "an empty tensor", 9),
-        ("m ->", "at least one result", 4),
-        ("(m k -> m", "inside the parentheses", 5),
-        ("((a b) c) -> a", "inside the parentheses", 1),
-        ("(m) -> m", "two factors or more", 2),
+        ("m, -> m", "empty", 3),
+        ("m k -> m,", "empty", 9),
+        ("m ->", "result", 4),
+        ("(m k -> m", "parentheses", 5),
+        ("((a b) c) -> a", "parentheses", 1),
+        ("(m) -> m", "factors", 2),
         ("m) -> m", "unbalanced )", 1),
-        ("m ... -> m", "... stands for leading dims", 2),
-        ("m m -> m", "'m' appears twice", 0),
-        ("() m -> m", "() is a scalar", 3),
+        ("m ... -> m", "leading", 2),
+        ("m m -> m", "'m'", 0),
+        ("() m -> m", "scalar", 3),
         ("M -> m", "unexpected 'M'", 0),
     ],
 )
-def test_mistakes_are_pointed_at(text: str, message: str, column: int) -> None:
-    with pytest.raises(NotationError) as caught:
+def test_mistakes_are_pointed_at(text: str, message: object, column: int) -> None:
+    with raises(NotationError, message) as caught:
         parse_rule(text)
-    first, shown, pointer = str(caught.value).split("\n")
-    assert message in first
+    shown, pointer = str(caught.value).split("\n")[1:]
     assert shown == f"  {text}"
     assert pointer.index("^") - 2 == column
 

@@ -19,6 +19,7 @@ import shardwise as sw
 from programs import running
 from programs.building import Program
 from programs.running import run
+from raising import raises
 from rules.samples import bits, ids, leaf, plain, unit, x
 from shardwise.errors import CaptureError
 from shardwise.graph.capture import capture
@@ -508,10 +509,10 @@ def repeats(a: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "what"),
     [
-        (unique, "unique"),
-        (where_nonzero, "max needs the rows selected"),
-        (masked_select, "std needs the rows selected"),
-        (boolean_index, "cumsum needs the rows selected"),
+        (unique, "_unique2"),
+        (where_nonzero, "max"),
+        (masked_select, "std"),
+        (boolean_index, "cumsum"),
         (counts, "bincount"),
         (repeats, "repeat_interleave"),
     ],
@@ -519,7 +520,5 @@ def repeats(a: Tensor) -> Tensor:
 )
 def test_shapes_that_depend_on_data_are_refused_with_the_line(function: Function, what: str) -> None:
     line = function.__code__.co_firstlineno + 1
-    with pytest.raises(CaptureError, match=what) as caught:
+    with raises(CaptureError, what, "depends", source=f"test_odd_inputs.py:{line}"):
         capture(Calls(function, (x(3, 4),)), ())
-    assert "depends on data" in str(caught.value)
-    assert f"test_odd_inputs.py:{line}" in str(caught.value)

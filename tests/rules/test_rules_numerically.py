@@ -27,8 +27,7 @@ from rules.harness import (
 )
 from rules.samples import SAMPLES, Sample
 from rules.tracing import gathers
-from shardwise.graph.interpret import resolve_refs
-from shardwise.graph.schema import tensor_results
+from shardwise.graph.schema import filled, tensor_results
 from shardwise.rules import RULES, rule_of
 from shardwise.rules.rule import Factor, OpRule, Piece, takes_runs
 
@@ -97,6 +96,7 @@ def test_parts_put_together_equal_the_whole_operator(sample: Sample) -> None:
 
 
 @every_sample
+@pytest.mark.sampled(300)
 def test_extremes_are_never_differentiable_partial_values(sample: Sample) -> None:
     """Only a sum has the cotangent of a partial value; max, min and any are for gradient-free values."""
     case, rule = ruled(sample)
@@ -105,6 +105,7 @@ def test_extremes_are_never_differentiable_partial_values(sample: Sample) -> Non
 
 
 @every_sample
+@pytest.mark.sampled(300)
 def test_several_factors_can_be_split_at_once(sample: Sample) -> None:
     case, rule = ruled(sample)
     chosen = {f.name: pieces_of((f.size,), 0, 2) for f in splittable(rule)[:4]}
@@ -112,6 +113,7 @@ def test_several_factors_can_be_split_at_once(sample: Sample) -> None:
 
 
 @every_sample
+@pytest.mark.sampled(300)
 def test_a_part_may_be_empty(sample: Sample) -> None:
     """More parts than indices."""
     case, rule = ruled(sample)
@@ -179,13 +181,14 @@ def _fails_without_localize(sample: Sample) -> bool:
 
 
 @every_sample
+@pytest.mark.sampled(300)
 def test_operators_are_linear_in_the_groups_that_say_so(sample: Sample) -> None:
     case, rule = ruled(sample)
     known = dict(zip(case.op.operands, (t.detach() for t in case.operands), strict=True))
 
     def run(values: Mapping[str, Tensor]) -> list[Tensor]:
-        args = [resolve_refs(arg, values) for arg in case.op.args]
-        kwargs = {key: resolve_refs(arg, values) for key, arg in case.op.kwargs}
+        args = [filled(arg, values.__getitem__) for arg in case.op.args]
+        kwargs = {key: filled(arg, values.__getitem__) for key, arg in case.op.kwargs}
         return [numbers(r) for r in tensor_results(case.op.target(*args, **kwargs))]
 
     if sample.unspecified:
@@ -225,8 +228,8 @@ def check_lowering(sample: Sample, case: Case, rule: OpRule, told: dict[str, tup
         for name, t in zip(case.op.operands, case.operands, strict=True)
     }
     result = rule.lowering(
-        *(resolve_refs(arg, known) for arg in case.op.args),
-        **{key: resolve_refs(arg, known) for key, arg in case.op.kwargs},
+        *(filled(arg, known.__getitem__) for arg in case.op.args),
+        **{key: filled(arg, known.__getitem__) for key, arg in case.op.kwargs},
         **told,
     )
     results = tensor_results(result)

@@ -11,8 +11,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from rules.harness import Case
 from shardwise.graph.emitter import Emitter
-from shardwise.graph.interpret import resolve_refs
 from shardwise.graph.ir import Graph, Op, Ref
+from shardwise.graph.schema import filled
 from shardwise.rules import rule_of
 from shardwise.rules.atoms import factor_graph
 from shardwise.rules.rule import Dims, OpRule, takes_runs
@@ -25,9 +25,9 @@ def trace_lowering(case: Case, rule: OpRule, told: dict[str, Any]) -> Graph:
 
     def program(*tensors: torch.Tensor) -> Any:
         known = dict(zip(case.op.operands, tensors, strict=True))
-        args = [resolve_refs(arg, known) for arg in case.op.args]
+        args = [filled(arg, known.__getitem__) for arg in case.op.args]
         assert rule.lowering is not None
-        return rule.lowering(*args, **{key: resolve_refs(arg, known) for key, arg in case.op.kwargs}, **told)
+        return rule.lowering(*args, **{key: filled(arg, known.__getitem__) for key, arg in case.op.kwargs}, **told)
 
     traced = make_fx(program, pre_dispatch=True, tracing_mode="fake")(*case.operands)
     emitter = Emitter([case.graph.by_name[name] for name in case.op.operands], ())

@@ -291,6 +291,7 @@ SAID_BY_OTHERS = {
 
 
 @pytest.mark.parametrize("case", [*SAID_BY_OTHERS, "device"])
+@pytest.mark.sampled(2)
 def test_a_rank_that_makes_another_call_is_named_on_all_before_time_is_up(
     case: str, run_ranks: Callable[..., Any]
 ) -> None:

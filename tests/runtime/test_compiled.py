@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from raising import raises
 from runtime.interpreted import interpret_section
 from runtime.small_gpt import example_module
 from shardwise.graph.capture import capture
@@ -169,7 +170,7 @@ def test_a_compiled_step_computes_what_the_program_computes(model: str) -> None:
     loss = made(tensors)[0][0]
     first = gradients_twice(loss, tensors)
     torch.testing.assert_close(first[0], first[1], rtol=0, atol=0)
-    with pytest.raises(sw.ShardwiseError, match="differentiated already"):
+    with raises(sw.ShardwiseError, "differentiated"):
         loss.backward()
 
 
@@ -302,9 +303,9 @@ def where_rank_1_cannot_compile() -> list[tuple[bool, int, float]]:
         says = sum(what in str(w.message) for w in caught)
         worst = max(float((a - b).detach().abs().max()) for a, b in zip(*results, strict=True))
         found.append((of_steps > 0, says, worst))
-    with pytest.raises(sw.ShardwiseError, match=r'compile is True, False or "auto"'):
+    with raises(sw.ShardwiseError, "False", '"auto"'):
         sw.parallelize(make_gpt(2), plan, compile="always")  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="at all"):
+    with raises(RuntimeError, "at all"):
         CompiledVariant(fails, falls_back=False, ranks=pair[0]._ranks).get()
     return found
 

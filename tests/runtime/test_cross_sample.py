@@ -139,6 +139,7 @@ def test_accumulated_gradients_are_those_of_one_device_over_the_same_micro_batch
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(2)
 def test_one_batch_is_that_of_one_device(name: str) -> None:
     """The same models under more meshes, on the virtual cluster."""
     x = batches()[0, 0].float()

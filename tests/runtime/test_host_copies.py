@@ -6,10 +6,10 @@ from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from raising import raises
 from shardwise.errors import ShardwiseError
 from shardwise.runtime import host_copies
 from shardwise.runtime.host_copies import StartCopy, WaitForCopy
@@ -81,11 +81,7 @@ def test_where_no_memory_can_be_pinned_the_error_says_so() -> None:
     def refuses(*_: Any, **__: Any) -> Any:
         raise RuntimeError("CUDA error: out of memory")
 
-    with (
-        FakeTensorMode(),
-        mock.patch.object(torch, "empty_like", refuses),
-        pytest.raises(ShardwiseError, match=r"(?s)cannot allocate 48 bytes of pinned memory.*ulimit"),
-    ):
+    with FakeTensorMode(), mock.patch.object(torch, "empty_like", refuses), raises(ShardwiseError, 48, "ulimit"):
         StartCopy("host", CUDA)(torch.empty(3, 4, device=CUDA))
 
 

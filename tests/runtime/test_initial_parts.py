@@ -14,6 +14,7 @@ from scipy import stats
 from torch import nn
 
 import shardwise as sw
+from raising import raises
 from shardwise.errors import PlanWarning, ShardwiseError
 from shardwise.layouts.boxes import boxes
 from shardwise.layouts.text import parse_layout
@@ -211,19 +212,19 @@ def test_an_element_that_the_constructor_looked_at_is_the_one_that_ranks_get() -
         module = Looking()
     (value,) = (value for _, value in full_tensors(module))
     assert module.seen == value[299, 1].item()
-    with pytest.raises(ShardwiseError, match="read random values"):
+    with raises(ShardwiseError, 2, 1, "random"):
         list(full_tensors(module, seed=2))
 
 
 def test_what_is_not_made_by_parts_is_made_whole_and_the_same() -> None:
     (value,) = parts_of(lambda: Initialised(nn.init.orthogonal_, 40, 30)).values()
-    with pytest.raises(NotByParts, match="not known to work element by element"):
+    with raises(NotByParts, "aten.linalg_qr.default"):
         value.box((0, 0), (20, 30))
     drawn = value.whole().double()
     assert torch.allclose(drawn.T @ drawn, torch.eye(30, dtype=torch.float64), atol=1e-5)
     (again,) = parts_of(lambda: Initialised(nn.init.orthogonal_, 40, 30)).values()
     assert torch.equal(again.whole().double(), drawn)
-    with pytest.raises(ShardwiseError, match=r'"parallel" .* or "cpu"'), sw.deferred(values=cast(Any, "gpu")):
+    with raises(ShardwiseError, '"parallel"', '"cpu"'), sw.deferred(values=cast(Any, "gpu")):
         pass
 
 
@@ -272,7 +273,7 @@ def _bent(weight: torch.Tensor, times: int) -> torch.Tensor:
 )
 def test_what_would_take_long_by_parts_is_made_whole(fill: Callable[[torch.Tensor], object]) -> None:
     (value,) = parts_of(lambda: Initialised(fill, 1200, 3)).values()
-    with pytest.raises(NotByParts, match=r"too many operators|written 1,20\d times"):
+    with pytest.raises(NotByParts, match=r"operators|1,20\d times"):
         value.box((0, 0), (600, 3))
     ((_, replayed),) = value.regions.tape.replay({"": value.ref}, 3, value.regions)
     assert torch.equal(value.whole(), replayed)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.costs.live_bytes import LiveBytes
+from costs.live_bytes import LiveBytes
 from shardwise.runtime.initial.materialize import full_tensors
 
 WIDTH, LAYERS, BATCH, STEPS = 256, 12, 16, 3
@@ -72,6 +72,7 @@ def alone() -> tuple[list[float], int]:
 
 
 @pytest.mark.parametrize("way", [{}, {"mode": "data_parallel", "zero": 3}])
+@pytest.mark.sampled(1)
 def test_a_model_that_no_rank_could_hold_trains_within_its_memory(
     way: dict[str, Any], run_ranks: Callable[..., list[Any]]
 ) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import CaptureWarning
-from shardwise.proof import runs as proof
+from shardwise.proof import ranks as proof
 from shardwise.runtime import memory_of_outputs
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
+from raising import raises
 from runtime.small_gpt import batch, make_gpt, make_plan
 from shardwise.graph.capture import capture
 from shardwise.layouts.choice import Split
@@ -78,6 +79,7 @@ def train_alone() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["auto", "tp"])
+@pytest.mark.quick
 def test_four_ranks_train_as_one_process(name: str, run_ranks: RunRanks) -> None:
     ranks = run_ranks(train, 4, name, time_limit_seconds=240)
     alone = train_alone()
@@ -193,9 +195,8 @@ def test_what_ranks_refuse(run_ranks: RunRanks) -> None:
 
 
 def test_parallelize_needs_a_process_group() -> None:
-    with pytest.raises(sw.errors.LaunchError, match=r"torch\.distributed is not initialised") as error:
+    with raises(sw.errors.LaunchError, "torch.distributed", "shardwise run -n 8"):
         sw.parallelize(make_gpt(), None)
-    assert "shardwise run -n 8" in str(error.value)
 
 
 class MakesPositions(torch.nn.Module):

@@ -16,11 +16,11 @@ from torch import Tensor
 import shardwise as sw
 from models import zoo_transformers
 from models.tiny_models import gpt2, llama, resnet, vit
+from raising import raises
 from runtime.staged_model import Staged, staged_batch
 from shardwise.plans.schedule import SCHEDULES, schedule_of
 from shardwise.runtime.compiled import CompiledKernels
 from shardwise.runtime.local_shards import shard
-from shardwise.runtime.pipeline import Pipeline
 
 # Sums of some hundred terms in another order, in float64, through three steps of AdamW.
 TOLERANCE = 1e-11
@@ -29,7 +29,7 @@ Batch = tuple[tuple[Any, ...], dict[str, Any]]
 
 def trained(
     module: torch.nn.Module, batches: list[Batch], *, in_float32: bool = False, in_passes: bool = False, **options: Any
-) -> tuple[Pipeline, torch.nn.Module, float]:
+) -> tuple[sw.Parallel, torch.nn.Module, float]:
     """This rank's part and one device after some steps, and how far apart they are: losses, norms, parameters.
     ``in_float32``: the model computes norms in it, whatever its parameters are; Adam would divide by its rounding;
     ``in_passes``: one device takes the same micro-batches, each of which has statistics of its own."""
@@ -37,7 +37,6 @@ def trained(
     reference = copy.deepcopy(module)
     plan = sw.plan(module, args or kwargs, dist.get_world_size(), **options) if dist.get_rank() == 0 else None
     par = sw.parallelize(module, plan)
-    assert isinstance(par, Pipeline)
     make: Any = torch.optim.SGD if in_float32 else torch.optim.AdamW
     optimizer, alone = make(par.parameters(), lr=1e-2), make(reference.parameters(), lr=1e-2)
     worst = 0.0
@@ -81,7 +80,7 @@ def differentiated(module: torch.nn.Module, batch: Batch, passes: int) -> Tensor
     return sum(losses[1:], losses[0])
 
 
-def own_stages(par: Pipeline) -> list[Any]:
+def own_stages(par: sw.Parallel) -> list[Any]:
     return [stage for stage in par.plan.stages if dist.get_rank() in stage.placement.ranks]
 
 
@@ -110,13 +109,13 @@ def with_schedules(names: list[str]) -> dict[str, float]:
             check_dropout(name, stages)
         if name == "ZBVZeroBubble":
             check_outputs(par, reference)
-            with pytest.raises(sw.PlanError, match=r"weight gradients, but compiled .*\n.*schedule \(GPipe, 1F1B"):
+            with raises(sw.PlanError, "GPipe, 1F1B"):
                 sw.parallelize(copy.deepcopy(reference), par.plan, compile=True)
     return found
 
 
 def check_step(
-    par: Pipeline, reference: torch.nn.Module, batch: tuple[Tensor, Tensor], scale: float = 1.0, **how: Any
+    par: sw.Parallel, reference: torch.nn.Module, batch: tuple[Tensor, Tensor], scale: float = 1.0, **how: Any
 ) -> Tensor | None:
     """A step from no gradients: its loss and, times ``scale``, its gradients are those of one device."""
     par.zero_grad()
@@ -134,7 +133,7 @@ def check_step(
     return loss
 
 
-def check_calls(par: Pipeline, reference: torch.nn.Module) -> None:
+def check_calls(par: sw.Parallel, reference: torch.nn.Module) -> None:
     """Another batch, one that does not divide, the loss where it is made, and states by name."""
     ids, labels = staged_batch(9, seed=7)
     loss = check_step(par, reference, (ids, labels), loss="last")
@@ -148,19 +147,19 @@ def check_calls(par: Pipeline, reference: torch.nn.Module) -> None:
     par.zero_grad()
     check_outputs(par, reference)
     assert set(par.state_dict()) < set(reference.state_dict())
-    with pytest.raises(sw.ShardwiseError, match=r"train with loss = par\.step"):
+    with raises(sw.ShardwiseError, "= par.step"):
         par(ids, labels)
-    with pytest.raises(sw.ShardwiseError, match='"all"'):
+    with raises(sw.ShardwiseError, '"all"'):
         par.step(ids, labels, loss="first")  # type: ignore[arg-type]
     thawed = copy.deepcopy(reference).requires_grad_(False)
     thawed.tokens.requires_grad_(True)
     split = sw.parallelize(thawed, par.plan if dist.get_rank() == 0 else None)
     split.requires_grad_(True)
-    with pytest.raises(sw.ShardwiseError, match="was frozen at sw"):
+    with raises(sw.ShardwiseError, "sw.parallelize", "frozen"):
         split.step(*staged_batch(8))
 
 
-def check_accumulated(par: Pipeline, reference: torch.nn.Module) -> None:
+def check_accumulated(par: sw.Parallel, reference: torch.nn.Module) -> None:
     """Gradients of two steps, of several sizes, add up."""
     par.zero_grad()
     reference.zero_grad()
@@ -198,7 +197,7 @@ def check_predicted() -> None:
     plan = sw.plan(module, (x, x), 2, loss=squared, stages=2, micro_batch=2) if dist.get_rank() == 0 else None
     par = sw.parallelize(copy.deepcopy(module), plan, loss=squared)
     par = copy.deepcopy(par)  # with process groups that are shared
-    with pytest.raises(sw.errors.LaunchError, match="cannot be pickled"):
+    with raises(sw.errors.LaunchError, "pickled"):
         pickle.dumps(par)
     for size in (8, 3):
         found, want = par.predict(x[:size]), module(x[:size])
@@ -231,7 +230,6 @@ ALONE = {"mode": "stand_alone"}
 def check_compiled(plan: sw.Plan, reference: torch.nn.Module) -> None:
     """Compiled kernels in stages."""
     compiled = sw.parallelize(copy.deepcopy(reference), plan, compile=True)
-    assert isinstance(compiled, Pipeline)
     for _ in range(2):
         assert check_step(compiled, reference, staged_batch(8, seed=6)) is not None
     owns = [own for ready in compiled._ready.values() for w in ready.workers for own in w.programs.values()]
@@ -244,7 +242,7 @@ def check_compiled(plan: sw.Plan, reference: torch.nn.Module) -> None:
         )
 
 
-def check_scaled(par: Pipeline, reference: torch.nn.Module) -> None:
+def check_scaled(par: sw.Parallel, reference: torch.nn.Module) -> None:
     """A scaled loss: gradients are those of one device times a power of two; an infinity of one stage is one of all."""
     optimizer = torch.optim.SGD(par.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -268,10 +266,10 @@ class no_warning:
         return None
 
 
-def check_solved(par: Pipeline, reference: torch.nn.Module) -> None:
+def check_solved(par: sw.Parallel, reference: torch.nn.Module) -> None:
     """A place did what the plan's order says; a batch of another size runs in an order for any."""
     (ready,) = par._ready.values()
-    run = ready.scheduled._schedule.pipeline_order
+    run = ready.runs._schedule.pipeline_order
     assert [" ".join(map(str, run[place])) for place in range(2)] == list(par.plan.order)
     says = pytest.warns(
         sw.errors.PlanWarning, match="of 4 micro-batches, and there are 3: such a step runs as ZBVZeroBubble"
@@ -280,7 +278,7 @@ def check_solved(par: Pipeline, reference: torch.nn.Module) -> None:
         assert check_step(par, reference, staged_batch(6, seed=3)) is not None
 
 
-def check_outputs(par: Pipeline, reference: torch.nn.Module) -> None:
+def check_outputs(par: sw.Parallel, reference: torch.nn.Module) -> None:
     """Evaluation through the stages: outputs are whole on every rank."""
     ids, labels = staged_batch(3, seed=9)
     par.eval()
@@ -299,8 +297,8 @@ NAMES = ["1F1B", "ZBVZeroBubble", "Solved"]
 @pytest.mark.parametrize(
     "names",
     [
-        NAMES,
-        pytest.param([name for name in SCHEDULES if name not in NAMES], marks=pytest.mark.long),
+        NAMES[:2],
+        pytest.param([name for name in SCHEDULES if name not in NAMES[:2]], marks=pytest.mark.long),
         pytest.param(["Interleaved1F1B:3", "LoopedBFS:3"], marks=pytest.mark.long),
     ],
 )

@@ -72,6 +72,7 @@ def rank_trains(text: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("balance", [1e-2, 1e-5])
+@pytest.mark.sampled(1)
 def test_training_under_a_priced_plan_is_that_of_one_process(run_ranks: RunRanks, balance: float) -> None:
     plan = priced_plan(balance)
     assert plan.optimality_gap is not None

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from raising import raises
 from shardwise.graph.capture import capture
 from shardwise.graph.custom_operators import stream_dropout, stream_uniform
 from shardwise.graph.interpret import interpret
@@ -103,7 +104,7 @@ def drawn_per_shard() -> dict[str, Any]:
             par = sw.parallelize(Dropped(), plan, seed=seed, randomness="per_shard")
             runs.append([tuple(t.detach() for t in par(X)) for _ in range(2)])
         found[name] = runs
-    with pytest.raises(sw.ShardwiseError, match=r"randomness is .*per_shard"):
+    with raises(sw.ShardwiseError, "per_shard"):
         sw.parallelize(Dropped(), plan, randomness="fast")  # type: ignore[arg-type]
     return found
 
@@ -310,7 +311,7 @@ def test_every_kind_of_random_number_is_that_of_one_device(kind: str) -> None:
 def test_a_distribution_that_checks_its_parameters_names_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(D.Distribution, "_validate_args", True)  # torch.compile turns it off for good
     module = Noise(lambda h: D.Normal(h, 1.0).rsample())
-    with pytest.raises(sw.errors.CaptureError, match="validate_args=False"):
+    with raises(sw.errors.CaptureError, "validate_args=False", section="tensor-values", source="test_randomness.py"):
         sw.plan(module, X.float(), 2, search="sharding_propagation")
 
 

@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm  # before shardwise c
 
 import shardwise as sw
 from launch.gloo_ranks import run_on_ranks
+from raising import raises
 from runtime.edges import FIELDS, Counted, Ranks, batch, gradients, make, refusal, restore, split
 from shardwise.runtime.guards import protect as guards
 from shardwise.runtime.guards.norms import _combine
@@ -92,6 +93,7 @@ def clip_on_ranks(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", FIELDS)
+@pytest.mark.sampled(1)
 def test_norms_and_clipped_gradients_are_those_of_one_device(kind: str, ranks: Ranks) -> None:
     alone = clip_alone()
     model = make()
@@ -223,9 +225,9 @@ def test_combining_norms_of_high_order_neither_overflows_nor_vanishes() -> None:
 def test_a_torch_without_the_places_is_refused_and_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(GradScaler, "_check_inf_per_device")
     before = get_total_norm.__closure__[0].cell_contents
-    with pytest.raises(sw.ShardwiseError, match=r"GradScaler\._check_inf_per_device has moved"):
+    with raises(sw.ShardwiseError, "GradScaler._check_inf_per_device"):
         guards._install.__wrapped__()
     assert get_total_norm.__closure__[0].cell_contents is before
     monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda tensors: None)
-    with pytest.raises(sw.ShardwiseError, match=r"the body of torch\.nn\.utils\.get_total_norm, GradScaler"):
+    with raises(sw.ShardwiseError, "torch.nn.utils.get_total_norm", "GradScaler"):
         guards._install.__wrapped__()

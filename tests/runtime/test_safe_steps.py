@@ -17,6 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import shardwise as sw
 from launch.gloo_ranks import run_on_ranks
+from raising import raises
 from runtime.edges import Net, Ranks, batch, make, refusal, split
 from shardwise.runtime.guards.elementwise_optimizers import ELEMENTWISE, is_elementwise
 from shardwise.runtime.local_shards import shard
@@ -264,5 +265,5 @@ def test_what_counts_as_elementwise() -> None:
     assert not is_elementwise(Normalised)
     assert not is_elementwise(Mixed)
     assert not is_elementwise(torch.optim.LBFGS)
-    with pytest.raises(sw.ShardwiseError, match="a subclass of torch"):
+    with raises(sw.ShardwiseError, "torch", "subclass"):
         sw.elementwise_optimizer(Sign([nn.Parameter(torch.ones(1))]))

@@ -192,6 +192,7 @@ def compiled_and_not(mesh: sw.Mesh) -> list[Any]:
 
 
 @pytest.mark.parametrize("mesh", [sw.Mesh(dp=2), sw.Mesh(tp=2)], ids=str)
+@pytest.mark.sampled(1)
 def test_torch_compile_computes_the_same(mesh: sw.Mesh, run_ranks: RunRanks) -> None:
     """Fused kernels round a tanh and a sum differently: 1e-12 of float64 after three steps."""
     for (eager, parameters), (compiled, others) in run_ranks(compiled_and_not, 2, mesh, time_limit_seconds=400):

@@ -14,8 +14,8 @@ import shardwise as sw
 from search.cost_graphs import small_cost
 from search.deep_model import VOCABULARY, Deep
 from shardwise.costs.collectives import Links
-from shardwise.costs.overlap_windows import overlap_windows
 from shardwise.costs.prices import Prices
+from shardwise.costs.pricing import overlap_windows
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
 from shardwise.planning import suggestions
@@ -23,8 +23,7 @@ from shardwise.plans import micro_batch_search
 from shardwise.search import domains, dynamic_programming
 from shardwise.search.config import SearchConfig
 from shardwise.search.cost_graph import BYTES
-from shardwise.search.fit_memory import MEMORY_POLICIES
-from shardwise.search.memory_policy import MemoryPolicy
+from shardwise.search.memory_policy import MEMORY_POLICIES, MemoryPolicy
 from shardwise.search.planner import Planner
 from shardwise.search.solving import minimise
 
@@ -73,8 +72,9 @@ def test_policies_share_what_tables_are_and_have_those_of_a_graph_by_itself() ->
     graph, mesh = graph_of(), MESHES[1]
     planner = Planner.of(graph, (), CLUSTER, (mesh,), SearchConfig(passes=2, in_flight=3))
     known, different = planner, set()
-    for how, reshard_mode, _ in MEMORY_POLICIES:
-        settings = replace(planner.settings, memory_policy=MemoryPolicy.of(graph, (), how, reshard_mode))
+    for policy in MEMORY_POLICIES:
+        memory_policy = MemoryPolicy.of(graph, (), policy.recompute, policy.reshard_mode)
+        settings = replace(planner.settings, memory_policy=memory_policy)
         cost = replace(known, settings=settings).cost_graph(mesh)
         alone = Planner.of(graph, (), CLUSTER, (mesh,), settings).cost_graph(mesh)
         assert cost.factors == alone.factors
@@ -111,6 +111,7 @@ def test_searches_under_several_limits_solve_what_they_share_once(seed: int) -> 
 
 
 @pytest.mark.parametrize("share", [0.8, 0.6, 0.3])
+@pytest.mark.sampled(1)
 def test_rungs_that_a_bound_rules_out_are_not_searched_and_the_plan_is_the_same(share: float) -> None:
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCABULARY, (64, 16), generator=generator)

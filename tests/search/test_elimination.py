@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from raising import raises
 from search.cost_graphs import all_values, random_problem
 from shardwise.errors import ShardwiseError
 from shardwise.search import conditioning, ilp
@@ -108,7 +109,7 @@ def clique(count: int, size: int, seed: int = 0) -> Problem:
 
 
 def test_an_elimination_that_is_too_wide_is_refused_and_names_its_width():
-    with pytest.raises(TooWide, match=r"joins 15625 combinations over 6 variables") as caught:
+    with raises(TooWide, 15625, 6) as caught:
         solve(clique(6, 5), max_joint=10_000)
     assert len(caught.value.scope) == 6
     assert solve(clique(6, 5), max_joint=15_625).value == pytest.approx(ilp.solve_ilp(clique(6, 5)).value)
@@ -178,11 +179,11 @@ def test_conditioning_has_a_bound_and_an_assignment_on_both_sides_of_the_least_v
 def test_an_integer_program_that_is_too_large_is_refused_before_it_is_built(monkeypatch):
     monkeypatch.setattr(ilp, "MAX_ILP_BYTES", 1000)
     monkeypatch.setattr(ilp._IntegerProgram, "_matrix", None)
-    with pytest.raises(ilp.TooLarge, match="the integer program takes"):
+    with raises(ilp.TooLarge, "integer"):
         ilp.solve_ilp(clique(6, 5))
 
 
 def test_an_elimination_whose_tables_together_are_too_large_is_refused(monkeypatch):
     monkeypatch.setattr("shardwise.search.elimination.MAX_ELIMINATION_BYTES", 8 * 5**4)
-    with pytest.raises(TooWide, match="makes tables of"):
+    with raises(TooWide, 5000, "tables"):
         solve(clique(6, 5))

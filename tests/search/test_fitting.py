@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from raising import raises
 from shardwise.costs.collectives import Links
 from shardwise.costs.prediction import Prediction
 from shardwise.costs.prices import Prices
@@ -23,9 +24,8 @@ from shardwise.rules.atoms import factor_graph
 from shardwise.search import fit_memory
 from shardwise.search.auto import cost_graph
 from shardwise.search.cost_graph import BYTES, EXPOSED, TRAFFIC, Components
-from shardwise.search.memory_policy import MemoryPolicy
+from shardwise.search.memory_policy import MemoryPolicy, PricedPolicy, ReshardMode
 from shardwise.search.planner import least_that_fits
-from shardwise.search.recompute_spec import RecomputeSpec, ReshardMode
 from shardwise.search.rules import rules_of
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def test_plans_for_less_and_less_memory_make_more_again_and_state_a_gap_that_hol
 
 @pytest.mark.usefixtures("_without_suggestions")
 def test_what_no_setting_makes_fit_is_refused_with_the_least() -> None:
-    with pytest.raises(sw.PlanError, match="least memory that was found"):
+    with raises(sw.errors.NothingFits, section="nothing-fits", facts=["needed", "largest", "least", "fixes"]):
         plan(1e5)
 
 
@@ -99,7 +99,7 @@ def tables_of_storage(passes: int, *ways: ReshardMode, trains: bool = True) -> l
     weight = next(source.value for source in graph.sources if source.names == ("1.weight",))
     found = []
     for way in ways:
-        cost = cost_graph(graph, factored, {}, Axes.of(MESH), prices, RecomputeSpec(reshard_mode=way))
+        cost = cost_graph(graph, factored, {}, Axes.of(MESH), prices, PricedPolicy(reshard_mode=way))
         storage = cost.number["storage", weight]
         found.append([cost.kinds[kind] for scope, kind in cost.factors if scope[0] == storage and len(scope) == 2])
     return found
@@ -183,17 +183,19 @@ def test_what_messages_brought_is_brought_again_where_that_is_the_cheapest_that_
     assert again, "messages are sent again"
     assert own.peak_bytes <= limit < free.peak_bytes
     assert own.simulated_seconds >= free.simulated_seconds * (1 - 1e-9)
-    without = tuple(policy for policy in fit_memory.MEMORY_POLICIES if "gathers" not in (policy[0] or ""))
+    without = tuple(policy for policy in fit_memory.MEMORY_POLICIES if "gathers" not in (policy.recompute or ""))
     assert len(without) < len(fit_memory.MEMORY_POLICIES)
     monkeypatch.setattr(fit_memory, "MEMORY_POLICIES", without)
-    monkeypatch.setattr(fit_memory, "EASIER", {"full": ("cheap",)})
+    easier = {"full": ("cheap",)}
+    repeats = {how: own._replace(easier=easier.get(how, ("none",))) for how, own in fit_memory.REPEATS.items()}
+    monkeypatch.setattr(fit_memory, "REPEATS", repeats)
     assert own.simulated_seconds < of_sequences(limit).prediction.simulated_seconds
 
 
 def policy_result(how: How, fits_at: float, cheapest_fits: bool = False) -> fit_memory._PolicyResult:
     """A policy whose plan that fits has this price, twice that of its cheapest."""
     found = fit_memory._PolicyResult(
-        cast("Planner", SimpleNamespace(settings=SimpleNamespace(memory_policy=MemoryPolicy()))), how, ()
+        cast("Planner", SimpleNamespace(settings=SimpleNamespace(memory_policy=MemoryPolicy(how)))), ()
     )
     best = SimpleNamespace(candidate=SimpleNamespace(additive_price=fits_at))
     cheapest = SimpleNamespace(

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import shardwise as sw
+from raising import raises
 from search.deep_model import LAYERS, Deep
 from shardwise.costs.memory import busiest_program
 from shardwise.costs.timeline import simulate
@@ -52,7 +53,7 @@ def memory_policy(graph: Graph, how: str) -> MemoryPolicy:
         "full": whole,
         "gathered again": MemoryPolicy.of(graph, (), None, "again"),
         "on the host": MemoryPolicy.of(graph, (), None, "held", "all"),
-        "half of the blocks": MemoryPolicy(whole.segments[:4]),
+        "half of the blocks": MemoryPolicy("full", segments=whole.segments[:4]),
     }[how]
 
 
@@ -107,10 +108,10 @@ def test_a_search_for_a_better_step_than_a_known_one_ends_where_prices_are_clear
     step = free.prediction.planned_seconds
     near, far = (replace(planner, settings=replace(settings, known=own)) for own in (step, 0.1 * step))
     assert fit_memory(near, ()).choice == free.choice
-    with pytest.raises(sw.PlanError, match=r"steps take about .* s, and a plan with .* s is known"):
+    with raises(sw.PlanError, f"{0.1 * step:.3g}", "known"):
         fit_memory(far, ())
     together = replace(planner, settings=replace(settings, known=1.5 * step, together=2))
-    with pytest.raises(sw.PlanError, match=rf"a plan with {1.5 * step:.3g} s is known"):
+    with raises(sw.PlanError, f"{1.5 * step:.3g}"):
         fit_memory(together, ())
 
 
@@ -118,7 +119,7 @@ def test_the_price_of_what_waits_on_the_host_has_its_copies(graph: Graph) -> Non
     cluster, settings = sw.Cluster.load("h100-1x8"), SearchConfig(memory_policy=memory_policy(graph, "on the host"))
     planner = Planner.of(graph, (), cluster, (sw.Mesh(dp=8),), settings)
     (cost,) = (planner.cost_graph(mesh) for mesh in planner.meshes)
-    policy = _PolicyResult(planner, None, [cost])
+    policy = _PolicyResult(planner, [cost])
     ((search,), _) = policy.searches
     built = planner._built(candidates([search], "dynamic_programming", planner.limit)[0], whole=True)
     assert built.spmd is not None

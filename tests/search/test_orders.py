@@ -7,6 +7,7 @@ from itertools import permutations
 
 import pytest
 
+from raising import raises
 from shardwise.costs.pipeline_simulation import Action, Order, StageSeconds, simulate_pipeline
 from shardwise.plans.schedule import SCHEDULES, SOLVED, check_order, format_order, schedule_of
 from shardwise.runtime.torch_schedules import order_of
@@ -130,7 +131,7 @@ def test_little_room_is_kept_to_and_none_is_said() -> None:
     roomy = solve_order(work(stages, 2, 4, 8.0))
     assert check_runs(found.order, tight, found.seconds) > roomy.seconds / found.seconds - 1
     assert found.seconds > roomy.seconds
-    with pytest.raises(ValueError, match="no order"):
+    with raises(ValueError, "order"):
         solve_order(work(stages, 2, 4, 1.0))
 
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
+from raising import raises
 from shardwise.graph.capture import capture
 from shardwise.rules import attention, ring
 from shardwise.rules.attention_bands import Band, band_of
@@ -103,7 +104,7 @@ def test_other_numbers_of_keys_than_of_queries_have_no_ring() -> None:
         def forward(self, q: Tensor, k: Tensor) -> Tensor:
             return sw.shard(F.scaled_dot_product_attention, "ring@cp")(q, k, k).mean()
 
-    with pytest.raises(sw.errors.LayoutError, match="no factor 'ring'"):
+    with raises(sw.errors.LayoutError, "'ring'", op="/scaled_dot_product_attention", section="strategy-names"):
         sw.plan(
             Cross(),
             (torch.randn(2, 2, 8, 4), torch.randn(2, 2, 6, 4)),
@@ -282,7 +283,7 @@ def test_long_causal_work_in_zigzag_is_priced_below_a_ring() -> None:
 
 def test_only_causal_attention_has_a_zigzag() -> None:
     model = Positions(16, "zigzag@cp", MASKS["full"][0])
-    with pytest.raises(sw.errors.LayoutError, match="no factor 'zigzag'"):
+    with raises(sw.errors.LayoutError, "'zigzag'", op="/scaled_dot_product_attention", section="strategy-names"):
         planned(model, 16, 2)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from raising import raises
 from search.cost_graphs import small_cost
 from shardwise.search import planner
 from shardwise.search.auto import MeshSearch
@@ -71,7 +72,7 @@ def plan_of_wide(limit: float) -> sw.Plan:
 
 def least_of_wide() -> int:
     """The least memory that a refusal names."""
-    with pytest.raises(sw.PlanError, match="least memory that was found") as caught:
+    with raises(sw.errors.NothingFits, section="nothing-fits", facts=["needed", "largest", "least", "fixes"]) as caught:
         plan_of_wide(1e4)
     needed = next(line for line in str(caught.value).splitlines() if line.startswith("  needed:"))
     return int(needed.partition(" = ")[2].partition(" bytes")[0].replace(",", ""))

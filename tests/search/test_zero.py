@@ -49,6 +49,7 @@ def test_what_is_made_of_parameters_leaves_them_in_parts(options: dict[str, Any]
 
 
 @pytest.mark.parametrize("options", [{"zero": 1}, {"zero": 3, "recompute": "full"}])
+@pytest.mark.sampled(1)
 def test_experts_are_stored_in_parts(options: dict[str, Any]) -> None:
     model, inputs = ZOO["mixtral"].build(), ZOO["mixtral"].inputs(8)
     plan = sw.plan(model, (), 4, kwargs=inputs, mode="data_parallel", mesh=sw.Mesh(dp=4), **options)

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.utils.data import TensorDataset
 
 import shardwise as sw
+from raising import raises
 from shardwise.train import sharing
 from train.runs import go_on, make, split, tools, train
 
@@ -234,5 +235,5 @@ def test_copies_of_a_large_tensor_are_written_in_equal_parts() -> None:
     files = sharing.plan_files(offers)
     assert [own[0].num_bytes for own in files] == [2**20] * 4  # a copy on each: a quarter from each
     assert [own[0].pieces[0][1].offsets for own in files] == [(0, 0), (1024, 0), (2048, 0), (3072, 0)]
-    with pytest.raises(sw.ShardwiseError, match="hold 1,024 of the 2,048 elements of w"):
+    with raises(sw.ShardwiseError, "1,024", "2,048"):
         sharing.plan_files([[("w", "float32", (2, 1024), (((0, 0), (1, 1024)),))]])

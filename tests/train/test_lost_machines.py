@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from launch.machines import Machines
-from shardwise.launch.launcher import free_port
+from shardwise.hosts import free_port
 from train import elastic_run
 from train.test_recovery import check_equal, uninterrupted
 
@@ -29,6 +29,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.sampled(1)
 def test_a_rank_of_one_machine_and_then_a_machine_cost_no_digit(run_ranks: RunRanks, tmp_path: Path, lost: int) -> None:
     """States and their shares (ZeRO 1) are on both machines: what a rank had is read from the other's memory. Without a
     machine training goes on from what the other has copies of."""

@@ -27,8 +27,8 @@ from shardwise.plans.plan import Plan
 from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.generation import Generation, current
 from shardwise.runtime.heartbeat_file import HeartbeatFile
+from shardwise.train.peers import PeerCopy, Peers
 from shardwise.train.rounds import Rounds, slowness
-from shardwise.train.snapshots import snapshots_in
 from train import elastic_run
 from train.runs import batch, make, split
 
@@ -81,6 +81,11 @@ def test_a_killed_and_a_stopped_rank_cost_no_step(
 # ---------------------------------------------------------------------------------------------------- what is in memory
 
 
+def steps_in(memory: Path) -> list[int]:
+    """The steps whose states are complete, newest first."""
+    return [state.step for state in Peers(PeerCopy(memory / "steps"), is_local=True).whole_states()]
+
+
 def keeping(memory: str) -> None:
     """On a rank: states are kept, found again, distrusted, given up."""
     current.generation = Generation(0, memory)
@@ -109,7 +114,7 @@ def keeping(memory: str) -> None:
     seen = page.read()
     assert (seen.step, seen.what, seen.waits) == (4, "the ranks meet after a step", False)
     dist.barrier()
-    assert [found.step for found in snapshots_in(folder)] == [4, 3]
+    assert steps_in(folder) == [4, 3]
 
     def again(number: int, suspect: bool = False) -> tuple[int, sw.Parallel]:
         current.generation = Generation(number, memory, suspect)
@@ -126,14 +131,14 @@ def keeping(memory: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(state(), states[3], strict=True))
     dist.barrier()
     if rank == 1:  # was killed while it filled the slot
-        (folder / "0" / "note-1-1").unlink()
+        (folder / "steps" / "0" / "shard-00001-of-00002.safetensors-1.note").unlink()
     dist.barrier()
     assert again(2)[0] == 3
     assert all(torch.equal(a, b) for a, b in zip(state(), states[2], strict=True))
     dist.barrier()
     assert again(3, suspect=True)[0] == 0  # no check has passed
     dist.barrier()
-    assert snapshots_in(folder) == []
+    assert steps_in(folder) == []
 
 
 def stages_found_equal(memory: str) -> int:
@@ -180,7 +185,7 @@ def full(memory: str) -> None:
     said = [str(one.message) for one in caught if one.category is PlanWarning]
     assert len(said) == (dist.get_rank() == 0)
     assert all("steps are not kept in memory any more ([Errno 28] No space left" in text for text in said)
-    assert snapshots_in(Path(memory)) == []
+    assert steps_in(Path(memory)) == []
 
 
 def slow() -> int:
@@ -312,8 +317,8 @@ def test_many_losses_at_any_moment(
     whole.mkdir()
     run_ranks(uninterrupted, 1, str(whole), num_steps, kind, time_limit_seconds=300.0)
     start = (
-        "import sys; from shardwise.launch.launcher import Elastic, launch;"
-        f"sys.exit(launch(sys.argv[1:], {num_ranks}, elastic=Elastic(max_failures=1000, silent_seconds=5.0)))"
+        "import sys; from shardwise.launch.launcher import ElasticConfig, launch;"
+        f"sys.exit(launch(sys.argv[1:], {num_ranks}, elastic=ElasticConfig(max_failures=1000, silent_seconds=5.0)))"
     )
     environment = {**os.environ, "STEP_SECONDS": "0.05", "PYTHONWARNINGS": "ignore"}
     job = subprocess.Popen([sys.executable, "-c", start, SCRIPT, str(lost), str(num_steps), kind], env=environment)

@@ -9,17 +9,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand with its arguments. ``execute`` runs it and returns the exit code."""
+    """A subcommand with its arguments. ``execute`` runs it and returns the exit code; ``has_json``: whether it has the
+    option ``--json``."""
 
     name: str
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
     execute: Callable[[argparse.Namespace], int]
+    has_json: bool = True
 
 
 def add_output(parser: argparse.ArgumentParser, what: str, *, required: bool = True) -> None:
@@ -45,5 +47,5 @@ def writing(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise ShardwiseError(
-            problem(f"cannot write {path}: {error.strerror or error}", fix="give another file with -o")
+            f"cannot write {path}: {error.strerror or error}", fix="give another file with -o"
         ) from error

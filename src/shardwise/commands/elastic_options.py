@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from shardwise.errors import LaunchError, problem
+from shardwise.errors import LaunchError
 from shardwise.launch.restart_policy import ElasticConfig
 
 _DEFAULT = ElasticConfig()
@@ -58,8 +58,5 @@ def elastic_settings(chosen: argparse.Namespace) -> ElasticConfig | None:
     if not chosen.elastic and settings:
         names = "--min-ranks, --spares, --max-failures, --silent-after, --idle-after and --wait-for-machines"
         what = f"{names} need --elastic"
-        raise LaunchError(problem(what, fix="add --elastic, or leave them out"))
+        raise LaunchError(what, fix="add --elastic, or leave them out")
     return ElasticConfig(**settings, preload=chosen.preload) if chosen.elastic else None
-
-
-__all__ = ["add_elastic_arguments", "elastic_settings"]

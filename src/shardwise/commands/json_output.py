@@ -21,12 +21,7 @@ if TYPE_CHECKING:
     from shardwise.search.micro_batch import MicroBatchOutcome
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON document, and nothing else")
-
-
 def show(text: Any, chosen: argparse.Namespace, data: Callable[[], Any]) -> None:
-    """Print the text, or the data as JSON if ``--json`` is given."""
     print(json.dumps(_plain(data()), indent=1, allow_nan=False) if chosen.json else text)
 
 
@@ -134,7 +129,6 @@ def explanation_data(answer: Explanation | StageExplanation | MicroBatches | Aut
 
 
 def _planned(trial: MicroBatchOutcome | SettingOutcome) -> dict[str, Any]:
-    """Return the outcome of planning with a micro-batch or a setting."""
     return {
         "step_seconds": trial.step_seconds or None,
         "bytes": trial.num_bytes or None,
@@ -147,7 +141,6 @@ def _renamed(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def ranking_data(ranking: PlanRanking | PipelineRanking) -> dict[str, Any]:
-    """Return the data of the best plans of a search, or of the best pipelines."""
     from shardwise.report.pipeline_ranking import PipelineRanking
 
     if isinstance(ranking, PipelineRanking):
@@ -174,5 +167,4 @@ def ranking_data(ranking: PlanRanking | PipelineRanking) -> dict[str, Any]:
 
 
 def cluster_data(cluster: Cluster) -> dict[str, Any]:
-    """Return all figures of a cluster, in bytes, seconds, bytes per second and FLOP/s."""
     return {"num_devices": cluster.num_devices, **asdict(cluster)}

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.progress import show_progress
 from shardwise.untrusted_text import MAX_NUMBER
 
@@ -64,36 +64,34 @@ def model_of(chosen: argparse.Namespace, *, values: bool = False) -> Model:
         sizes = {name: getattr(chosen, name) for name in ("batch", "sequence") if getattr(chosen, name) is not None}
         for name, size in sizes.items():
             if not 0 < size <= MAX_NUMBER:
-                raise ShardwiseError(problem(f"--{name} is {size}", fix="a whole number from 1"))
+                raise ShardwiseError(f"--{name} is {size}", fix="a whole number from 1")
         place = Path(chosen.model)
         if place.is_file() and place.suffix == ".json" and names_plan(place):
             what = f"{chosen.model} is a plan file, not a model"
-            raise ShardwiseError(problem(what, fix="give FILE:FUNCTION, such as model.py:build, or a config.json"))
+            raise ShardwiseError(what, fix="give FILE:FUNCTION, such as model.py:build, or a config.json")
         if chosen.model and (place.suffix == ".json" or place.is_dir()):
             return _of_config(place / "config.json" if place.is_dir() else place, chosen, values)
         for name in sizes:
             what = f"--{name} is for transformers configurations, and {chosen.model} returns its own inputs"
-            raise ShardwiseError(problem(what, fix="leave it out; use --global-batch and --micro-batch"))
+            raise ShardwiseError(what, fix="leave it out; use --global-batch and --micro-batch")
         built = call_build_function(chosen.model)
         if not isinstance(built, tuple) or len(built) not in (2, 3):
             kind = f"{len(built)} values" if isinstance(built, tuple) else f"a {type(built).__name__}"
             fix = "return module, example_inputs or module, example_inputs, loss"
-            raise ShardwiseError(problem(f"{chosen.model} returned {kind}", fix=fix))
+            raise ShardwiseError(f"{chosen.model} returned {kind}", fix=fix)
         return Model(built[0], built[1], built[2] if len(built) == 3 else None)
 
 
 def names_plan(path: Path) -> bool:
-    """Return whether a file is marked as a plan file."""
     with path.open("rb") as file:
         return b'"shardwise-plan"' in file.read(200)
 
 
 def call_build_function(text: str) -> Any:
-    """Call the function ``model.py:build`` and return its result."""
     build = load_named_object(text)
     if not callable(build):
         place, _, name = text.rpartition(":")
-        raise ShardwiseError(problem(f"{place} has no function {name}", fix="define it, or name another one"))
+        raise ShardwiseError(f"{place} has no function {name}", fix="define it, or name another one")
     with _UserCodeErrors():
         return build()
 
@@ -106,8 +104,8 @@ def load_named_object(text: str) -> Any:
         if re.fullmatch(r"[\w.-]+/[\w.-]+", text) and not text.endswith(".py"):
             what = f"there is no folder {text}; if this is a model on a hub: nothing is downloaded"
             fix = f"hf download {text} config.json --local-dir FOLDER, then name the folder; or FILE:FUNCTION"
-            raise ShardwiseError(problem(what, fix=fix))
-        raise ShardwiseError(problem(f"{text!r} names no function", fix=fix))
+            raise ShardwiseError(what, fix=fix)
+        raise ShardwiseError(f"{text!r} names no function", fix=fix)
     return getattr(_import_module(place), name, None)
 
 
@@ -128,7 +126,6 @@ class _UserCodeErrors:
 
 
 def _import_module(place: str) -> Any:
-    """Import a module by file or by name, with its folder (or the current one) on ``sys.path``."""
     path = Path(place)
     is_file = path.suffix == ".py"
     sys.path.insert(0, str(path.resolve().parent if is_file else Path.cwd()))
@@ -143,9 +140,9 @@ def _import_module(place: str) -> Any:
             if not (place == error.name or place.startswith(f"{error.name}.")):
                 raise
             fix = f"{place}.py:build, if it is a file"
-            raise ShardwiseError(problem(f"there is no module {error.name}", fix=fix)) from error
+            raise ShardwiseError(f"there is no module {error.name}", fix=fix) from error
     if not path.is_file():
-        raise ShardwiseError(problem(f"there is no file {place}", fix="check the path"))
+        raise ShardwiseError(f"there is no file {place}", fix="check the path")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, "a file that ends in .py has a loader"
     assert spec.loader is not None, "a file that ends in .py has a loader"
@@ -162,19 +159,17 @@ def _of_config(path: Path, chosen: argparse.Namespace, values: bool) -> Model:
     import torch
 
     if not path.is_file():
-        raise ShardwiseError(problem(f"there is no file {path}", fix="check the path; nothing is downloaded"))
+        raise ShardwiseError(f"there is no file {path}", fix="check the path; nothing is downloaded")
     try:
         transformers = importlib.import_module("transformers")
     except ImportError as error:
-        raise ShardwiseError(problem("transformers is not installed", fix="pip install transformers")) from error
+        raise ShardwiseError("transformers is not installed", fix="pip install transformers") from error
     try:
         config = transformers.AutoConfig.from_pretrained(path.parent if path.name == "config.json" else path)
     except (OSError, ValueError) as error:
         raise ShardwiseError(
-            problem(
-                f"transformers cannot read the configuration {path}: {str(error).splitlines()[0]}",
-                fix="give its config.json, or FILE:BUILD",
-            )
+            f"transformers cannot read the configuration {path}: {str(error).splitlines()[0]}",
+            fix="give its config.json, or FILE:BUILD",
         ) from error
     if hasattr(config, "use_cache"):
         config.use_cache = False

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwise.costs.cluster import Cluster
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.untrusted_text import whole_number
 
+# Options whose values are those of the setting of the same name.
+_PLAIN = ("mode", "search", "global_batch", "micro_batch", "bucket_bytes", "recompute", "offload", "schedule", "zero")
 _DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
@@ -47,19 +49,7 @@ def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
     from shardwise.layouts.mesh import Mesh
 
     settings: dict[str, Any] = {"max_mesh_axes": chosen.max_mesh_axes, "optimizer": chosen.optimizer}
-    for name in (
-        "mode",
-        "search",
-        "global_batch",
-        "micro_batch",
-        "bucket_bytes",
-        "recompute",
-        "offload",
-        "schedule",
-        "zero",
-    ):
-        if getattr(chosen, name) is not None:
-            settings[name] = getattr(chosen, name)
+    settings |= {name: getattr(chosen, name) for name in _PLAIN if getattr(chosen, name) is not None}
     if chosen.stages is not None:
         number = whole_number(chosen.stages)
         settings["stages"] = chosen.stages if number is None else number
@@ -69,7 +59,7 @@ def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
         try:
             settings["memory_bytes"] = parse_quantity(chosen.memory, "B")
         except ValueError as error:
-            raise ShardwiseError(problem(f"--memory: {error}", fix='such as --memory "60 GiB"')) from error
+            raise ShardwiseError(f"--memory: {error}", fix='such as --memory "60 GiB"') from error
     if chosen.precision is not None:
         settings["precision"] = _precision(chosen.precision)
     for option, name in (("strategy", "strategies"), ("layout", "layouts")):
@@ -89,7 +79,7 @@ def _pairs(texts: Sequence[str], option: str) -> dict[str, str]:
     for text in texts:
         name, sign, value = text.partition("=")
         if not sign:
-            raise ShardwiseError(problem(f"{option} {text!r} has no =", fix=f"{option} NAME=TEXT"))
+            raise ShardwiseError(f"{option} {text!r} has no =", fix=f"{option} NAME=TEXT")
         pairs[name] = value
     return pairs
 
@@ -103,9 +93,7 @@ def _precision(text: str) -> Any:
     wrong = [f"{key}={value}" for key, value in pairs.items() if value not in _DTYPES and value not in _DTYPES.values()]
     if wrong or pairs.keys() - {"compute", "parameter", "reduce"}:
         raise ShardwiseError(
-            problem(
-                f"cannot parse --precision {text!r}",
-                fix=f"compute=, parameter=, reduce=, each {', '.join(_DTYPES)}: compute=bf16,parameter=f32",
-            )
+            f"cannot parse --precision {text!r}",
+            fix=f"compute=, parameter=, reduce=, each {', '.join(_DTYPES)}: compute=bf16,parameter=f32",
         )
     return Precision(**{key: getattr(torch, _DTYPES.get(value, value)) for key, value in pairs.items()})

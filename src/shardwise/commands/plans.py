@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.command import Command, add_output, writing
-from shardwise.commands.json_output import add_json, entry_data, explanation_data, predicted, ranking_data, show, totals
+from shardwise.commands.json_output import entry_data, explanation_data, predicted, ranking_data, show, totals
 from shardwise.commands.models import add_model, load_named_object, model_of, names_plan
 from shardwise.commands.plan_options import add_settings, cluster_of, settings_of
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.progress import show_progress
 
 if TYPE_CHECKING:
@@ -31,14 +32,13 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
     parser.add_argument("--compare", action="store_true", help="plan with every search and print a table")
     add_output(parser, "write the plan (with --compare the fastest one) as JSON", required=False)
-    add_json(parser)
 
 
 def _plan(chosen: argparse.Namespace) -> int:
     from shardwise.api import compare, plan
 
     if chosen.compare and chosen.search:
-        raise ShardwiseError(problem("--compare plans with every search", fix="leave out --search or --compare"))
+        raise ShardwiseError("--compare plans with every search", fix="leave out --search or --compare")
     cluster, settings = cluster_of(chosen.cluster), settings_of(chosen)
     model = model_of(chosen)
     planned: Plan | None
@@ -81,7 +81,6 @@ def _add_fits(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
     parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="time for planning suggestions (30)")
     parser.add_argument("--price", type=float, metavar="X", help="price of a device-hour, for the price of 1e9 tokens")
-    add_json(parser)
 
 
 def _fits(chosen: argparse.Namespace) -> int:
@@ -110,7 +109,6 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", metavar="NAME", help="an operator or a parameter, as the plan prints it")
     add_model(parser)
     add_settings(parser, cluster=False)
-    add_json(parser)
 
 
 def _explain(chosen: argparse.Namespace) -> int:
@@ -130,7 +128,6 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_settings(parser)
     parser.add_argument("-k", type=int, default=5, help="how many plans (5)")
-    add_json(parser)
 
 
 def _top(chosen: argparse.Namespace) -> int:
@@ -145,7 +142,6 @@ def _add_trace(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_settings(parser)
     add_output(parser, "the trace file, for https://ui.perfetto.dev")
-    add_json(parser)
 
 
 def _trace(chosen: argparse.Namespace) -> int:
@@ -165,7 +161,6 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
     add_settings(parser, cluster=False)
     parser.add_argument("--other", metavar="PLAN", help="another plan file to compare with")
     add_output(parser, "the HTML file, such as plan.html")
-    add_json(parser)
 
 
 def _report(chosen: argparse.Namespace) -> int:
@@ -190,7 +185,7 @@ def _searched(chosen: argparse.Namespace) -> PlanningResult:
     from shardwise.api import plan
 
     if chosen.cluster is None:
-        raise ShardwiseError(problem("a model needs a cluster", fix="add --cluster h100-1x8, or give a plan file"))
+        raise ShardwiseError("a model needs a cluster", fix="add --cluster h100-1x8, or give a plan file")
     model = model_of(chosen)
     with show_progress(f"planning for {chosen.cluster}"):
         settings = {"search": "dynamic_programming", **settings_of(chosen)}
@@ -202,7 +197,7 @@ def _is_plan(text: str) -> bool:
     file that is missing or does not parse."""
     path = Path(text)
     if path.suffix == ".json" and not path.exists():
-        raise ShardwiseError(problem(f"there is no file {text}", fix="check the path"))
+        raise ShardwiseError(f"there is no file {text}", fix="check the path")
     if path.suffix != ".json" or path.is_dir():
         return False
     if names_plan(path):
@@ -211,7 +206,7 @@ def _is_plan(text: str) -> bool:
         json.loads(path.read_bytes())
     except ValueError as error:
         fix = "give a plan file, a config.json on disk, or FILE:FUNCTION"
-        raise ShardwiseError(problem(f"{text} is not JSON: {str(error)[:100]}", fix=fix)) from error
+        raise ShardwiseError(f"{text} is not JSON: {str(error)[:100]}", fix=fix) from error
     return False
 
 
@@ -224,14 +219,13 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
         metavar="PERCENT",
         help="exit with 1 if the predicted step or memory grows by more than this; with 2 if they are not predicted",
     )
-    add_json(parser)
 
 
 def _diff(chosen: argparse.Namespace) -> int:
     from shardwise.plans.plan import Plan
 
     if chosen.max_growth is not None and isnan(chosen.max_growth):
-        raise ShardwiseError(problem("--max-growth is not a number", fix="give percent, such as --max-growth 5"))
+        raise ShardwiseError("--max-growth is not a number", fix="give percent, such as --max-growth 5")
     first, second = Plan.load(chosen.plan), Plan.load(chosen.other)
     diff = first.diff(second)
     growth: dict[str, float] = {}
@@ -251,7 +245,7 @@ def _diff(chosen: argparse.Namespace) -> int:
         return 0
     if not growth:
         raise ShardwiseError(
-            problem("one of the plans has no prediction", fix="plan with a search by price, or leave out --max-growth")
+            "one of the plans has no prediction", fix="plan with a search by price, or leave out --max-growth"
         )
     return int(not all(share <= chosen.max_growth / 100 for share in growth.values()))
 
@@ -263,7 +257,6 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
     add_model(parser, values=True)
     parser.add_argument("plan", metavar="PLAN", help="a plan file")
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps (3)")
-    add_json(parser)
 
 
 def _verify(chosen: argparse.Namespace) -> int:
@@ -298,7 +291,6 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mesh", metavar="AXES", help="such as dp=2,tp=4 (tp over all devices)")
     parser.add_argument("--cluster", metavar="CLUSTER", help="cluster for prices (nodes of eight H100)")
     parser.add_argument("--no-price", action="store_true", help="skip prices and the comparison with shardwise's plan")
-    add_json(parser)
 
 
 def _check(chosen: argparse.Namespace) -> int:
@@ -311,14 +303,12 @@ def _check(chosen: argparse.Namespace) -> int:
         try:
             plan = json.loads(Path(plan).read_text("utf-8"))
         except (OSError, ValueError) as error:
-            raise ShardwiseError(
-                problem(f"cannot read {plan}: {error}", fix='a JSON file of {"path": "style"}')
-            ) from error
+            raise ShardwiseError(f"cannot read {plan}: {error}", fix='a JSON file of {"path": "style"}') from error
     elif plan != "auto":
         text, plan = plan, load_named_object(plan)
         if plan is None:
             place, _, name = text.rpartition(":")
-            raise ShardwiseError(problem(f"{place} has no {name}", fix="define it, or name another plan"))
+            raise ShardwiseError(f"{place} has no {name}", fix="define it, or name another plan")
     mesh = None if chosen.mesh is None else Mesh.parse(chosen.mesh)
     cluster = None if chosen.cluster is None else Cluster.of(cluster_of(chosen.cluster))
     model = model_of(chosen, values=True)
@@ -334,6 +324,38 @@ def _check(chosen: argparse.Namespace) -> int:
     )
     show(outcome, chosen, outcome.as_data)
     return {"equal": 0, "wrong": 1, "not run": 3}[outcome.verdict]
+
+
+# -- run --alone -------------------------------------------------------------------------------------------------------
+
+
+def run_rank_alone(rank: int, arguments: Sequence[str]) -> int:
+    """Print the measured and the predicted step of a rank of a plan, without the others. Return the exit code."""
+    parser = argparse.ArgumentParser(prog=f"shardwise run --alone {rank}")
+    parser.add_argument("plan", metavar="PLAN", help="a plan file")
+    add_model(parser)
+    parser.add_argument("--steps", type=int, default=3, help="measured steps (3)")
+    parser.add_argument("--device", metavar="DEVICE", help="device, such as cuda:1 or cpu (the GPU, if there is one)")
+    parser.add_argument("--compile", action="store_true", help="compile the program, as on GPUs")
+    chosen = parser.parse_args(arguments)
+    from shardwise.plans.plan import Plan
+    from shardwise.runtime.single_rank import run_alone
+
+    plan = Plan.load(chosen.plan)
+    model = model_of(chosen)
+    with show_progress(f"running rank {rank} of {plan.num_ranks}"):
+        measured = run_alone(
+            model.module,
+            model.inputs,
+            plan,
+            rank,
+            loss=model.loss,
+            device=chosen.device,
+            compile=chosen.compile,
+            steps=chosen.steps,
+        )
+    print(measured)
+    return 0
 
 
 PLAN_COMMANDS: tuple[Command, ...] = (

@@ -1,11 +1,15 @@
-"""What a cluster file leaves out that prices need, and what is assumed instead."""
+"""What a cluster file leaves out that prices need, what is assumed instead, and notes about that on stderr."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from shardwise.costs.cluster import rate_dtype
+
+MEASURE = "shardwise calibrate -o my.toml measures this machine"
 
 # Key -> what is assumed without it.
 _OF_DEVICES = {
@@ -19,10 +23,7 @@ _OF_DEVICES = {
     "host_bandwidth": "the memory is the host's",
     "spread": "operators take the predicted time, without an interval",
 }
-_OF_LEVELS = {
-    "launch": "collectives begin at once",
-    "spread": "messages take the predicted time, without an interval",
-}
+_OF_LEVELS = {"launch": "collectives begin at once", "spread": "messages take the predicted time, without an interval"}
 
 
 def assumed_figures(content: Mapping[str, Any]) -> list[str]:
@@ -53,4 +54,7 @@ def assumed_figures(content: Mapping[str, Any]) -> list[str]:
     return list(lacking.values())
 
 
-__all__ = ["assumed_figures"]
+@cache
+def print_note_once(text: str) -> None:
+    """Once for each text: on every rank that asks."""
+    print(f"shardwise: {text}", file=sys.stderr)

@@ -10,10 +10,11 @@ describes them.
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from math import prod
 from pathlib import Path
+from typing import Any
 
 from shardwise.costs.units import Figures, format_quantity
 from shardwise.errors import ShardwiseError, problem
@@ -368,33 +369,24 @@ def slowest_device(devices: Sequence[Device]) -> Device:
     dtypes = sorted({dtype for device in devices for dtype in device.flops})
     flops = {dtype: min(device.peak_flops(dtype) for device in devices) for dtype in dtypes}
     reached = {dtype: min(device.matmul_flops(dtype) for device in devices) for dtype in dtypes}
-    bandwidth = min(device.memory_bandwidth for device in devices)
-    memory_bytes = min(device.memory_bytes for device in devices)
+    figures_of = {entry.name: [getattr(device, entry.name) for device in devices] for entry in fields(Device)}
+    worst: dict[str, Any] = {
+        name: min(figures_of[name]) for name in ("memory_bytes", "memory_bandwidth", "overlap", "host_bandwidth")
+    }
+    for name in ("kernel_latency", "attention_row", "launch", "spread", "memory_spread"):
+        worst[name] = max(figures_of[name])
+    for name in ("scalar_rate", "fresh_bandwidth"):  # 0: it is not known, or there is none
+        worst[name] = min(filter(None, figures_of[name]), default=0.0)
+    kinds = sorted({kind for device in devices for kind in device.kernels})
     return Device(
         name=names,
         flops=Figures(flops),
-        memory_bytes=memory_bytes,
-        memory_bandwidth=bandwidth,
-        kernel_latency=max(device.kernel_latency for device in devices),
         matmul_efficiency=Figures({dtype: reached[dtype] / flops[dtype] for dtype in dtypes}),
         matmul_half_flops=max(device.matmul_ramp for device in devices) * max(reached.values()),
-        memory_efficiency=min(device.bytes_per_second() for device in devices) / bandwidth,
-        overlap=min(device.overlap for device in devices),
-        reserve_bytes=memory_bytes - min(device.usable_bytes for device in devices),
-        foreach=any(device.foreach for device in devices),
-        host_bandwidth=min(device.host_bandwidth for device in devices),
-        kernels=_least_shares(devices),
-        scalar_rate=min((device.scalar_rate for device in devices if device.scalar_rate), default=0.0),
-        attention_row=max(device.attention_row for device in devices),
-        launch=max(device.launch for device in devices),
-        spread=max(device.spread for device in devices),
-        memory_spread=max(device.memory_spread for device in devices),
-        fresh_bandwidth=min((device.fresh_bandwidth for device in devices if device.fresh_bandwidth), default=0.0),
+        memory_efficiency=min(device.bytes_per_second() for device in devices) / worst["memory_bandwidth"],
+        reserve_bytes=worst["memory_bytes"] - min(device.usable_bytes for device in devices),
+        foreach=any(figures_of["foreach"]),
+        # A device without a figure for a kind counts as 1.0, the rate of its large kernels.
+        kernels=Figures({kind: min(kernels.get(kind, 1.0) for kernels in figures_of["kernels"]) for kind in kinds}),
+        **worst,
     )
-
-
-def _least_shares(devices: Sequence[Device]) -> Figures:
-    """Return the lowest figure of any device per kind of kernel. A device without a figure counts as 1.0, the rate of
-    its large kernels."""
-    kinds = {kind for device in devices for kind in device.kernels}
-    return Figures({kind: min(device.kernels.get(kind, 1.0) for device in devices) for kind in sorted(kinds)})

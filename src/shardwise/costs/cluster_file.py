@@ -17,9 +17,9 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any
 
-from shardwise.costs.assumed_figures import assumed_figures
+from shardwise.costs.assumed_figures import MEASURE, assumed_figures, print_note_once
 from shardwise.costs.cluster import Cluster, Device, Level, slowest_device
-from shardwise.costs.cluster_notes import MEASURE, print_note_once
+from shardwise.costs.collectives import KINDS
 from shardwise.costs.kernels import MOVES, PRODUCTS
 from shardwise.costs.units import RANGES, Figures, format_quantity, parse_quantity
 from shardwise.errors import ShardwiseError, page, problem
@@ -27,7 +27,6 @@ from shardwise.hosts import read_hostfile, read_rank_table
 from shardwise.untrusted_text import MAX_DEVICES, check_texts, is_line, read_text, shorten_repr
 
 DTYPES = ("f64", "f32", "tf32", "bf16", "f16", "f8")
-KINDS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "collective_permute", "halo_exchange")
 
 # Key in the file -> (field, unit, whether it must be there, whether it may be 0). "" is a plain number.
 _DEVICE_KEYS = {
@@ -246,14 +245,12 @@ class _FigureReader:
                 if len(self.wrong) > 1
                 else "the cluster file has a fault"
             )
-            listed = [f"  {where}: {text}" for where, text in self.wrong[:_NUM_SHOWN]]
-            listed += [f"  and {len(self.wrong) - _NUM_SHOWN} more"] if len(self.wrong) > _NUM_SHOWN else []
+            more = [("and", f"{len(self.wrong) - _NUM_SHOWN} more")] if len(self.wrong) > _NUM_SHOWN else []
             fix = f"correct them; the format is described in {page('clusters')}"
-            raise ShardwiseError("\n".join([problem(what, source=self.path), *listed, f"  fix:    {fix}"]))
+            raise ShardwiseError(problem(what, source=self.path, facts=[*self.wrong[:_NUM_SHOWN], *more], fix=fix))
 
 
 def _key(name: str) -> str:
-    """Return a name of a file as messages show it."""
     return name if is_line(name, 60) else shorten_repr(name)
 
 
@@ -367,7 +364,6 @@ def _device(reader: _FigureReader, table: Mapping[str, Any], where: str, also: s
 
 
 def _like(reader: _FigureReader, table: Mapping[str, Any], key: str, where: str) -> Device | None:
-    """Return the bundled device that a key names, or None."""
     if key not in table:
         return None
     if isinstance(table[key], str) and table[key] in families():

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import count
 from math import prod
 
 import torch
@@ -24,10 +23,12 @@ import torch
 from shardwise.costs.cluster import Device
 from shardwise.costs.flops import flops_of, unmasked_share
 from shardwise.costs.kernels import READ_ROWS, KernelCall, KernelWork, kernel_seconds, work_of
-from shardwise.graph.ir import Arg, Op, Ref, Value, map_refs
+from shardwise.costs.saved_for_backward import numbered_call
+from shardwise.graph.ir import Op, Value
 from shardwise.graph.schema import operator_name
 from shardwise.programs.forms import Form
-from shardwise.programs.vjp import Call, Kernel, VjpCache, needed_kernels
+from shardwise.programs.instructions import Compute
+from shardwise.programs.vjp import Call, VjpCache, needed_kernels
 
 aten = torch.ops.aten
 
@@ -48,40 +49,35 @@ class Profile:
     num_bytes: float
 
 
-def forward_seconds(
+def operator_seconds(
     device: Device,
     op: Op,
     operands: Sequence[Value],
     results: Sequence[Value],
     shapes: tuple[Sequence[Shape], Sequence[Shape]],
+    *,
+    backward: bool = False,
 ) -> float:
-    """Seconds of one forward call. ``operands`` and ``results``: the whole values; ``shapes``: of the parts of them
-    that a device has."""
-    if adds_bias(op, operands):
+    """Return the seconds of one forward call, or of its backward, which computes the cotangents of the operands that
+    need one. ``operands`` and ``results``: the whole values; ``shapes``: of the parts of them that a device has."""
+    if adds_bias(op, operands) and not backward:
+        return 0.0
+    if backward and not any(value.requires_grad for value in results):
         return 0.0
     if is_one_kernel(device, op):
-        work = KernelWork(ONE_KERNEL[op.target], num_bytes=_num_bytes(operands, results, shapes))
+        num_bytes = _num_bytes(operands, results, shapes)
+        num_bytes += _num_bytes((), results, ((), shapes[1])) if backward else 0.0
+        work = KernelWork(ONE_KERNEL[op.target] + "_backward" * backward, num_bytes=num_bytes)
         return max(kernel_seconds(device, work), device.launch)
-    profile = profile_of(op, operands, results)
-    return _seconds(device, op, profile, profile.forward, operands, results, shapes)
-
-
-def backward_seconds(
-    device: Device,
-    op: Op,
-    operands: Sequence[Value],
-    results: Sequence[Value],
-    shapes: tuple[Sequence[Shape], Sequence[Shape]],
-) -> float:
-    """Seconds of the backward of that call, which computes the cotangents of the operands that need one."""
-    if not any(value.requires_grad for value in results):
-        return 0.0
-    if is_one_kernel(device, op):
-        num_bytes = _num_bytes(operands, results, shapes) + _num_bytes((), results, ((), shapes[1]))
-        work = KernelWork(f"{ONE_KERNEL[op.target]}_backward", num_bytes=num_bytes)
-        return max(kernel_seconds(device, work), device.launch)
-    profile = profile_of(op, operands, results)
-    return _seconds(device, op, profile, profile.backward, operands, results, shapes)
+    profile, rows = profile_of(op, operands, results), operator_name(op.target) in READ_ROWS
+    size = _num_bytes(operands, results, shapes, rows) / max(profile.num_bytes, 1.0)
+    flops = flops_of(op, tuple(shapes[0]), tuple(shapes[1])) / profile.flops if profile.flops else 1.0
+    if op.target == aten.scaled_dot_product_attention.default and profile.flops:
+        whole = [value.shape for value in operands]
+        flops *= unmasked_share(op, *shapes[0][:2]) / unmasked_share(op, *whole[:2])
+    zeroed = prod(shapes[0][0]) / max(operands[0].numel, 1) if rows else size
+    kernels = profile.backward if backward else profile.forward
+    return sum(max(kernel_seconds(device, work.scaled(size, flops, zeroed)), device.launch) for work in kernels)
 
 
 def adds_bias(op: Op, operands: Sequence[Value]) -> bool:
@@ -100,25 +96,6 @@ def is_one_kernel(device: Device, op: Op) -> bool:
     return ONE_KERNEL.get(op.target) in device.kernels
 
 
-def _seconds(
-    device: Device,
-    op: Op,
-    profile: Profile,
-    kernels: tuple[KernelWork, ...],
-    operands: Sequence[Value],
-    results: Sequence[Value],
-    shapes: tuple[Sequence[Shape], Sequence[Shape]],
-) -> float:
-    rows = operator_name(op.target) in READ_ROWS
-    size = _num_bytes(operands, results, shapes, rows) / max(profile.num_bytes, 1.0)
-    flops = flops_of(op, tuple(shapes[0]), tuple(shapes[1])) / profile.flops if profile.flops else 1.0
-    if op.target == aten.scaled_dot_product_attention.default and profile.flops:
-        whole = [value.shape for value in operands]
-        flops *= unmasked_share(op, *shapes[0][:2]) / unmasked_share(op, *whole[:2])
-    zeroed = prod(shapes[0][0]) / max(operands[0].numel, 1) if rows else size
-    return sum(max(kernel_seconds(device, work.scaled(size, flops, zeroed)), device.launch) for work in kernels)
-
-
 def _num_bytes(
     operands: Sequence[Value],
     results: Sequence[Value],
@@ -132,14 +109,9 @@ def _num_bytes(
 
 def profile_of(op: Op, operands: Sequence[Value], results: Sequence[Value]) -> Profile:
     """Return the profile of an operator on unsharded values."""
-    position = count()
-
-    def numbered(arg: Arg) -> Arg:  # each occurrence by itself: it may be in a layout of its own
-        return map_refs(arg, lambda _: Ref(str(next(position))))
-
-    call = op.target, tuple(map(numbered, op.args)), tuple((key, numbered(arg)) for key, arg in op.kwargs)
     needed = tuple(value.requires_grad for value in results)
-    return traced_profile(call, tuple(map(Form.of_value, operands)), tuple(map(Form.of_value, results)), needed)
+    forms = tuple(map(Form.of_value, operands)), tuple(map(Form.of_value, results))
+    return traced_profile(numbered_call(op), *forms, needed)
 
 
 @lru_cache(maxsize=1)
@@ -152,7 +124,8 @@ def traced_profile(
     call: Call, operands: tuple[Form, ...], results: tuple[Form, ...], needed: tuple[bool, ...]
 ) -> Profile:
     whole = work_of(KernelCall(*call), operands, results)
-    num_bytes = float(sum(form.num_bytes for form in (*operands, *results)[_skipped(call) :]))
+    table = operator_name(call[0]) in READ_ROWS
+    num_bytes = float(sum(form.num_bytes for form in (*operands, *results)[1 if table else 0 :]))
     flops = float(flops_of(KernelCall(*call), tuple(f.shape for f in operands), tuple(f.shape for f in results)))
     try:
         forward = _vjp_cache().forward(call, operands)
@@ -174,11 +147,7 @@ def traced_profile(
     return Profile(first, second, flops, num_bytes)
 
 
-def _skipped(call: Call) -> int:
-    return 1 if operator_name(call[0]) in READ_ROWS else 0
-
-
-def _works(kernels: Sequence[Kernel], forms: dict[str, Form]) -> tuple[KernelWork, ...]:
+def _works(kernels: Sequence[Compute], forms: dict[str, Form]) -> tuple[KernelWork, ...]:
     """Return the work of the kernels in order. ``forms``: of the values read; those of the results are added."""
     works = []
     for kernel in kernels:

@@ -5,20 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 from shardwise.programs.forms import Form
 
 Category = Literal["parameters", "gradients", "optimizer states", "inputs", "saved", "temporaries", "communication"]
-CATEGORIES: tuple[Category, ...] = (
-    "parameters",
-    "gradients",
-    "optimizer states",
-    "inputs",
-    "saved",
-    "temporaries",
-    "communication",
-)
+CATEGORIES: tuple[Category, ...] = get_args(Category)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +115,6 @@ class Ledger:
                 self.over[-1] = self._now(total, transient)
 
     def _now(self, total: int, transient: int) -> Peak:
-        """Return the current state as a peak of ``total`` bytes."""
         parts: dict[str, int] = {name: self.live[name] for name in CATEGORIES}
         parts["temporaries"] += transient
         return Peak(total, self.phase, self.op, parts)

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.costs import probe
+from shardwise.costs.assumed_figures import MEASURE, print_note_once
 from shardwise.costs.cluster import Cluster, Device, Level, slowest_device
 from shardwise.costs.cluster_file import family
-from shardwise.costs.cluster_notes import MEASURE, print_note_once
 from shardwise.costs.units import format_quantity
 from shardwise.errors import ShardwiseError, problem
 
@@ -201,6 +201,3 @@ def _through_host(size: int, device: Device) -> Level:
     """PCIe without peer links: bytes go to the memory of the host and back."""
     pcie = family("l4").levels[0]
     return replace(pcie, size=size, bandwidth=device.host_bandwidth / 2)
-
-
-__all__ = ["family_of", "local"]

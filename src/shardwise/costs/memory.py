@@ -252,7 +252,6 @@ class _Walk:
         self._name_results(instruction.results, self.messages.through(landed, after, backward=instruction.backward))
 
     def _copy(self, copy: Copy) -> None:
-        """Record a copy; one on the host takes no device memory unless the device is the host."""
         away = copy.to == "host" and self.prices.device.host_bandwidth > 0
         self.host_bytes += copy.form.num_bytes * away
         self._name(copy.result, LedgerTensor(copy.form, self.ledger.new(0 if away else copy.form.num_bytes)))

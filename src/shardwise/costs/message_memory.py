@@ -49,7 +49,7 @@ class MessageLedger:
         current: Storage | None = None
         moves = conversion.moves[::-1] if backward else conversion.moves
         for move in moves:
-            entry = _primitive(move, backward)
+            entry = move.primitive(backward)
             after = self._one_move(tensor, move, backward, in_place and current is None)
             if entry != "none":
                 in_place = False
@@ -64,7 +64,7 @@ class MessageLedger:
         return tensor
 
     def _one_move(self, tensor: LedgerTensor, move: Move, backward: bool, in_place: bool) -> LedgerTensor:
-        primitive = _primitive(move, backward)
+        primitive = move.primitive(backward)
         after = move.source if backward else move.target
         shape = self.shape(after)
         form = Form.contiguous(shape, tensor.form.dtype, tensor.form.requires_grad)
@@ -97,11 +97,11 @@ class MessageLedger:
     ) -> tuple[Storage, Storage | None]:
         """Tensors that share buffers: (what is filled, what is sent)."""
         move = moves[0]
-        primitive = _primitive(move, backward)
+        primitive = move.primitive(backward)
         itemsize = tensors[0].form.dtype.itemsize
         sent_bytes = sum(prod(t.form.shape) for t in tensors) * itemsize
         size = self.mesh.size_of(move.axes)
-        sides = [((m.target, m.source) if backward else (m.source, m.target)) for m in moves]
+        sides = [m.ends(backward) for m in moves]
         single = len(tensors) == 1
         if primitive == "all_reduce":
             own_memory = in_place and single and tensors[0].form.is_contiguous
@@ -140,17 +140,15 @@ class MessageLedger:
     def _land(
         self, buffer: Storage, tensors: Sequence[LedgerTensor], moves: Sequence[Move], backward: bool
     ) -> list[LedgerTensor]:
-        """Return the tensors that a buffer brought."""
         landed: list[LedgerTensor] = []
         fresh: list[Storage] = []
         size = self.mesh.size_of(moves[0].axes)
-        if self.on_gloo and size > 2 and _primitive(moves[0], backward) == "reduce_scatter":
+        if self.on_gloo and size > 2 and moves[0].primitive(backward) == "reduce_scatter":
             rows = buffer
             buffer = self.ledger.hold(self.ledger.new(rows.num_bytes // size, "communication"))
             self.ledger.drop(rows)
         for tensor, move in zip(tensors, moves, strict=True):
-            primitive = _primitive(move, backward)
-            before, after = (move.target, move.source) if backward else (move.source, move.target)
+            primitive, (before, after) = move.primitive(backward), move.ends(backward)
             form = Form.contiguous(self.shape(after), tensor.form.dtype, tensor.form.requires_grad)
             alias = primitive in ("all_reduce", "reduce_scatter") or (
                 len(tensors) == 1
@@ -180,7 +178,7 @@ class MessageLedger:
     ) -> list[LedgerTensor]:
         """Tensors that are held, after some stages of a bucket; the results are held instead."""
         for moves in stages:
-            if _primitive(moves[0], backward) in COLLECTIVES:
+            if moves[0].primitive(backward) in COLLECTIVES:
                 results = self.land(self.launch(tensors, moves, backward), tensors, moves, backward)
             else:
                 results = [self._one_move(t, move, backward, False) for t, move in zip(tensors, moves, strict=True)]
@@ -189,10 +187,6 @@ class MessageLedger:
                 self.ledger.drop(tensor.storage)
             tensors = results
         return tensors
-
-
-def _primitive(move: Move, backward: bool) -> str:
-    return move.entry.backward if backward else move.entry.forward
 
 
 def stages_of(conversions: Sequence[Conversion], *, backward: bool) -> list[list[Move]]:
@@ -206,7 +200,7 @@ def parts_of(
 ) -> tuple[list[list[Move]], list[Move], list[list[Move]]]:
     """The stages of conversions before their first message, that of the message (maybe none), and those after it."""
     stages = stages_of(conversions, backward=backward)
-    at = next((i for i, moves in enumerate(stages) if _primitive(moves[0], backward) in COLLECTIVES), None)
+    at = next((i for i, moves in enumerate(stages) if moves[0].primitive(backward) in COLLECTIVES), None)
     return (stages, [], []) if at is None else (stages[:at], stages[at], stages[at + 1 :])
 
 

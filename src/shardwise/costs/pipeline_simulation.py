@@ -74,7 +74,6 @@ class StagePrediction:
 
     @property
     def seconds(self) -> StageSeconds:
-        """Return the simulated seconds of the stage."""
         return StageSeconds(self.forward, self.backward - self.weight, self.weight, self.send, self.update)
 
 
@@ -107,7 +106,6 @@ class SimulatedPipeline:
 
     @property
     def bubbles(self) -> float:
-        """The share over all places."""
         return sum(map(self.bubble, range(len(self.busy)))) / len(self.busy)
 
 
@@ -144,10 +142,7 @@ def simulate_pipeline(order: Order, stages: Sequence[StageSeconds]) -> Simulated
 
 
 def _ready(
-    action: Action,
-    ends: dict[tuple[int, Kind, int], float],
-    stages: Sequence[StageSeconds],
-    place_of: dict[int, int],
+    action: Action, ends: dict[tuple[int, Kind, int], float], stages: Sequence[StageSeconds], place_of: dict[int, int]
 ) -> float | None:
     """When what an action needs is there; None: not known yet."""
     stage, micro_batch = action.stage, action.micro_batch
@@ -188,14 +183,3 @@ def send_seconds(prices: Prices, num_devices: int, num_bytes: float) -> float:
         if num_devices < size:
             break
     return level.launch + level.latency + num_bytes * level.shared_by / level.link_bandwidth(level.size)
-
-
-__all__ = [
-    "Action",
-    "PipelinePrediction",
-    "SimulatedPipeline",
-    "StagePrediction",
-    "StageSeconds",
-    "simulate_pipeline",
-    "stage_seconds",
-]

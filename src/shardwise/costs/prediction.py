@@ -98,10 +98,6 @@ class Prediction:
         interval = between(seconds, self.compute, cluster)
         return Interval(*(self.passes * end for end in (interval.value, interval.low, interval.high)))
 
-    def memory_interval(self, cluster: Cluster) -> Interval:
-        """Return the peak, in bytes."""
-        return between_bytes(self.peak_bytes, cluster)
-
     @property
     def planned_seconds(self) -> float:
         """Return the seconds of a step, simulated if available."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from shardwise.costs.cluster import Device
 from shardwise.costs.collectives import Links
-from shardwise.costs.compute import Shape, backward_seconds, forward_seconds
+from shardwise.costs.compute import Shape, operator_seconds
 from shardwise.costs.kernels import KernelWork, kernel_seconds
 from shardwise.costs.optimizers import is_on_host, parse_optimizer, states_of, update_of
 from shardwise.graph.ir import Graph, Op, Value
@@ -92,12 +92,10 @@ class Prices:
         return self.forward(op, operands, results, shapes) + self.backward(op, operands, results, shapes)
 
     def forward(self, op: Op, operands: Sequence[Value], results: Sequence[Value], shapes: LocalShapes) -> float:
-        """Seconds of the forward call alone."""
-        return forward_seconds(self.device, op, operands, results, shapes)
+        return operator_seconds(self.device, op, operands, results, shapes)
 
     def backward(self, op: Op, operands: Sequence[Value], results: Sequence[Value], shapes: LocalShapes) -> float:
-        """Seconds of the backward of that call alone."""
-        return backward_seconds(self.device, op, operands, results, shapes)
+        return operator_seconds(self.device, op, operands, results, shapes, backward=True)
 
     def update(self, value: Value, numel: float) -> float:
         """Return a pass's share of the seconds in which the optimizer updates ``numel`` elements of a parameter, and
@@ -135,7 +133,6 @@ class Prices:
         return self.moved(numel * moved)
 
     def kernel(self, work: KernelWork) -> float:
-        """Seconds of one kernel."""
         return kernel_seconds(self.device, work)
 
     def moved(self, num_bytes: float) -> float:

@@ -1,17 +1,23 @@
 """The price of a program: of its operators on their local shapes, and of the collectives of its conversions.
 
 The search prices strategies one by one; this prices what was emitted.
+
+A parameter is gathered before its first use, and its gradient is reduced after the last kernel of backward that adds to
+it, which is that of the same use. So of its messages no more is hidden than what is computed before that use in forward
+and after it in backward (``overlap_windows``): nothing, for the first operator of a model; and little, for a wide head
+on a narrow body.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
 
 from shardwise.costs.prices import LocalShapes, Prices
+from shardwise.costs.saved_for_backward import numbered_call
 from shardwise.graph.ir import Graph, Op, Value
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.layout import Layout
@@ -34,7 +40,7 @@ def priced_call(step: OpStep, graph: Graph) -> tuple[Op, list[Value], list[Value
 
 def collective_seconds(collectives: Sequence[Collective], prices: Prices) -> float:
     """Seconds of collectives one after the other."""
-    return float(sum(prices.collective(c.kind, c.axes, np.array([float(c.num_bytes)]))[0] for c in collectives))
+    return float(sum(prices.links.seconds(c.kind, c.axes, c.num_bytes) for c in collectives))
 
 
 def conversion_seconds(conversion: Conversion, prices: Prices, *, is_parameter: bool = False) -> float:
@@ -62,8 +68,8 @@ def price_program(
     spmd: SpmdProgram, prices: Prices, free: Container[str] = (), windows: Mapping[str, float] | None = None
 ) -> ProgramPrice:
     """The price of an emitted program. ``free``: operators that depend on no parameter, which every plan makes where
-    they are needed; ``windows``: parameter -> what its messages can hide behind (``costs.overlap_windows``; not given:
-    as long as they take). Outputs other than the loss are not priced: a training step does not deliver them."""
+    they are needed; ``windows``: parameter -> what its messages can hide behind (``overlap_windows``; not given: as
+    long as they take). Outputs other than the loss are not priced: a training step does not deliver them."""
     graph = spmd.graph
     parameters = frozenset(s.value for s in graph.sources if s.kind == "parameter")
     written = {value for _, value in graph.mutations}
@@ -100,3 +106,25 @@ def price_program(
         if source.value in graph.updated:
             update += prices.update(value, numel)
     return ProgramPrice(exposed, compute, traffic, update)
+
+
+def overlap_windows(graph: Graph, prices: Prices) -> dict[str, float]:
+    """Parameter -> seconds of the operators, forward and backward, before the first that uses it. On whole values: no
+    plan has more to compute there, so that what does not fit is waited for in every plan."""
+    parameters = {source.value for source in graph.sources if source.kind == "parameter"}
+    windows: dict[str, float] = {}
+    seconds_of: dict[Hashable, float] = {}  # what decides the price of an operator -> its seconds
+    seconds = 0.0
+    for op in graph.ops:
+        for name in op.operands:
+            if name in parameters:
+                windows.setdefault(name, seconds)
+        operands, results = [graph.by_name[name] for name in op.operands], [graph.by_name[name] for name in op.results]
+        tensors = tuple((value.shape, value.dtype, value.requires_grad) for value in (*operands, *results))
+        target, args, kwargs = numbered_call(op)
+        key = target, repr(args), repr(kwargs), len(operands), tensors  # repr tells 1, 1.0 and True apart
+        if key not in seconds_of:
+            shapes = [value.shape for value in operands], [value.shape for value in results]
+            seconds_of[key] = prices.operator(op, operands, results, shapes)
+        seconds += seconds_of[key]
+    return windows

@@ -34,12 +34,7 @@ class Router:
 
     def routes(self, value: Value, atoms: Atoms, *, is_parameter: bool = False) -> Routes:
         """Return the layouts of a kind of value and the routes between them."""
-        tensor = RouteTensor(
-            atoms,
-            value.dtype.itemsize,
-            value.requires_grad,
-            value.grad_itemsize,
-        )
+        tensor = RouteTensor(atoms, value.dtype.itemsize, value.requires_grad, value.grad_itemsize)
         routes = self._routes.get((tensor, is_parameter))
         if routes is None:
             seconds = self.prices.parameter_collective if is_parameter else self.prices.collective

@@ -6,7 +6,7 @@ The search asks this of every operator before there is a program. Of a program i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -33,17 +33,21 @@ class Saved:
     other_bytes: int = 0
 
 
+def numbered_call(op: Op) -> Call:
+    """Return the call of an operator with numbers for operands; every occurrence of one may be in another layout."""
+    position = count()
+
+    def numbered(arg: Arg) -> Arg:
+        return map_refs(arg, lambda _: Ref(str(next(position))))
+
+    return op.target, tuple(map(numbered, op.args)), tuple((key, numbered(arg)) for key, arg in op.kwargs)
+
+
 def saved_for_backward(op: Op, operands: Sequence[Value]) -> Saved:
     """Return the tensors saved for backward by a call with operands of these shapes."""
     if not any(value.requires_grad for value in operands):
         return Saved()
-    position = count()
-
-    def numbered(arg: Arg) -> Arg:  # each occurrence by itself: it may be in a layout of its own
-        return map_refs(arg, lambda _: Ref(str(next(position))))
-
-    call = op.target, tuple(map(numbered, op.args)), tuple((key, numbered(arg)) for key, arg in op.kwargs)
-    saved = _saved_tensors(call, tuple(Form.of_value(value) for value in operands))
+    saved = _saved_tensors(numbered_call(op), tuple(map(Form.of_value, operands)))
     if saved is None:  # autograd itself does its backward (``programs.opaque``), and the tape holds everything
         return Saved(tuple(range(len(operands))), tuple(range(len(op.results))))
     return saved
@@ -53,7 +57,12 @@ def saved_for_backward(op: Op, operands: Sequence[Value]) -> Saved:
 def _saved_tensors(call: Call, operands: tuple[Form, ...]) -> Saved | None:
     """None where there is no kernel for tensors without memory."""
     kept: list[torch.Tensor] = []
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_keeping(kept), _unpacked):
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         inputs = [_empty(form) for form in operands]
         try:
             outputs = _run(call, inputs)
@@ -113,18 +122,6 @@ def _attention(target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         attn_mask=mask.to(arguments["query"].dtype) if mask is not None and mask.dtype == torch.bool else mask,
         scale=arguments.get("scale"),
     )[0]
-
-
-def _keeping(kept: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor)
-        return tensor
-
-    return keep
-
-
-def _unpacked(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _storage(tensor: torch.Tensor) -> int:

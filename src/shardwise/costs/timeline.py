@@ -19,11 +19,11 @@ from shardwise.costs.ledger import Peak
 from shardwise.costs.memory import ProgramParts, busiest_program, memory_of_program
 from shardwise.costs.optimizers import is_on_host, states_of
 from shardwise.costs.prices import Prices
-from shardwise.costs.pricing import collective_seconds, priced_call
+from shardwise.costs.pricing import priced_call
 from shardwise.graph.ir import Source
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.grad_accum_program import GradAccumProgram
-from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, is_view, sent_by
+from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, sent_by
 from shardwise.programs.opaque import Differentiate, Record
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.spmd import SpmdProgram
@@ -89,7 +89,7 @@ def simulate_program(program: RankProgram, prices: Prices) -> SimulatedStep:
     several passes it is one of them, with its share of what the step does once."""
     parts = ProgramParts.of(program, prices)
     timeline = Timeline(program, prices, parts)
-    timeline.run()
+    timeline.halves()
     memory = memory_of_program(program, prices, parts)
     waited = timeline.now - timeline.compute - timeline.starved
     exposed, events = max(waited, 0.0), tuple(timeline.events)
@@ -161,7 +161,6 @@ class Timeline:
         return self.forward, self.on_weights, backward, self.now - self.forward - backward
 
     def _add_up(self) -> None:
-        """The pass's gradients are added to those of earlier passes."""
         for source, name in self.program.gradients.items():
             if source in self.parameters and source in self.spmd.graph.updated:
                 seconds = self.prices.added(self.program.forms[name].num_bytes)
@@ -186,10 +185,6 @@ class Timeline:
             self.compute += once.compute * share
             self.starved += once.starved * share
             self.communication += once.communication * share
-
-    def run(self) -> None:
-        """Walk the step."""
-        self.halves()
 
     def _update(self) -> None:
         """The optimizer; where its states wait on the host, group by group (``programs.state_groups``)."""
@@ -244,7 +239,7 @@ class Timeline:
 
     def _kernel(self, instruction: Compute) -> None:
         """One kernel: it starts when the one before it is done, and the host has come to it."""
-        if is_view(instruction):
+        if instruction.is_view:
             return
         if (step := self.fused.get(instruction.origin.op)) is not None:
             key = instruction.origin.op, instruction.origin.part == "forward", instruction.origin.again
@@ -302,7 +297,7 @@ class Timeline:
         """When collectives, one after the other, are done that could start now."""
         ready = self.now
         for collective in collectives:
-            seconds = collective_seconds([collective], self.prices)
+            seconds = self.prices.links.seconds(collective.kind, collective.axes, collective.num_bytes)
             levels = self.prices.links.level_names(collective.axes) if of_parameters else ()
             start = max(ready, self.free.get(collective.axes, 0.0), *(self.links.get(level, 0.0) for level in levels))
             event = Event(collective.kind, self.part, collective.axes, start, seconds, collective.num_bytes)

@@ -91,6 +91,3 @@ def _entries(number: int, track: Track) -> Iterator[dict[str, Any]]:
             }
     for second, parts in track.memory:
         yield {"name": "memory, bytes", "ph": "C", "ts": second * 1e6, "pid": number, "args": dict(parts)}
-
-
-__all__ = ["Held", "Track", "by_stream", "peak_times", "write_trace"]

@@ -92,7 +92,6 @@ class CallRecorder(Reference):
             part.register_forward_hook(self._leave, always_call=True)
 
     def know(self, module: nn.Module) -> None:
-        """Record the module's current parameters by name."""
         self.names = {id(parameter): name for name, parameter in module.named_parameters()}
 
     def _enter(self, path: str, *_: Any) -> None:

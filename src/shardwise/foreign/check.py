@@ -21,13 +21,13 @@ from torch.utils import _pytree as pytree
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.foreign.call_recorder import CallRecorder, local
-from shardwise.foreign.first_error import FirstError, describe_rank_error, first_wrong_call, first_wrong_value
+from shardwise.foreign.first_error import ErrorSearch, FirstError, describe_rank_error
 from shardwise.foreign.inferred_layout import infer_layout
 from shardwise.foreign.outcome import Checked, StepComparison
 from shardwise.foreign.rank_threads import RankThread, on_ranks
-from shardwise.foreign.strategy_check import CheckRequest, check_strategies
+from shardwise.foreign.strategy_check import CheckRequest, best_plan, check_strategies
 from shardwise.foreign.strategy_file import is_strategy_file
 from shardwise.foreign.tools import ForeignPlan, recognise_plan
 from shardwise.foreign.work_counter import WorkCounter, message_totals
@@ -151,8 +151,8 @@ def check(
     """
     args, named = call_arguments(example_inputs, kwargs)
     need_values((args, named), "check")
+    request = CheckRequest(module, example_inputs, kwargs, loss, cluster or _h100(devices), beside, tolerance, seed)
     if is_strategy_file(plan):
-        request = CheckRequest(module, example_inputs, kwargs, loss, cluster or _h100(devices), beside, tolerance, seed)
         return check_strategies(request, plan, devices, mesh)
     foreign = recognise_plan(module, plan, devices, mesh)
     initial = with_values(module, seed)
@@ -169,13 +169,11 @@ def check(
     ):
         warnings.simplefilter("ignore")  # tools warn about settings that were requested
         expected, one = _one_device(call, records=False)
-        work = None if not beside else WorkCounter((cluster or _h100(devices)).device, _dtype(module))
+        work = WorkCounter(request.cluster.device, _dtype(module)) if beside else None
         ranks = _ranks(parts, foreign, records=False, work=work)
         failed = next((rank for rank in ranks if rank.error is not None), None)
         if failed is not None:
-            _, recorded = _one_device(call, records=True)
-            traced = _ranks(parts, foreign, records=True, work=None)
-            where = first_wrong_call(recorded, traced, foreign.mesh, tolerance)
+            where = _error_search(call, parts, foreign, tolerance).wrong_call()
             failure = describe_rank_error(failed)
             with default_dtype(models_default):
                 stops = failure.refutes and _stops(_divided(plain, foreign), foreign)
@@ -186,10 +184,8 @@ def check(
         wrong = [difference for difference in differences if not difference.error <= tolerance]
         first: FirstError | None = None
         if wrong:
-            _, recorded = _one_device(call, records=True)
-            traced = _ranks(parts, foreign, records=True, work=None)
-            gradients = _gradients(expected, ranks)
-            first = first_wrong_value(recorded, traced, wrong, gradients, foreign.mesh, foreign.data_axes, tolerance)
+            search = _error_search(call, parts, foreign, tolerance)
+            first = search.wrong_call() or search.wrong_gradient(wrong, _gradients(expected, ranks))
     return Checked(
         foreign,
         differences=tuple(differences),
@@ -198,14 +194,11 @@ def check(
         layouts=tuple(layouts),
         notes=_notes(foreign, [one, *(rank.result.calls for rank in ranks)])
         + (() if any(kind == "loss" for kind, _ in expected[0]) else ("there is no loss: gradients are not compared",)),
-        beside=None
-        if work is None
-        else _beside(module, example_inputs, call, ranks[0], work, foreign, kwargs, cluster),
+        beside=None if work is None else _beside(request, foreign, ranks[0], work),
     )
 
 
 def _h100(devices: int) -> Cluster:
-    """Return a cluster of ``devices`` H100, in equal nodes of up to eight."""
     of_node = max(size for size in range(1, 9) if devices % size == 0)
     return Cluster.load(f"h100-{devices // of_node}x{of_node}")
 
@@ -251,8 +244,16 @@ def _ranks(
     return on_ranks(foreign.mesh, body)
 
 
+def _error_search(
+    call: _CheckedCall, parts: Sequence[_CheckedCall], foreign: ForeignPlan, tolerance: float
+) -> ErrorSearch:
+    """Run both sides again and record every call."""
+    _, recorded = _one_device(call, records=True)
+    traced = _ranks(parts, foreign, records=True, work=None)
+    return ErrorSearch(recorded, traced, foreign.mesh, foreign.data_axes, tolerance)
+
+
 def _stops(parts: Sequence[_CheckedCall], foreign: ForeignPlan) -> bool:
-    """Return whether ranks also stop in the model's own dtypes."""
     return any(rank.error is not None for rank in _ranks(parts, foreign, records=False, work=None, widens=False))
 
 
@@ -278,7 +279,7 @@ def _divided(call: _CheckedCall, foreign: ForeignPlan) -> list[_CheckedCall]:
     samples = num_samples((call.args, call.kwargs))
     if samples is None or samples % count:
         raise ShardwiseError(
-            problem(f"{samples} samples do not divide into {count} groups of ranks", fix=f"pass a multiple of {count}")
+            f"{samples} samples do not divide into {count} groups of ranks", fix=f"pass a multiple of {count}"
         )
 
     def part(index: int) -> _CheckedCall:
@@ -310,7 +311,8 @@ def _differences(
                     values[key] = whole
                 if layout.splits:
                     layouts[f"{key[0]} {key[1]}"] = str(layout)
-        compare(want, have, lambda key, tensor, rank: tensor, worst)
+        for rank, values in enumerate(have):
+            compare(want, values, rank, worst)
     return sorted(worst.values(), key=lambda d: -d.error), [f"{name}: {text}" for name, text in layouts.items()]
 
 
@@ -332,28 +334,9 @@ def _notes(foreign: ForeignPlan, calls: Sequence[CallRecorder]) -> tuple[str, ..
     return tuple(notes)
 
 
-def _beside(
-    module: nn.Module,
-    example_inputs: Any,
-    call: _CheckedCall,
-    rank: RankThread,
-    work: WorkCounter,
-    foreign: ForeignPlan,
-    kwargs: Mapping[str, Any] | None,
-    cluster: Cluster | None,
-) -> StepComparison:
-    """Return the price of a step, and the plan that ``sw.plan`` finds, for comparison."""
-    from shardwise.api import plan as find_plan
-
-    own_cluster = cluster or _h100(foreign.mesh.num_devices)
-    messages = message_totals(
-        rank.messages[: rank.result.num_messages], Links(own_cluster, foreign.mesh), _dtype(module)
-    )
-    held_bytes = rank.result.num_held * _dtype(module).itemsize
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            own_plan = find_plan(module, example_inputs, own_cluster, kwargs=kwargs, loss=call.loss).plan
-    except ShardwiseError as error:
-        return StepComparison(own_cluster.name, work.seconds, messages, held_bytes, None, str(error).partition("\n")[0])
-    return StepComparison(own_cluster.name, work.seconds, messages, held_bytes, own_plan)
+def _beside(request: CheckRequest, foreign: ForeignPlan, rank: RankThread, work: WorkCounter) -> StepComparison:
+    dtype = _dtype(request.module)
+    links = Links(request.cluster, foreign.mesh)
+    messages = message_totals(rank.messages[: rank.result.num_messages], links, dtype)
+    held_bytes = rank.result.num_held * dtype.itemsize
+    return StepComparison(request.cluster.name, work.seconds, messages, held_bytes, *best_plan(request))

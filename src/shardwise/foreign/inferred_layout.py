@@ -32,7 +32,6 @@ class InferredLayout:
 
     @property
     def is_summand(self) -> bool:
-        """Return whether ranks hold summands of the value."""
         return any(part.startswith("sum") for part in self.partial)
 
     def __str__(self) -> str:
@@ -106,7 +105,6 @@ def _same(group: Sequence[Tensor]) -> bool:
 
 
 def _fits(group: Sequence[Tensor], dim: int, whole: Tensor) -> bool:
-    """Return whether tensors may be adjacent parts of ``whole`` along a dim."""
     if any(one.dim() != whole.dim() for one in group):
         return False
     others = {one.shape[:dim] + one.shape[dim + 1 :] for one in group}
@@ -137,5 +135,4 @@ def _sum(group: Sequence[Tensor]) -> Tensor:
 
 
 def whole_text(whole: Tensor) -> str:
-    """Return the type of a whole value as text."""
     return str(InferredLayout(whole.dtype, tuple(whole.shape)))

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed import multi_threaded_pg as threaded
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.layouts.mesh import Mesh
 
 WAITING_SECONDS = 1.0  # limit once a rank has ended or failed and all others wait in collectives
@@ -223,6 +223,6 @@ def axes_of(mesh: Mesh, ranks: tuple[int, ...]) -> tuple[str, ...]:
     axes = tuple(axis for axis in mesh.sub_axes if any(mesh.coordinates(rank)[axis] != first[axis] for rank in ranks))
     if mesh.size_of(axes) != len(ranks):
         raise ShardwiseError(
-            problem(f"ranks {list(ranks)} are not a group of {mesh}", fix="pass mesh= with the axes that the plan uses")
+            f"ranks {list(ranks)} are not a group of {mesh}", fix="pass mesh= with the axes that the plan uses"
         )
     return axes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from shardwise.api import compare
 from shardwise.api import plan as find_plan
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.timeline import SimulatedStep
-from shardwise.errors import LayoutError, ShardwiseError, problem
+from shardwise.errors import LayoutError, ShardwiseError
 from shardwise.foreign.first_error import RankError
 from shardwise.foreign.outcome import Checked, StepComparison
 from shardwise.foreign.strategy_file import StrategyFile, read_strategies
@@ -21,9 +22,8 @@ from shardwise.foreign.work_counter import SentMessages
 from shardwise.graph.call_arguments import call_arguments
 from shardwise.graph.capture import capture
 from shardwise.layouts.mesh import Mesh
+from shardwise.plans.plan import Plan
 from shardwise.proof.verify import verify
-
-KIND = "MindSpore strategy file"
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,13 @@ def check_strategies(call: CheckRequest, plan: Mapping[str, Any], devices: int, 
     """Check whether ``asked.module`` computes under the file what one device computes. Impossible layouts and
     strategies are *wrong*, each with the reason. Operators that the file does not name are decided by propagation."""
     if mesh is not None:
-        raise ShardwiseError(problem("a strategy file of MindSpore defines its mesh", fix="omit mesh="))
+        raise ShardwiseError("a strategy file of MindSpore defines its mesh", fix="omit mesh=")
     if call.beside and call.cluster.num_devices != devices:
         what = f"{call.cluster.name} has {call.cluster.num_devices} devices, but the file is for {devices}"
-        raise ShardwiseError(problem(what, fix="pass a cluster= of this size, or beside=False (--no-price)"))
+        raise ShardwiseError(what, fix="pass a cluster= of this size, or beside=False (--no-price)")
     captured = capture(call.module, *call_arguments(call.example_inputs, call.kwargs), loss=call.loss)
     file = read_strategies(call.module, plan, captured.graph, devices)
-    foreign = ForeignPlan(KIND, file.mesh, None, file.unused, _notes(file))
+    foreign = ForeignPlan("MindSpore strategy file", file.mesh, None, file.unused, _notes(file))
     if file.faults:
         return Checked(foreign, failure=RankError(None, "; ".join(file.faults), "", refutes=True))
     settings: dict[str, Any] = {
@@ -97,20 +97,21 @@ def _in_one_line(error: ShardwiseError) -> str:
 
 
 def _beside(call: CheckRequest, settings: Mapping[str, Any]) -> StepComparison:
-    """Simulate a step under the file, and return it with the plan that ``sw.plan`` finds."""
     rows = compare(call.module, call.example_inputs, call.cluster, searches=("sharding_propagation",), **settings).rows
     step = rows[0].step
     assert isinstance(step, SimulatedStep), "it has just been planned"
     messages = [event for event in step.events if event.stream]
     sent = SentMessages(len(messages), sum(int(event.num_bytes) for event in messages), step.exposed, ())
-    best, refused = None, ""
+    held = step.peak.parts["parameters"]
+    return StepComparison(call.cluster.name, step.seconds - step.exposed, sent, held, *best_plan(call))
+
+
+def best_plan(call: CheckRequest) -> tuple[Plan | None, str]:
+    """Return (the plan that ``sw.plan`` finds, or None; why it finds none)."""
     try:
-        best = find_plan(call.module, call.example_inputs, call.cluster, kwargs=call.kwargs, loss=call.loss).plan
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            planned = find_plan(call.module, call.example_inputs, call.cluster, kwargs=call.kwargs, loss=call.loss)
     except ShardwiseError as error:
-        refused = str(error).partition("\n")[0]
-    return StepComparison(
-        call.cluster.name, step.seconds - step.exposed, sent, step.peak.parts["parameters"], best, refused
-    )
-
-
-__all__ = ["CheckRequest", "check_strategies"]
+        return None, str(error).partition("\n")[0]
+    return planned.plan, ""

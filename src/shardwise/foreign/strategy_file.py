@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from torch import nn
 
 from shardwise.costs.kernels import is_view
-from shardwise.errors import ShardwiseError, listed, problem
+from shardwise.errors import ShardwiseError, listed
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.mesh import Mesh
 from shardwise.untrusted_text import shorten_repr
@@ -98,11 +98,9 @@ def read_strategies(module: nn.Module, plan: Mapping[str, Any], graph: Graph, de
     if not layouts and not operators and not faults:
         there = [*shapes]
         raise ShardwiseError(
-            problem(
-                f"the strategy file names nothing in {type(module).__name__}: {listed(unused)}",
-                facts=[("there is", listed(there))],
-                fix="parameters are found by name (fc1.weight), operators by their cells (.../fc1-Dense/MatMul-op3)",
-            )
+            f"the strategy file names nothing in {type(module).__name__}: {listed(unused)}",
+            facts=[("there is", listed(there))],
+            fix="parameters are found by name (fc1.weight), operators by their cells (.../fc1-Dense/MatMul-op3)",
         )
     return StrategyFile(mesh, layouts, operators, tuple(sorted(unused)), tuple(faults))
 
@@ -137,16 +135,14 @@ def _items(plan: Mapping[str, Any]) -> tuple[dict[str, Counts], dict[str, _Slice
             raise
         what = f"it is not a strategy file of MindSpore: {type(error).__name__} {shorten_repr(str(error))}"
         fix = 'write it with strategy_ckpt_config={"save_file": "strategy.json"}'
-        raise ShardwiseError(problem(what, fix=fix)) from error
+        raise ShardwiseError(what, fix=fix) from error
     return strategies, slices
 
 
 def _no_stage(stage: Any, name: str) -> None:
     if stage:
         what = f"{name} is in stage {shorten_repr(stage)}: pipelines of MindSpore are not checked"
-        raise ShardwiseError(
-            problem(what, fix="check the file of one stage, with stage 0, and the module of that stage")
-        )
+        raise ShardwiseError(what, fix="check the file of one stage, with stage 0, and the module of that stage")
 
 
 def _whole(value: Any) -> int:
@@ -175,7 +171,7 @@ def _mesh(slices: Sequence[_Slices], devices: int) -> Mesh:
     for one in slices:
         if prod(one.sizes) != devices:
             what = f"the file is for {prod(one.sizes)} devices ({list(one.sizes)}), not {devices}"
-            raise ShardwiseError(problem(what, fix=f"devices={prod(one.sizes)}"))
+            raise ShardwiseError(what, fix=f"devices={prod(one.sizes)}")
         cuts.update(prod(one.sizes[i:]) for i in range(len(one.sizes)))
         step, size = one.shard
         cuts.update((step, step * size) if size > 1 else ())
@@ -183,7 +179,7 @@ def _mesh(slices: Sequence[_Slices], devices: int) -> Mesh:
     for inner, outer in pairwise(strides):
         if inner < 1 or outer % inner:
             what = f"the device matrices do not fit together: runs of {inner} and of {outer} ranks overlap"
-            raise ShardwiseError(problem(what, fix="use device matrices with common sizes"))
+            raise ShardwiseError(what, fix="use device matrices with common sizes")
     sizes = [outer // inner for inner, outer in pairwise(strides)]
     return Mesh({f"d{number}": size for number, size in enumerate(reversed(sizes))})
 
@@ -255,7 +251,6 @@ def _of_operands(op: Op, counts: Counts, graph: Graph) -> Counts | None:
 
 
 def _checked(counts: Counts, op: Op, graph: Graph, devices: int) -> Counts:
-    """Return the counts. Raises ShardwiseError if they do not divide their dims or the devices."""
     for number, (name, dims) in enumerate(zip(op.operands, counts, strict=False)):
         for dim, (size, ways) in enumerate(zip(graph.by_name[name].shape, dims, strict=True)):
             if ways < 1 or size % ways:
@@ -267,6 +262,3 @@ def _checked(counts: Counts, op: Op, graph: Graph, devices: int) -> Counts:
                 f"{list(dims)} are {prod(dims)} slices, which do not divide over {devices} devices evenly"
             )
     return counts
-
-
-__all__ = ["ITEMS", "StrategyFile", "is_strategy_file", "read_strategies"]

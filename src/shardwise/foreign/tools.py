@@ -6,6 +6,7 @@ Plans are not translated. transformers applies its own layers, PyTorch its own `
 
 from __future__ import annotations
 
+import copy
 import importlib
 import re
 from collections.abc import Callable, Mapping
@@ -14,9 +15,11 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from shardwise.errors import ShardwiseError, listed, problem
+from shardwise.errors import ShardwiseError, listed
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.file import FORMAT
 from shardwise.plans.plan import Plan
@@ -56,11 +59,11 @@ def recognise_plan(module: nn.Module, plan: Any, devices: int, mesh: Mesh | None
     names anything in the module."""
     if mesh is not None and mesh.num_devices != devices:
         raise ShardwiseError(
-            problem(f"{mesh} has {mesh.num_devices} devices, but devices= is {devices}", fix="omit one of the two")
+            f"{mesh} has {mesh.num_devices} devices, but devices= is {devices}", fix="omit one of the two"
         )
     if isinstance(plan, Plan | PlanningResult) or (isinstance(plan, Mapping) and plan.get("format") == FORMAT):
         what = "this is a plan of shardwise, not of another tool"
-        raise ShardwiseError(problem(what, fix="use sw.verify (shardwise verify)"))
+        raise ShardwiseError(what, fix="use sw.verify (shardwise verify)")
     kind = type(plan).__name__
     if isinstance(plan, Mapping) and "fully_shard" in plan:
         return _of_fsdp(module, plan, mesh or Mesh(dp=devices))
@@ -70,38 +73,31 @@ def recognise_plan(module: nn.Module, plan: Any, devices: int, mesh: Mesh | None
         return _of_config(plan, devices)
     if kind == "ParallelismConfig":
         return _of_accelerate(module, plan, devices)
-    if isinstance(plan, Mapping) and plan and all(_is_style(style) for style in plan.values()):
+    if isinstance(plan, Mapping) and plan and all(isinstance(style, ParallelStyle) for style in plan.values()):
         return _of_styles(module, plan, mesh or Mesh(tp=devices))
     if callable(plan):
         return ForeignPlan(f"the function {getattr(plan, '__name__', kind)}", mesh or Mesh(tp=devices), plan)
     if isinstance(plan, Mapping) and plan and all(isinstance(path, str) for path in plan):
         raise _no_rule(plan)
-    raise ShardwiseError(problem(f"{shorten_repr(plan)} is not a plan of a known tool", fix=KNOWN))
+    raise ShardwiseError(f"{shorten_repr(plan)} is not a plan of a known tool", fix=KNOWN)
 
 
 def _no_rule(plan: Mapping[str, Any]) -> ShardwiseError:
-    """Return the error for a plan whose rules are neither all texts nor all styles of PyTorch."""
-    neither = [path for path, rule in plan.items() if not (isinstance(rule, str) or _is_style(rule))]
+    neither = [path for path, rule in plan.items() if not isinstance(rule, (str, ParallelStyle))]
     if not neither:
         texts = [path for path, rule in plan.items() if isinstance(rule, str)]
         styles = [path for path in plan if path not in texts]
         what = f"rules of two tools: {listed(texts)} as texts (transformers), {listed(styles)} as styles (PyTorch)"
-        return ShardwiseError(problem(what, fix="use one kind: 'colwise' is ColwiseParallel()"))
+        return ShardwiseError(what, fix="use one kind: 'colwise' is ColwiseParallel()")
     path, rule = neither[0], plan[neither[0]]
     is_class = isinstance(rule, type)
     what = f"the class {rule.__name__}" if is_class else shorten_repr(rule)
     fix = f"instantiate it: {rule.__name__}()" if is_class else KNOWN
-    return ShardwiseError(problem(f"the rule of {path!r} is {what}, which is not a style of a known tool", fix=fix))
+    return ShardwiseError(f"the rule of {path!r} is {what}, which is not a style of a known tool", fix=fix)
 
 
 def _is_texts(plan: Any) -> bool:
     return isinstance(plan, Mapping) and bool(plan) and all(isinstance(x, str) for x in (*plan, *plan.values()))
-
-
-def _is_style(style: Any) -> bool:
-    from torch.distributed.tensor.parallel import ParallelStyle
-
-    return isinstance(style, ParallelStyle)
 
 
 def _names(mesh: Mesh, *, data: bool) -> tuple[str, ...]:
@@ -109,12 +105,17 @@ def _names(mesh: Mesh, *, data: bool) -> tuple[str, ...]:
     names = tuple(name for name, _ in mesh.axes if (name in DATA_AXES or name.startswith("dp")) == data)
     if not names:
         raise ShardwiseError(
-            problem(
-                f"{mesh} has no axis for {'data' if data else 'tensor'} parallelism",
-                fix="call axes that split samples dp and the others tp: mesh=sw.Mesh(dp=2, tp=4)",
-            )
+            f"{mesh} has no axis for {'data' if data else 'tensor'} parallelism",
+            fix="call axes that split samples dp and the others tp: mesh=sw.Mesh(dp=2, tp=4)",
         )
     return names
+
+
+def _mesh_of_config(sizes: Mapping[str, int], devices: int) -> Mesh:
+    mesh = Mesh(sizes)
+    if mesh.num_devices != devices:
+        raise ShardwiseError(f"the config is for {mesh.num_devices} devices, not {devices}", fix="devices=...")
+    return mesh
 
 
 def _axis(device_mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
@@ -124,11 +125,9 @@ def _axis(device_mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 def _nothing(unused: list[str], what: str, module: nn.Module) -> ShardwiseError:
     there = [name for name, _ in module.named_modules() if name]
     return ShardwiseError(
-        problem(
-            f"the {what} names nothing in {type(module).__name__}: {listed(unused)}",
-            facts=[("there is", listed(there))],
-            fix="write paths from the checked module, with a star for one part: model.layers.*.mlp.up_proj",
-        )
+        f"the {what} names nothing in {type(module).__name__}: {listed(unused)}",
+        facts=[("there is", listed(there))],
+        fix="write paths from the checked module, with a star for one part: model.layers.*.mlp.up_proj",
     )
 
 
@@ -140,10 +139,8 @@ def _transformers(name: str) -> Any:
         return importlib.import_module(f"transformers.{name}")
     except ImportError as error:
         raise ShardwiseError(
-            problem(
-                f"the plan is one of transformers, which cannot be imported: {error}",
-                fix="pip install 'transformers>=5.20'",
-            )
+            f"the plan is one of transformers, which cannot be imported: {error}",
+            fix="pip install 'transformers>=5.20'",
         ) from error
 
 
@@ -153,15 +150,13 @@ def _of_transformers(module: nn.Module, plan: Any, mesh: Mesh) -> ForeignPlan:
     if plan == "auto":
         shipped = dict(getattr(module, "_tp_plan", None) or {})
         if not shipped:
-            raise ShardwiseError(
-                problem(f"{type(module).__name__} ships no tp plan", fix="pass one: {path of a module: style}")
-            )
+            raise ShardwiseError(f"{type(module).__name__} ships no tp plan", fix="pass one: {path of a module: style}")
         plan = shipped
     styles = parallel.ALL_PARALLEL_STYLES
     unknown = sorted({style for style in plan.values() if style not in styles})
     if unknown:
         raise ShardwiseError(
-            problem(f"transformers has no style {listed(unknown)}", fix=f"use one of {', '.join(sorted(styles))}")
+            f"transformers has no style {listed(unknown)}", fix=f"use one of {', '.join(sorted(styles))}"
         )
     names = {wildcard(n) for n, _ in (*module.named_modules(), *module.named_parameters())}
     prefix = getattr(module, "base_model_prefix", "")
@@ -204,15 +199,12 @@ def _of_config(config: Any, devices: int) -> ForeignPlan:
     managed = _transformers("distributed.utils").TransformersDeviceMesh
     if config.pp_size > 1:
         raise ShardwiseError(
-            problem("pipelines of transformers are not supported", fix="check the plan of one stage: pp_size=1")
+            "pipelines of transformers are not supported", fix="check the plan of one stage: pp_size=1"
         )
-    mesh = Mesh({"dp_replicate": config.dp_replicate_size, "fsdp": config.fsdp_size, "tp": config.tp_size})
-    if mesh.num_devices != devices:
-        raise ShardwiseError(problem(f"the config is for {mesh.num_devices} devices, not {devices}", fix="devices=..."))
+    sizes = {"dp_replicate": config.dp_replicate_size, "fsdp": config.fsdp_size, "tp": config.tp_size}
+    mesh = _mesh_of_config(sizes, devices)
 
     def apply(part: Any, device_mesh: DeviceMesh) -> nn.Module:
-        from torch.distributed.device_mesh import init_device_mesh
-
         names = ("pp", "dp_replicate", "fsdp", "tp")
         dense = init_device_mesh("cpu", (1, *device_mesh.mesh.shape), mesh_dim_names=names)
         sizes = (1, config.dp_replicate_size, config.efsdp_size, config.ep_size)
@@ -231,19 +223,15 @@ def _of_accelerate(module: nn.Module, config: Any, devices: int) -> ForeignPlan:
     for axis in ("cp", "sp"):
         if sizes.pop(axis) > 1:
             raise ShardwiseError(
-                problem(f"{axis}_size > 1 needs attention kernels of GPUs", fix=f"check the rest with {axis}_size=1")
+                f"{axis}_size > 1 needs attention kernels of GPUs", fix=f"check the rest with {axis}_size=1"
             )
-    mesh = Mesh(sizes)
-    if mesh.num_devices != devices:
-        raise ShardwiseError(problem(f"the config is for {mesh.num_devices} devices, not {devices}", fix="devices=..."))
+    mesh = _mesh_of_config(sizes, devices)
     tensor = _of_transformers(module, "auto", mesh) if sizes["tp"] > 1 else None
     blocks = _repeated(module)
     sharded = _of_fsdp(module, {"fully_shard": blocks}, mesh) if sizes["dp_shard"] > 1 else None
     if sharded is None and sizes["dp_replicate"] > 1:
         raise ShardwiseError(
-            problem(
-                "dp_replicate_size without dp_shard_size is DDP, outside of this config", fix="dp_shard_size=2, say"
-            )
+            "dp_replicate_size without dp_shard_size is DDP, outside of this config", fix="dp_shard_size=2, say"
         )
 
     def apply(model: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -275,8 +263,6 @@ def _matching(module: nn.Module, pattern: str) -> list[str]:
 
 
 def _of_styles(module: nn.Module, plan: Mapping[str, Any], mesh: Mesh) -> ForeignPlan:
-    from torch.distributed.tensor.parallel import parallelize_module
-
     unused = [path for path in plan if not _matching(module, path)]
     if len(unused) == len(plan):
         raise _nothing(unused, "plan", module)
@@ -284,8 +270,6 @@ def _of_styles(module: nn.Module, plan: Mapping[str, Any], mesh: Mesh) -> Foreig
     own_axes = _names(mesh, data=False)
 
     def apply(part: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        import copy
-
         for path, style in plan.items():
             if path not in unused:
                 try:
@@ -301,23 +285,17 @@ def _of_styles(module: nn.Module, plan: Mapping[str, Any], mesh: Mesh) -> Foreig
 
 
 def _of_fsdp(module: nn.Module, settings: Mapping[str, Any], mesh: Mesh) -> ForeignPlan:
-    from torch.distributed.fsdp import fully_shard
-
     options = {key: value for key, value in settings.items() if key != "fully_shard"}
     notes = []
     if options.pop("mp_policy", None) is not None:
         notes.append("compared in float64: mp_policy is left out")
     unknown = options.keys() - {"reshard_after_forward", "offload_policy", "shard_placement_fn", "ignored_params"}
     if unknown:
-        raise ShardwiseError(
-            problem(f"fully_shard has no setting {listed(sorted(unknown))}", fix="check its signature")
-        )
+        raise ShardwiseError(f"fully_shard has no setting {listed(sorted(unknown))}", fix="check its signature")
     patterns = settings["fully_shard"]
     if not isinstance(patterns, (str, list, tuple)) or not all(isinstance(path, str) for path in patterns):
         what = f"fully_shard is {shorten_repr(patterns)}"
-        raise ShardwiseError(
-            problem(what, fix='pass paths of modules: {"fully_shard": ["layers.*"]}; [] wraps the root alone')
-        )
+        raise ShardwiseError(what, fix='pass paths of modules: {"fully_shard": ["layers.*"]}; [] wraps the root alone')
     paths = [patterns] if isinstance(patterns, str) else list(patterns)
     unused = [path for path in paths if path and not _matching(module, path)]
     if paths and len(unused) == len(paths):

@@ -54,7 +54,6 @@ class WorkCounter(TorchDispatchMode):
 
 
 def itemsize(dtype: torch.dtype, stored: torch.dtype) -> int:
-    """Return the bytes of an element in the model's own dtype."""
     return (stored if dtype == torch.float64 else dtype).itemsize
 
 

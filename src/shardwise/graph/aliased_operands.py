@@ -68,6 +68,3 @@ def _aliased_operand(node: Node) -> dict[int, AliasedOperand]:
 def _is_whole(result: torch.Tensor, operand: torch.Tensor) -> bool:
     same = (result.shape, result.stride(), result.storage_offset()) == (operand.shape, operand.stride(), 0)
     return same and operand.is_contiguous() and result.is_conj() == operand.is_conj()
-
-
-__all__ = ["AliasedOperand", "NodeCalls"]

@@ -20,7 +20,7 @@ import torch
 import torch.fx.traceback
 from torch import nn
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.graph.custom_operators import mark
 
 Strategy = str | tuple[tuple[int, ...], ...]
@@ -74,9 +74,7 @@ class AnnotationRecorder:
 
         @wraps(forward)
         def covered(*args: Any, **kwargs: Any) -> Any:
-            with torch.fx.traceback.annotate({REGION: number}):
-                result = forward(*args, **kwargs)
-            return _with_out_strategy(result, region)
+            return _in_region(forward, region, number, args, kwargs)
 
         module.forward = covered
 
@@ -126,10 +124,7 @@ def shard(target: Target, in_strategy: Any, out_strategy: Any = None) -> Target:
         if recorder is None:
             return target(*args, **kwargs)
         region = AnnotatedRegion(name, "", strategy, out, source)
-        number = recorder.add(region)
-        with torch.fx.traceback.annotate({REGION: number}):
-            result = target(*args, **kwargs)
-        return _with_out_strategy(result, region)
+        return _in_region(target, region, recorder.add(region), args, kwargs)
 
     return cast(Target, sharded)
 
@@ -151,15 +146,18 @@ def constrain(x: torch.Tensor, text: str) -> torch.Tensor:
     """
     if not isinstance(text, str) or not text.strip():
         raise ShardwiseError(
-            problem(f"constrain takes a layout as text, not {text!r}", source=_caller_line(), fix='"[32@dp, 512]"')
+            f"constrain takes a layout as text, not {text!r}", source=_caller_line(), fix='"[32@dp, 512]"'
         )
     if _RECORDER.get() is None:
         return x
     return cast(torch.Tensor, mark(x, text))
 
 
-def _with_out_strategy(result: Any, region: AnnotatedRegion) -> Any:
-    """Mark the results of an annotated call with their requested layouts."""
+def _in_region(
+    function: Callable[..., Any], region: AnnotatedRegion, number: int, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    with torch.fx.traceback.annotate({REGION: number}):
+        result = function(*args, **kwargs)
     out = region.out_strategy
     if out is None:
         return result
@@ -172,12 +170,10 @@ def _with_out_strategy(result: Any, region: AnnotatedRegion) -> Any:
     ):
         count = f"{len(tensors)} results" if isinstance(tensors, (tuple, list)) else f"a {type(result).__name__}"
         raise ShardwiseError(
-            problem(
-                f"out_strategy {out!r} is for {num_tags} result tensors, the call returned {count}",
-                op=region.name or region.path,
-                source=region.source,
-                fix="pass one tuple of split counts per result, or use sw.constrain on them",
-            )
+            f"out_strategy {out!r} is for {num_tags} result tensors, the call returned {count}",
+            op=region.name or region.path,
+            source=region.source,
+            fix="pass one tuple of split counts per result, or use sw.constrain on them",
         )
     marked = [mark(t, out if isinstance(out, str) else repr((out[i],))) for i, t in enumerate(tensors)]
     return marked[0] if isinstance(result, torch.Tensor) else type(result)(marked)
@@ -201,12 +197,10 @@ def _checked_pair(strategy: Any, out_strategy: Any, name: str, source: str) -> t
         written, meant = _tuples(strategy), _tuples(pair)
         alone = "; its second argument would be the strategy of the results" if len(pair) == 2 else ""
         raise ShardwiseError(
-            problem(
-                f"a strategy holds one tuple per tensor operand, but {written!r} is a single tuple of counts{alone}",
-                op=name,
-                source=source,
-                fix=f"shard({name}, {meant!r})",
-            )
+            f"a strategy holds one tuple per tensor operand, but {written!r} is a single tuple of counts{alone}",
+            op=name,
+            source=source,
+            fix=f"shard({name}, {meant!r})",
         )
     out = None if out_strategy is None else _checked(out_strategy, "out_strategy", name, source)
     return None if strategy is None else _checked(strategy, "in_strategy", name, source), out
@@ -226,7 +220,7 @@ def _tuples(strategy: Any) -> Any:
 
 def _checked(strategy: Any, role: str, name: str, source: str) -> Strategy:
     def fail(what: str, fix: str) -> ShardwiseError:
-        return ShardwiseError(problem(f"{role} {what}", op=name, source=source, fix=fix))
+        return ShardwiseError(f"{role} {what}", op=name, source=source, fix=fix)
 
     if isinstance(strategy, str):
         if not strategy.strip():

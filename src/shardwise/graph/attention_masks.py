@@ -86,7 +86,7 @@ class _Rewriting:
         if args == before:
             return None
         positional = tuple(args.pop(name) for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal"))
-        return (emitter.emit_as_is(ATTENTION, *positional, **args),)
+        return emitter.emit_as_is(ATTENTION, *positional, **args)
 
     def _conditions(
         self, mask: str, dtype: torch.dtype, queries: int, keys: int
@@ -123,8 +123,7 @@ class _Rewriting:
         conditions = (*self._bounds(seen, emitter), self._all_of(of_keys, emitter))
         operands = (args["query"], args["key"], args["value"], *conditions)
         blocks = blocks_of(seen, query.shape, query.dtype.itemsize)
-        result: Arg = emitter.emit(ATTENTION_WITHIN, *operands, args["enable_gqa"], args["scale"], *blocks)
-        return result
+        return emitter.emit(ATTENTION_WITHIN, *operands, args["enable_gqa"], args["scale"], *blocks)
 
     def _mask_of(self, seen: Intervals, emitter: Emitter) -> Ref:
         """Return the boolean mask of some intervals, shared by all attention calls of the model."""
@@ -138,7 +137,7 @@ class _Rewriting:
             for compare, bound in ((aten.lt.Tensor, end), (aten.ge.Tensor, first))
             if bound is not None
         ]
-        mask: Ref = parts[0] if len(parts) == 1 else emitter.emit(aten.logical_and.default, *parts)
+        mask = parts[0] if len(parts) == 1 else emitter.emit(aten.logical_and.default, *parts)
         self.masks.append((seen, mask))
         return mask
 
@@ -155,7 +154,7 @@ class _Rewriting:
             if torch.equal(limit, data):
                 return ref
         first = _first_of_band(data, num_keys)
-        bound: Ref = (
+        bound = (
             self._constant(data, emitter)
             if first is None
             else emitter.emit(aten.arange.start, first, first + len(data))
@@ -270,6 +269,4 @@ def _before_repetition(ref: Arg, emitter: Emitter) -> Ref | None:
 
 
 def _producer(ref: Arg, emitter: Emitter) -> Op | None:
-    if not isinstance(ref, Ref):
-        return None
-    return next((op for op in reversed(emitter.ops) if ref.name in op.results), None)
+    return emitter.producer.get(ref.name) if isinstance(ref, Ref) else None

@@ -39,15 +39,13 @@ def _attention_within(
     seen: Tensor | None,
     enable_gqa: bool,
     scale: float | None,
-    rows: Sequence[int],
-    firsts: Sequence[int],
-    ends: Sequence[int],
+    *blocks: Sequence[int],
 ) -> Tensor:
     """Compute attention block by block. ``first``, ``end``: int64 [queries], None: no bound. ``seen``: booleans [...,
-    1, keys], False for keys that no query sees. Block i: ``rows`` queries, keys from ``firsts[i]`` up to
-    ``ends[i]``."""
+    1, keys], False for keys that no query sees. Blocks: a number of
+    queries, and the keys from one up to another."""
     parts, start = [], 0
-    for number, lowest, highest in zip(rows, firsts, ends, strict=True):
+    for number, lowest, highest in zip(*blocks, strict=True):
         begins, stops = (None if x is None else x.narrow(0, start, number) for x in (first, end))
         of_keys = None if seen is None else seen.narrow(-1, lowest, highest - lowest)
         mask = interval_mask(torch.arange(lowest, highest, device=query.device), begins, stops, of_keys)
@@ -133,8 +131,4 @@ def blocks_at(
     """Return the blocks of some of the queries, given their indices in ascending runs."""
     block = torch.searchsorted(torch.tensor(rows).cumsum(0), index, right=True)
     which, counts = torch.unique_consecutive(block, return_counts=True)
-    return (
-        tuple(counts.tolist()),
-        tuple(firsts[i] for i in which.tolist()),
-        tuple(ends[i] for i in which.tolist()),
-    )
+    return (tuple(counts.tolist()), tuple(firsts[i] for i in which.tolist()), tuple(ends[i] for i in which.tolist()))

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from shardwise.dispatch_mode import DispatchMode
-from shardwise.errors import CaptureError, problem
+from shardwise.dispatch_mode import OpRecorder
+from shardwise.errors import CaptureError
 
 DEVICES = ("cpu", "cuda")
 _Call = tuple[str, tuple[torch.dtype, ...]]  # a kernel and the dtypes of its operands
@@ -45,11 +45,9 @@ class Autocast:
         """Return the autocast of a region. Raises CaptureError as ``ambient`` does."""
         if device != "cpu":
             raise CaptureError(
-                problem(
-                    f'torch.autocast("{device}") is active, but models are captured on the CPU, where '
-                    "autocast casts other operators",
-                    fix="plan with precision=sw.Precision(compute=torch.bfloat16), or cast explicitly with .to(dtype)",
-                )
+                f'torch.autocast("{device}") is active, but models are captured on the CPU, where '
+                "autocast casts other operators",
+                fix="plan with precision=sw.Precision(compute=torch.bfloat16), or cast explicitly with .to(dtype)",
             )
         return Autocast(device, dtype or torch.get_autocast_dtype(device))
 
@@ -71,10 +69,8 @@ def check_ambient(planned: Autocast | None, where: str) -> None:
         return
     text = "no autocast" if planned is None else str(planned)
     raise CaptureError(
-        problem(
-            f'torch.autocast("{active[0]}") is active {where}, but the plan was made for {text}',
-            fix="call sw.plan and the module under the same autocast, and backward outside it (or use par.step)",
-        )
+        f'torch.autocast("{active[0]}") is active {where}, but the plan was made for {text}',
+        fix="call sw.plan and the module under the same autocast, and backward outside it (or use par.step)",
     )
 
 
@@ -111,7 +107,7 @@ def casts_of(autocast: Autocast, target: OpOverload, call: Callable[[Callable[..
     candidates = [ahead]
     if any(argument.name == "dtype" for argument in target._schema.arguments):
         candidates.append(Casts(ahead.operands, torch.float32))
-    low = {i for i, dtype in enumerate(expected.dtypes) if dtype.is_floating_point and dtype != torch.float64}
+    low = {i for i, x in enumerate(expected.tensors) if x.is_floating_point() and x.dtype != torch.float64}
     candidates.append(Casts(dict.fromkeys(low, autocast.dtype)))  # for compositions of products, such as einsum
     for cast in candidates:
         kernels = _kernels(None, target, call, cast)
@@ -120,15 +116,31 @@ def casts_of(autocast: Autocast, target: OpOverload, call: Callable[[Callable[..
     return None
 
 
-@dataclass(frozen=True)
-class _KernelTrace:
-    """The kernels of a call, in order. ``computing``: those that are neither casts nor views; ``casts``: position of a
-    tensor of the call -> the dtype it was first cast to; ``dtypes``: the dtypes of its tensors."""
+class _KernelTrace(OpRecorder):
+    """The kernels of a call, in order. ``computing``: those that are neither casts nor views; ``tensors``: of the call;
+    ``cast_to``: identity of a tensor -> the dtype it was first cast to."""
 
-    calls: list[_Call]
-    computing: list[_Call]
-    casts: dict[int, torch.dtype]
-    dtypes: list[torch.dtype]
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[_Call] = []
+        self.computing: list[_Call] = []
+        self.cast_to: dict[int, torch.dtype] = {}
+        self.tensors: list[torch.Tensor] = []
+
+    @property
+    def casts(self) -> dict[int, torch.dtype]:
+        """Map positions of the call's tensors to the dtypes that they were cast to."""
+        return {i: self.cast_to[id(x)] for i, x in enumerate(self.tensors) if id(x) in self.cast_to}
+
+    def record(self, func: Any, args: Any, kwargs: dict[str, Any], returned: Any) -> None:
+        if func.namespace == "prim":
+            return
+        dtypes = [x.dtype for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        self.calls.append((str(func), tuple(dtypes)))
+        if func is torch.ops.aten._to_copy.default:
+            self.cast_to.setdefault(id(args[0]), kwargs.get("dtype", args[0].dtype))
+        elif not func.is_view:
+            self.computing.append(self.calls[-1])
 
 
 def _kernels(
@@ -136,42 +148,19 @@ def _kernels(
 ) -> _KernelTrace | None:
     """Trace the kernels of a call on fake tensors after ``cast``. None if the call fails, as with operands of several
     dtypes, which some operators accept only under autocast."""
-    tensors: list[torch.Tensor] = []
+    trace = _KernelTrace()
 
     def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        tensors.append(torch.empty(shape, dtype=cast.operands.get(len(tensors), dtype)))
-        return tensors[-1]
+        trace.tensors.append(torch.empty(shape, dtype=cast.operands.get(len(trace.tensors), dtype)))
+        return trace.tensors[-1]
 
     with _disable_current_modes(), FakeTensorMode(), torch.no_grad():
         args, kwargs = call(make)
         if cast.dtype is not None:
             kwargs = {**kwargs, "dtype": cast.dtype}
         try:
-            with _AutocastRecorder() as seen, no_autocast() if autocast is None else autocast.active(cache=False):
+            with trace, no_autocast() if autocast is None else autocast.active(cache=False):
                 target(*args, **kwargs)
         except RuntimeError:
             return None
-    casts = {i: seen.casts[id(tensor)] for i, tensor in enumerate(tensors) if id(tensor) in seen.casts}
-    return _KernelTrace(seen.calls, seen.computing, casts, [tensor.dtype for tensor in tensors])
-
-
-class _AutocastRecorder(DispatchMode):
-    """Dispatch mode that records the kernels that run and their casts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[_Call] = []
-        self.computing: list[_Call] = []
-        self.casts: dict[int, torch.dtype] = {}
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func.namespace != "prim":
-            dtypes = [x.dtype for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-            self.calls.append((str(func), tuple(dtypes)))
-            if func is torch.ops.aten._to_copy.default:
-                self.casts.setdefault(id(args[0]), (kwargs or {}).get("dtype", args[0].dtype))
-            elif not func.is_view:
-                self.computing.append(self.calls[-1])
-        return func(*args, **(kwargs or {}))
+    return trace

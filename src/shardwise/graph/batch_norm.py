@@ -49,8 +49,7 @@ def batch_norm_with_statistics(op: Op, emitter: Emitter) -> tuple[Ref, Ref, Ref]
     unbiased = emit(aten.div.Tensor, squares, max(count - 1, 1))
 
     def statistic(ref: Ref) -> Ref:
-        flat: Ref = emit(aten.reshape.default, ref, (channels,))
-        detached: Ref = emit(aten.detach.default, flat) if emitter.value(flat).requires_grad else flat
-        return detached
+        flat = emit(aten.reshape.default, ref, (channels,))
+        return emit(aten.detach.default, flat) if emitter.value(flat).requires_grad else flat
 
     return result, statistic(mean), statistic(unbiased)

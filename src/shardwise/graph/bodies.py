@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from shardwise.graph.annotate import REGION
 from shardwise.graph.origins import LINE, is_initial, module_path
-from shardwise.graph.repeats import ENTER, Repeats
+from shardwise.graph.repeats import ENTER, Repeats, tensor_form
 from shardwise.graph.schema import operator_name, tensor_results
 from shardwise.graph.segments import SEGMENT
 from shardwise.graph.trees import constant_key, is_constant
@@ -107,7 +107,7 @@ class Body:
         target = node.op if node.op in ("placeholder", "output") else node.target
         line = (node.meta.get("custom") or {}).get(LINE)
         arguments = _key_of((node.args, node.kwargs), pairs)
-        values = tuple(map(_form, tensor_results(node.meta.get("val"))))
+        values = tuple(map(tensor_form, tensor_results(node.meta.get("val"))))
         return target, arguments, values, line, is_initial(node), self.relative(module_path(node, self.prefix))
 
     def relative(self, path: str) -> tuple[bool, str]:
@@ -216,7 +216,6 @@ def _with_subgraphs(nodes: Iterable[Node]) -> Iterator[Node]:
 
 
 def _key_of(arg: Any, pairs: Mapping[Node, Node]) -> object:
-    """Return an argument with nodes replaced by their counterparts."""
     if isinstance(arg, Node):
         return pairs.get(arg, arg)
     if isinstance(arg, (tuple, list)):
@@ -224,10 +223,3 @@ def _key_of(arg: Any, pairs: Mapping[Node, Node]) -> object:
     if isinstance(arg, dict):
         return tuple((key, _key_of(value, pairs)) for key, value in arg.items())
     return constant_key(arg) if is_constant(arg) else arg
-
-
-def _form(tensor: torch.Tensor) -> object:
-    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad
-
-
-__all__ = ["Bodies", "Inlining", "NotRepeated", "marks_of", "storage_of"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import CaptureError, problem
+from shardwise.errors import CaptureError
 from shardwise.untrusted_text import shorten_repr
 
 
@@ -21,12 +21,12 @@ def call_arguments(
     CaptureError for anything else."""
     if not isinstance(kwargs, Mapping | None):
         what = f"kwargs is {shorten_repr(kwargs)}"
-        raise CaptureError(problem(what, fix="pass a dict of named inputs, or leave it out"))
+        raise CaptureError(what, fix="pass a dict of named inputs, or leave it out")
     if isinstance(example_inputs, Mapping):
         return (), {**example_inputs, **(kwargs or {})}
     if not isinstance(example_inputs, Iterable):
         what = f"the example inputs are {shorten_repr(example_inputs)}"
-        raise CaptureError(problem(what, fix="pass a tensor, a tuple of inputs, a dict of named inputs, or ()"))
+        raise CaptureError(what, fix="pass a tensor, a tuple of inputs, a dict of named inputs, or ()")
     args = (example_inputs,) if isinstance(example_inputs, torch.Tensor) else tuple(example_inputs)
     return args, dict(kwargs or {})
 
@@ -62,12 +62,10 @@ def divide_targets(
     count = len([name for name in target_names if name not in named])
     if count > len(args):
         raise CaptureError(
-            problem(
-                f"the loss takes {count} positional targets ({', '.join(target_names)}), "
-                f"but there are {len(args)} positional examples",
-                op=getattr(loss, "__name__", type(loss).__name__),
-                fix="pass the examples in order: the inputs of the module, then the targets of the loss",
-            )
+            f"the loss takes {count} positional targets ({', '.join(target_names)}), "
+            f"but there are {len(args)} positional examples",
+            op=getattr(loss, "__name__", type(loss).__name__),
+            fix="pass the examples in order: the inputs of the module, then the targets of the loss",
         )
     first = len(args) - count
     own_args, own_kwargs = args[:first], {name: value for name, value in kwargs.items() if name not in named}
@@ -86,7 +84,7 @@ def _check_taken(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
             why = f"{most} positional argument{'s' * (most != 1)}, {len(args)} were given"
             fix = "if the last are targets, pass loss=, a function of the output and the targets"
         what = f"{type(module).__name__}.forward does not take these arguments: {why}"
-        raise CaptureError(problem(what, fix=fix)) from error
+        raise CaptureError(what, fix=fix) from error
 
 
 def _most_positional(module: nn.Module) -> int | None:
@@ -105,7 +103,7 @@ def _parameters_of(loss: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
         name = getattr(loss, "__name__", repr(loss))
         what = f"the loss {name} has no signature: {error}" if callable(loss) else f"the loss {name} is not a function"
         fix = "pass a function with named parameters: loss=lambda output, target: ..."
-        raise CaptureError(problem(what, fix=fix)) from error
+        raise CaptureError(what, fix=fix) from error
 
 
 def find_loss(output: Any, *, required: bool = False) -> torch.Tensor | None:
@@ -120,7 +118,5 @@ def find_loss(output: Any, *, required: bool = False) -> torch.Tensor | None:
             return candidate
     if required:
         shape = list(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
-        raise CaptureError(
-            problem(f"the loss function returned {shape}, not a floating scalar", fix="reduce it: loss.mean()")
-        )
+        raise CaptureError(f"the loss function returned {shape}, not a floating scalar", fix="reduce it: loss.mean()")
     return None

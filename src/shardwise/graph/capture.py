@@ -31,7 +31,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError, problem, warn_user
+from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError, warn_user
 from shardwise.graph.annotate import AnnotatedRegion, Annotation, checked_strategy, module_region
 from shardwise.graph.attention_masks import fold_masks
 from shardwise.graph.autocast import no_autocast
@@ -60,14 +60,7 @@ from shardwise.graph.segments import Segment, announce_selective, segments_of
 from shardwise.graph.shared_memory import check_memory
 from shardwise.graph.simplify import SIMPLIFICATIONS
 from shardwise.graph.step_precision import MODELS_OWN, Precision, check_real, with_reductions
-from shardwise.graph.tracing import (
-    ExportedCall,
-    ModuleCall,
-    TwoCalls,
-    line_of_change,
-    trace,
-    trace_pair,
-)
+from shardwise.graph.tracing import ExportedCall, ModuleCall, TwoCalls, line_of_change, trace, trace_pair
 from shardwise.graph.trees import check_leaves, flatten_with_path, leaf_name, unflatten
 
 _PREFIX = "module"  # where TracedCall keeps the module
@@ -87,14 +80,13 @@ class OutputMemory:
 class Capture:
     """A captured call.
 
-    ``in_spec``, ``out_spec``: pytree specs of (args, kwargs) and of the call's result (of the loss, if a loss function
+    ``out_spec``: pytree spec of the call's result (of the loss, if a loss function
     was given). ``constants``: value name -> data, for sources of kind "constant". ``annotations``: the user's
     strategies, by scope. ``memories``: of the outputs; None for constants. ``segments``: the parts that the model or
     the user wants recomputed in backward.
     """
 
     graph: Graph
-    in_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
     constants: dict[str, torch.Tensor]
     annotations: tuple[Annotation, ...]
@@ -177,7 +169,7 @@ def capture(
         for scope, region in zip(scopes, traced.regions, strict=True)
         if scope and region.strategy is not None
     )
-    return Capture(graph, in_spec, traced.outcome.spec, constants, annotations, memories, segments)
+    return Capture(graph, traced.outcome.spec, constants, annotations, memories, segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,9 +208,7 @@ def capture_function(call: Callable[..., Any], examples: tuple[torch.Tensor, ...
     graph, constants, *_ = _to_graph(trace(ModuleCall(module, examples, run), {}), module, inputs)
     if constants:
         raise CaptureError(
-            problem(
-                f"{call} makes tensors from data: {', '.join(constants)}", fix="compute them with torch.full or arange"
-            )
+            f"{call} makes tensors from data: {', '.join(constants)}", fix="compute them with torch.full or arange"
         )
     return graph
 
@@ -239,11 +229,9 @@ def _matched_strategies(module: nn.Module, strategies: Mapping[str, Any]) -> dic
         }
     if missing:
         raise ShardwiseError(
-            problem(
-                f"no module matches {'; '.join(missing)}",
-                fix="patterns are over the names of model.named_modules()",
-                section="strategy-names",
-            )
+            f"no module matches {'; '.join(missing)}",
+            fix="patterns are over the names of model.named_modules()",
+            section="strategy-names",
         )
     return regions
 
@@ -296,13 +284,11 @@ def _reject_initial_draws(graph: Graph, initial: Collection[str]) -> None:
     for op in graph.ops:
         if op.name in initial and is_random(op.target):
             raise CaptureError(
-                problem(
-                    f"torch.nn.init draws values ({operator_name(op.target)}) in forward, and forward uses them: "
-                    "they would change in every step and are never trained",
-                    op=op.module,
-                    source=op.source,
-                    fix="build the layer in __init__; draw noise with torch.randn or Tensor.normal_",
-                )
+                f"torch.nn.init draws values ({operator_name(op.target)}) in forward, and forward uses them: "
+                "they would change in every step and are never trained",
+                op=op.module,
+                source=op.source,
+                fix="build the layer in __init__; draw noise with torch.randn or Tensor.normal_",
             )
 
 
@@ -372,23 +358,19 @@ def _check_state(called: ModuleCall, inputs: tuple[InputTensor, ...], traced: Ex
     changed = traced.outcome.changed
     if traced.outcome.registered:
         raise CaptureError(
-            problem(
-                f"the model's forward changes its parameters, buffers or hooks: {traced.outcome.registered}",
-                source=line_of_change(called, changed),
-                fix="create and freeze parameters, register buffers and set hooks before sw.plan and sw.parallelize",
-            )
+            f"the model's forward changes its parameters, buffers or hooks: {traced.outcome.registered}",
+            source=line_of_change(called, changed),
+            fix="create and freeze parameters, register buffers and set hooks before sw.plan and sw.parallelize",
         )
     calls, what = _compared(called, inputs)
     silent = () if what else _without_effect(called, inputs, traced)
     reject_reads([read for read in traced.reads if read not in silent], what)
     if what:
         raise CaptureError(
-            problem(
-                f"the model's forward changes its own Python state, and {what}: {calls.changed}",
-                source=line_of_change(called, changed),
-                fix="keep values that change between calls in a buffer (self.register_buffer), or pass them as inputs",
-                section="python-state",
-            )
+            f"the model's forward changes its own Python state, and {what}: {calls.changed}",
+            source=line_of_change(called, changed),
+            fix="keep values that change between calls in a buffer (self.register_buffer), or pass them as inputs",
+            section="python-state",
         )
     if calls.kept_changing:
         warn_user(
@@ -464,10 +446,8 @@ def _bind_placeholders(
             name = canonical[_unprefixed(spec.target)]
         else:
             raise CaptureError(
-                problem(
-                    f"the model's call uses {spec.target}, a {spec.kind.name.lower()}: only tensors can be captured",
-                    fix="draw without generator= (sw.parallelize takes the seed); replace other objects by numbers",
-                )
+                f"the model's call uses {spec.target}, a {spec.kind.name.lower()}: only tensors can be captured",
+                fix="draw without generator= (sw.parallelize takes the seed); replace other objects by numbers",
             )
         if name in bound:
             functionalizer.bind_shared(node, bound[name])
@@ -488,17 +468,15 @@ def _constant_data(data: Any, node: Node, transformed: str = "") -> torch.Tensor
     assert isinstance(data, torch.Tensor), f"the constant {node} is a {type(data).__name__}"
     if is_fake(data) and transformed:
         raise CaptureError(
-            problem(f"{TRANSFORMS} in forward cannot be captured", source=transformed, fix=CONSTRUCTS[TRANSFORMS])
+            f"{TRANSFORMS} in forward cannot be captured", source=transformed, fix=CONSTRUCTS[TRANSFORMS]
         )
     if is_fake(data):
         raise CaptureError(
-            problem(
-                "forward uses .data of a parameter or buffer, calls requires_grad_ on a tensor it made, or computes "
-                "in another thread",
-                source=next((line_of(user) for user in node.users), ""),
-                fix="read it with .detach() and change parameters in the optimizer; differentiate with respect to "
-                "tensors computed from parameters; compute in one thread",
-            )
+            "forward uses .data of a parameter or buffer, calls requires_grad_ on a tensor it made, or computes "
+            "in another thread",
+            source=next((line_of(user) for user in node.users), ""),
+            fix="read it with .detach() and change parameters in the optimizer; differentiate with respect to "
+            "tensors computed from parameters; compute in one thread",
         )
     return data.detach()
 

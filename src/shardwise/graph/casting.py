@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from shardwise.errors import CaptureError, problem
+from shardwise.errors import CaptureError
 from shardwise.graph.autocast import Autocast, casts_of
 from shardwise.graph.emitter import Emitter
-from shardwise.graph.ir import Arg, Op, Ref, map_refs, refs
-from shardwise.graph.schema import operator_name, tensor_results
+from shardwise.graph.ir import Op, Ref, map_operands
+from shardwise.graph.schema import filled, operator_name, tensor_results
 
 _FIX = "call it under torch.autocast(..., enabled=False) with operands cast beforehand"
 
@@ -42,24 +42,23 @@ class Casting:
         """Return the operator with operands cast by ``cast``. Raises CaptureError if autocast casts inside of it."""
         if self.autocast is None or not isinstance(op.target, OpOverload):
             return op
-        names = refs((op.args, tuple(value for _, value in op.kwargs)))
-        if not any(self.emitter.values[name].dtype.is_floating_point for name in names):
+        if not any(self.emitter.values[name].dtype.is_floating_point for name in op.operands):
             return op
         casts = casts_of(self.autocast, op.target, partial(self._example, op))
         if casts is None:
             what = f"{self.autocast} casts inside of {operator_name(op.target)}, part by part"
-            raise CaptureError(problem(what, op=op.name.rstrip("/"), source=op.source, fix=_FIX))
+            raise CaptureError(what, op=op.name.rstrip("/"), source=op.source, fix=_FIX)
         numbers = count()
 
         def operand(name: str) -> Ref:
             dtype = casts.operands.get(next(numbers))
             return Ref(name) if dtype is None else self._cast(name, dtype, cast, remembers)
 
-        args = map_refs(op.args, operand)
-        kwargs = tuple((key, map_refs(arg, operand)) for key, arg in op.kwargs)
-        if casts.dtype is not None:
-            kwargs = (*((key, arg) for key, arg in kwargs if key != "dtype"), ("dtype", casts.dtype))
-        return replace(op, args=args, kwargs=kwargs)
+        op = map_operands(op, operand)
+        if casts.dtype is None:
+            return op
+        others = ((key, arg) for key, arg in op.kwargs if key != "dtype")
+        return replace(op, kwargs=(*others, ("dtype", casts.dtype)))
 
     def _cast(self, name: str, dtype: torch.dtype, cast: Callable[[str, torch.dtype], Ref], remembers: bool) -> Ref:
         if (name, dtype) in self._casts:
@@ -74,15 +73,11 @@ class Casting:
     def _example(self, op: Op, make: Callable[..., Any]) -> tuple[Any, Any]:
         """Return the arguments of an operator with examples for its tensors, in the order of ``refs``."""
 
-        def filled(arg: Arg) -> Any:
-            if isinstance(arg, tuple):
-                return [filled(item) for item in arg]
-            if isinstance(arg, Ref):
-                value = self.emitter.value(arg)
-                return make(value.shape, value.dtype)
-            return arg
+        def example(name: str) -> Any:
+            value = self.emitter.values[name]
+            return make(value.shape, value.dtype)
 
-        return [filled(arg) for arg in op.args], {key: filled(value) for key, value in op.kwargs}
+        return filled(op.args, example), {key: filled(arg, example) for key, arg in op.kwargs}
 
     def check(self, results: Sequence[Ref], val: Any, op: Op) -> None:
         """Raise CaptureError unless the results have the dtypes that the model saw. ``val``: the traced results."""
@@ -92,4 +87,4 @@ class Casting:
             cast_dtype = self.emitter.value(ref).dtype
             if isinstance(fake, torch.Tensor) and fake.dtype != cast_dtype:
                 what = f"{operator_name(op.target)} gives {fake.dtype} under {self.autocast}, {cast_dtype} by its casts"
-                raise CaptureError(problem(what, op=op.name.rstrip("/"), source=op.source, fix=_FIX))
+                raise CaptureError(what, op=op.name.rstrip("/"), source=op.source, fix=_FIX)

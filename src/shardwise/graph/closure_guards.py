@@ -10,7 +10,6 @@ from __future__ import annotations
 import builtins
 import dis
 import functools
-import sys
 import threading
 from argparse import Namespace
 from collections import deque
@@ -24,16 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.graph.code_reachability import ReachableCode, names_in_methods
-from shardwise.graph.looking import attribute, item_of, items_of, size_of, text_of
-from shardwise.graph.module_state import OF_TORCH
-from shardwise.graph.origins import is_module_of_models
+from shardwise.graph.looking import attribute, item_of, items_of, nested_code, shown_first, size_of, text_of
+from shardwise.graph.module_state import MOST_ITEMS, OF_TORCH, content_of, item_key
+from shardwise.graph.origins import is_class_of_models, is_module_of_models
 from shardwise.graph.trees import constant_key, is_constant, is_plain_tensor
 
-_MOST_ITEMS = (
-    1000  # of a container whose items are looked at, and of a tensor whose numbers are; longer ones are tables
-)
 _OF_USERS = (Namespace, SimpleNamespace, threading.local)  # classes of Python whose attributes are a user's
 
 
@@ -84,12 +80,10 @@ class ClosureGuards:
             self._take(now)
             return
         raise ShardwiseError(
-            problem(
-                f"the code of the model or of its loss uses {changed}, which changed after the programs were "
-                "captured: ranks would use the old value",
-                fix="pass values that change between steps as inputs, or keep them in a buffer of the model and "
-                "write to it (fill_, copy_); set constants before sw.plan and sw.parallelize",
-            )
+            f"the code of the model or of its loss uses {changed}, which changed after the programs were "
+            "captured: ranks would use the old value",
+            fix="pass values that change between steps as inputs, or keep them in a buffer of the model and "
+            "write to it (fill_, copy_); set constants before sw.plan and sw.parallelize",
         )
 
     def _now(self) -> _GuardReader:
@@ -127,18 +121,15 @@ class _GuardReader:
             one_sided += [where for where in alone if not where.startswith(whole)]
         both = [where for where, key in self.leaves.items() if after.leaves.get(where, key) != key]
         names = dict.fromkeys([*both, *one_sided])
-        shown = [f"{where} ({self.texts.get(where, 'none')} -> {after.texts.get(where, 'none')})" for where in names]
-        return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
+        return shown_first([f"{p} ({self.texts.get(p, 'none')} -> {after.texts.get(p, 'none')})" for p in names])
 
     # -- places --------------------------------------------------------------------------------------------------------
 
     def read_all(self, values: Mapping[str, object]) -> None:
-        """Read values by name."""
         for name, value in values.items():
             self.read(name, value)
 
     def read_code(self, code: ReachableCode) -> None:
-        """Read everything that the code uses, and torch's default dtype."""
         loss = code.loss if isinstance(code.loss, nn.Module) else None
         of_loss = set() if loss is None else set(map(id, loss.modules()))
         self._seen.update(set(map(id, code.owners)) - of_loss)
@@ -179,7 +170,6 @@ class _GuardReader:
     # -- values --------------------------------------------------------------------------------------------------------
 
     def read(self, where: str, value: Any) -> None:
-        """Read a value and its contents."""
         if isinstance(value, torch.Tensor):
             self.numbers.add(where)
             self._read_tensor(where, value)
@@ -213,21 +203,21 @@ class _GuardReader:
             names = names_in_methods(type(value), self.names)
             self._read_attributes(where, attribute(value, "__dict__") or {}, names)
             for kind in type(value).__mro__:
-                if is_module_of_models(sys.modules.get(kind.__module__)):
+                if is_class_of_models(kind):
                     self._read_class(kind, names)
         else:
             self._leaf(where, id(value), text)
 
     def _read_items(self, where: str, value: Any) -> None:
         self._if(_has_length, value, size_of(value))
-        if size_of(value) > _MOST_ITEMS:
+        if size_of(value) > MOST_ITEMS:
             return
         if isinstance(value, dict):
             for key, _ in items_of(value):
                 self._at(dict.get, value, key, f"{where}[{text_of(key)}]")
         elif isinstance(value, set):
             items = frozenset(items_of(value))
-            self._leaf(where, frozenset(map(_item_key, items)), f"{len(items)} items")
+            self._leaf(where, frozenset(map(item_key, items)), f"{len(items)} items")
             self._if(_has_items, value, items)
         else:
             for i in range(size_of(value)):
@@ -261,10 +251,10 @@ class _GuardReader:
 
     def _read_tensor(self, where: str, tensor: torch.Tensor) -> None:
         text = f"a tensor {list(tensor.shape)}"
-        if tensor.numel() <= _MOST_ITEMS and tensor.device.type == "cpu" and is_plain_tensor(tensor):
+        if tensor.numel() <= MOST_ITEMS and tensor.device.type == "cpu" and is_plain_tensor(tensor):
             copy = tensor.detach().clone()  # .data is written to without a version
             text = text if tensor.numel() > 4 else str(copy.tolist())
-            self._leaf(where, (copy.dtype, copy.shape, _bytes(copy)), text)
+            self._leaf(where, content_of(copy), text)
             self._if(_is_equal, tensor, copy)
         elif tensor.is_inference() or not is_plain_tensor(tensor):
             self._leaf(where, id(tensor), text)
@@ -286,7 +276,7 @@ def _is_settings(value: Any, depth: int = 4) -> bool:
     """Return whether a value holds only numbers and texts, so that keeping it keeps no tensor alive."""
     if is_constant(value):
         return True
-    if isinstance(value, (list, tuple, dict, set)) and size_of(value) <= _MOST_ITEMS:
+    if isinstance(value, (list, tuple, dict, set)) and size_of(value) <= MOST_ITEMS:
         items: Iterable[Any] = dict.values(value) if isinstance(value, dict) else items_of(value)
     elif _is_of_a_user(value):
         items = (attribute(value, "__dict__") or {}).values()
@@ -296,21 +286,13 @@ def _is_settings(value: Any, depth: int = 4) -> bool:
 
 
 def _globals_of(code: CodeType) -> set[str]:
-    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
-    return names.union(*(_globals_of(inner) for inner in code.co_consts if isinstance(inner, CodeType)))
+    instructions = (i for inner in nested_code(code) for i in dis.get_instructions(inner))
+    return {i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
 
 
 def _is_of_a_user(value: object) -> bool:
     """Return whether an object's class allows user code to set its attributes."""
-    return isinstance(value, _OF_USERS) or is_module_of_models(sys.modules.get(type(value).__module__))
-
-
-def _item_key(item: Any) -> object:
-    return constant_key(item) if is_constant(item) else id(item)
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return isinstance(value, _OF_USERS) or is_class_of_models(type(value))
 
 
 # What a place is read by, with a holder and a key.
@@ -356,6 +338,3 @@ def _is_at(tensor: torch.Tensor, state: tuple[int, int]) -> bool:
 
 def _is_equal(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
     return torch.equal(tensor, copy)
-
-
-__all__ = ["ClosureGuards"]

@@ -11,7 +11,7 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.graph.looking import function_of, unwrapped
+from shardwise.graph.looking import closure_of, function_of, nested_code, unwrapped
 from shardwise.graph.origins import is_of_models
 
 Cached = functools._lru_cache_wrapper
@@ -76,16 +76,15 @@ class ReachableCode:
         while self._pending:
             function = self._pending.pop()
             self.functions.append(function)
-            names = set(_names(function.__code__))
-            self.texts.update(_texts(function.__code__))
+            names = _names(function.__code__)
+            constants = (value for code in nested_code(function.__code__) for value in code.co_consts)
+            self.texts.update(value for value in constants if isinstance(value, str))
             for kind in self.classes:
                 for name in (names - self.names).intersection(vars(kind)):
                     self.meet(vars(kind)[name])
             self.names |= names
             candidates: list[Any] = [function.__globals__.get(name, getattr(builtins, name, None)) for name in names]
-            for cell in function.__closure__ or ():
-                with suppress(ValueError):  # an empty cell
-                    candidates.append(cell.cell_contents)
+            candidates += closure_of(function).values()
             modules: set[ModuleType] = set()
             while candidates:
                 value = candidates.pop()
@@ -123,25 +122,14 @@ def names_in_methods(kind: type, names: Collection[str]) -> set[str]:
         method = inspect.getattr_static(kind, name, None)
         method = function_of(method)
         if isinstance(method, FunctionType) and is_of_models(method.__code__.co_filename):
-            new = set(_names(method.__code__)) - used
+            new = _names(method.__code__) - used
             used |= new
             pending += new
     return used
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _names(inner)
-
-
-def _texts(code: CodeType) -> Iterator[str]:
-    for constant in code.co_consts:
-        if isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, CodeType):
-            yield from _texts(constant)
+def _names(code: CodeType) -> set[str]:
+    return {name for inner in nested_code(code) for name in inner.co_names}
 
 
 @contextmanager
@@ -184,6 +172,3 @@ def _contents(cache: Cached[Any], owners: Sequence[nn.Module]) -> list[Any]:
 
 def _has_data(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and not tensor.is_meta
-
-
-__all__ = ["ReachableCode", "empty_tensor_caches", "names_in_methods", "reachable_code"]

@@ -40,7 +40,6 @@ def splitmix64(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _splitmix64_(bits: torch.Tensor) -> torch.Tensor:
-    """Apply ``splitmix64`` in place."""
     for count, multiplier in ((30, _MULTIPLIER_1), (27, _MULTIPLIER_2), (31, 1)):
         bits ^= _shift_right_(bits.clone(), count)
         if multiplier != 1:

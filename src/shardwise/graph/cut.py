@@ -42,11 +42,6 @@ class CutValue:
         """Return the parts that receive it: from the next one to the last user."""
         return tuple(range(self.maker + 1, self.users[-1] + 1))
 
-    @property
-    def carriers(self) -> tuple[int, ...]:
-        """Return the parts that only forward it."""
-        return tuple(part for part in self.receivers if part not in self.users)
-
 
 @dataclass(frozen=True)
 class GraphCut:
@@ -80,32 +75,6 @@ def _in_several(names_of_parts: Iterable[Iterable[str]]) -> dict[str, tuple[int,
     return {name: tuple(where) for name, where in parts.items() if len(where) > 1}
 
 
-def cut_graph(graph: Graph, boundaries: Sequence[str]) -> GraphCut:
-    """Cut the graph before each of the ``boundaries``, operators in execution order: one part more than boundaries.
-
-    Raises PlanError for an operator that does not exist, boundaries out of order, and a part without operators.
-    """
-    position = {op.name: i for i, op in enumerate(graph.ops)}
-    _check_exist(graph, boundaries)
-    starts = [0]
-    for boundary in boundaries:
-        start = position[boundary]
-        if start < starts[-1]:
-            before = graph.ops[starts[-1]]
-            raise PlanError(
-                problem(
-                    f"the boundary {boundary} is operator {start} of {len(graph.ops)}, but it must come after the "
-                    f"boundary named before it, {before.name}, operator {starts[-1]}",
-                    op=boundary,
-                    source=graph.ops[start].source,
-                    fix="name boundaries in the order of execution",
-                )
-            )
-        starts.append(start)
-    ends = [*starts[1:], len(graph.ops)]
-    return cut_apart(graph, [[op.name for op in graph.ops[start:end]] for start, end in zip(starts, ends, strict=True)])
-
-
 def cut_apart(graph: Graph, parts: Sequence[Sequence[str]]) -> GraphCut:
     """Cut the graph into parts of named operators. Every operator is in one part, none in an earlier one than its
     operands need. Operators keep their order inside a part.
@@ -116,44 +85,29 @@ def cut_apart(graph: Graph, parts: Sequence[Sequence[str]]) -> GraphCut:
     for number, names in enumerate(parts):
         _check_exist(graph, names)
         if not names:
-            raise PlanError(
-                problem(f"part {number} of {len(parts)} has no operators", fix="cut at fewer or other operators")
-            )
+            raise PlanError(f"part {number} of {len(parts)} has no operators", fix="cut at fewer or other operators")
         for name in names:
             if name in part_of:
                 where = (
                     f"twice in part {number}" if part_of[name] == number else f"in parts {part_of[name]} and {number}"
                 )
-                raise PlanError(problem(f"operator {name} is named {where}", fix="name every operator once"))
+                raise PlanError(f"operator {name} is named {where}", fix="name every operator once")
             part_of[name] = number
     missing = [op.name for op in graph.ops if op.name not in part_of]
     if missing:
         shown = ", ".join(missing[:4]) + (", ..." if len(missing) > 4 else "")
         what = f"{len(missing)} of {len(graph.ops)} operators belong to no part: {shown}"
-        raise PlanError(problem(what, fix="put every operator into one part"))
+        raise PlanError(what, fix="put every operator into one part")
     cutter = _Cutter(graph, part_of, len(parts))
     graphs = cutter.parts()
     for number, part in enumerate(graphs):
         if not part.ops:
             raise PlanError(
-                problem(
-                    f"part {number} of {len(parts)} has only operators that other parts repeat: "
-                    f"{', '.join(parts[number][:4])} depend on no input and no parameter",
-                    fix="cut at fewer or other operators",
-                )
+                f"part {number} of {len(parts)} has only operators that other parts repeat: "
+                f"{', '.join(parts[number][:4])} depend on no input and no parameter",
+                fix="cut at fewer or other operators",
             )
     return GraphCut(graphs, cutter.crossings, tuple(cutter.output_part.items()))
-
-
-def extract_part(graph: Graph, ops: Sequence[str]) -> Graph:
-    """Return the part that holds the named operators; it receives what they need and delivers what other operators
-    need. Raises PlanError if another operator would have to run between them."""
-    _check_exist(graph, ops)
-    if not ops:
-        raise PlanError(problem("a part of no operators", fix="name at least one"))
-    before, chosen = _ancestors(graph, ops), set(ops)
-    part_of = {op.name: 1 if op.name in chosen else 0 if op.name in before else 2 for op in graph.ops}
-    return _Cutter(graph, part_of, 3, carries=False).parts()[1]
 
 
 def _check_exist(graph: Graph, names: Iterable[str]) -> None:
@@ -161,42 +115,24 @@ def _check_exist(graph: Graph, names: Iterable[str]) -> None:
         if name not in graph.op_by_name:
             near = get_close_matches(name, list(graph.op_by_name), 1)
             fix = f"did you mean {near[0]}?" if near else "print the graph to see the names of its operators"
-            raise PlanError(problem(f"the graph has no operator {name!r}", fix=fix))
-
-
-def _ancestors(graph: Graph, ops: Iterable[str]) -> set[str]:
-    """Return the operators on whose results ``ops`` depend, directly or through others."""
-    ancestors: set[str] = set()
-    pending = list(ops)
-    while pending:
-        for name in graph.op_by_name[pending.pop()].operands:
-            producer = graph.producer.get(name)
-            if producer is not None and producer.name not in ancestors:
-                ancestors.add(producer.name)
-                pending.append(producer.name)
-    return ancestors
+            raise PlanError(f"the graph has no operator {name!r}", fix=fix)
 
 
 def free_values(graph: Graph) -> frozenset[str]:
     """Return the values that depend on no input and no parameter."""
-    free = {source.value for source in graph.sources if source.kind in ("buffer", "constant")}
-    for op in graph.ops:
-        pure = op.target.namespace in PURE and not is_random(op.target)
-        if pure and free.issuperset(op.operands):
-            free.update(op.results)
-    return frozenset(free)
+    fixed = (source.value for source in graph.sources if source.kind in ("buffer", "constant"))
+    return frozenset(graph.made_from(fixed, lambda op: op.target.namespace in PURE and not is_random(op.target)))
 
 
 @dataclass
 class _Cutter:
     """Assigns everything in a graph to parts. ``maker``: the part that computes a sent value or a buffer's computed
-    data. ``carries``: whether parts between forward values. ``needed``: per part, the sources it uses and the values it
-    repeats, unless it computes them or receives them from an operator."""
+    data. ``needed``: per part, the sources it uses and the values it repeats, unless it computes them or receives them
+    from an operator."""
 
     graph: Graph
     part_of: dict[str, int]
     num_parts: int
-    carries: bool = True
     maker: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -204,7 +140,7 @@ class _Cutter:
         activation = next((s.value for s in graph.sources if s.kind == "activation"), None)
         if activation is not None or graph.cotangents is not None:
             what = f"the graph is already a part of a graph{f': {activation} is an activation' if activation else ''}"
-            raise PlanError(problem(what, fix="cut the whole graph at all boundaries at once"))
+            raise PlanError(what, fix="cut the whole graph at all boundaries at once")
         self.free = free_values(graph)
         self.written = dict(graph.mutations)
         self.bound = [op for op in graph.ops if not self._is_free(op)]
@@ -232,7 +168,6 @@ class _Cutter:
         return self.maker[value] if value in self.maker else min(self.users.get(buffer, ()), default=0)
 
     def _output_parts(self) -> dict[str, int]:
-        """Return a map from outputs and the loss to the parts that deliver them."""
         part_of_output: dict[str, int] = {}
         for name in [*refs(self.graph.outputs), *([] if self.graph.loss is None else [self.graph.loss])]:
             producer = self.graph.producer.get(name)
@@ -314,8 +249,8 @@ class _Cutter:
     def _part(self, number: int, reached: Collection[str]) -> Graph:
         """Build a part. ``reached``: the values to which later parts send a cotangent."""
         graph = self.graph
-        received = [c.value for c in self.crossings if number in (c.receivers if self.carries else c.users)]
-        sent = [c.value for c in self.crossings if self._sends(c, number)]
+        received = [c.value for c in self.crossings if number in c.receivers]
+        sent = [c.value for c in self.crossings if number + 1 in c.receivers]
         delivered = [name for name, part in self.output_part.items() if part == number]
         loss = graph.loss if graph.loss in delivered else None
         cotangents = [name for name in sent if name in reached]
@@ -343,6 +278,3 @@ class _Cutter:
     def _is_held(self, source: str, number: int) -> bool:
         """Return whether a part holds a source and does not receive it."""
         return source in self.needed[number] and self.maker.get(source, number) == number
-
-    def _sends(self, crossing: CutValue, number: int) -> bool:
-        return number + 1 in crossing.receivers if self.carries else number == crossing.maker

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 from shardwise.graph.infer import TypeInference
-from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_refs, refs
+from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_operands, map_refs
 from shardwise.graph.rejected import reject_mixed_dtypes
 from shardwise.graph.schema import operator_name
 
@@ -39,6 +38,7 @@ class Emitter:
         self.values: dict[str, Value] = {value.name: value for value in values}
         self.sources: list[Source] = list(sources)
         self.ops: list[Op] = []
+        self.producer: dict[str, Op] = {}  # value -> the op that computes it
         self.constraints: list[tuple[str, str]] = []
         self.num_random_calls = 0
         self.known: Mapping[str, Arg] = {}  # value of the graph that is rewritten -> what it is here
@@ -52,17 +52,18 @@ class Emitter:
         assert isinstance(arg, Ref), f"expected a value, found {arg!r}"
         return self.values[arg.name]
 
-    def emit(self, target: OpOverload, *args: Arg, **kwargs: Arg) -> Any:
-        """Append a call and return its result: a Ref, or a tuple of Refs if the operator returns several tensors."""
-        op = Op("", target, args, tuple(kwargs.items()), (), self.origin.source, self.origin.scope)
-        results = self.apply(op)
-        return results[0] if len(results) == 1 else results
+    def emit(self, target: OpOverload, *args: Arg, **kwargs: Arg) -> Ref:
+        """Append a call and return its only result."""
+        (result,) = self.emit_several(target, *args, **kwargs)
+        return result
 
-    def emit_as_is(self, target: OpOverload, *args: Arg, **kwargs: Arg) -> Any:
-        """Append a call without rewrites."""
-        op = Op("", target, args, tuple(kwargs.items()), (), self.origin.source, self.origin.scope)
-        results = self.append(op)
-        return results[0] if len(results) == 1 else results
+    def emit_several(self, target: OpOverload, *args: Arg, **kwargs: Arg) -> tuple[Ref, ...]:
+        """Append a call and return its results."""
+        return self.apply(replace(self.origin, target=target, args=args, kwargs=tuple(kwargs.items())))
+
+    def emit_as_is(self, target: OpOverload, *args: Arg, **kwargs: Arg) -> tuple[Ref, ...]:
+        """Append a call without rewrites and return its results."""
+        return self.append(replace(self.origin, target=target, args=args, kwargs=tuple(kwargs.items())))
 
     def apply(self, op: Op, results: tuple[str, ...] = ()) -> tuple[Arg, ...]:
         """Append ``op``, or what replaces it, and return its results.
@@ -80,24 +81,26 @@ class Emitter:
         """Append ``op`` without rewrites. Raises CaptureError for operands of several dtypes if its kernels accept only
         one."""
         reject_mixed_dtypes(op, self.values, self.origin)
-        inferred = self._types.results(op.target, op.args, op.kwargs, self.values.__getitem__)
+        inferred = self._types.results(op, self.values.__getitem__)
         are_free = len(results) == len(inferred) and not any(name in self.values for name in results)
         names = results if are_free else self._fresh(operator_name(op.target), len(inferred))
         for name, value in zip(names, inferred, strict=True):
             self.values[name] = replace(value, name=name)
         self._num_emitted += 1
         name = f"{self.origin.module}/{operator_name(op.target)}.{self._num_emitted}"
-        self.ops.append(replace(op, name=name, results=names))
+        op = replace(op, name=name, results=names)
+        self.ops.append(op)
+        self.producer.update(dict.fromkeys(names, op))
         return tuple(Ref(name) for name in names)
 
     def without_gradient(self, op: Op) -> set[str]:
         """Return the operands whose gradients autograd leaves None although the operator's results have gradients."""
-        places = list(refs((op.args, tuple(arg for _, arg in op.kwargs))))
+        places = op.operands
         if not any(self.values[name].requires_grad for name in places):
             return set()
         if op.target in _READ_NUMBERS:
             return set(places)
-        left = self._types.without_gradient(op.target, op.args, op.kwargs, self.values.__getitem__)
+        left = self._types.without_gradient(op, self.values.__getitem__)
         reached = {name for name, without in zip(places, left, strict=True) if not without}
         return set(places) - reached
 
@@ -154,14 +157,13 @@ def rewrite_graph(graph: Graph, rewrites: Mapping[OpOverload, Rewrite]) -> Graph
     emitter.known = new_args
     for op in graph.ops:
         emitter.origin = op
-        args = map_refs(op.args, new_args.__getitem__)
-        kwargs = tuple((key, map_refs(arg, new_args.__getitem__)) for key, arg in op.kwargs)
-        results = emitter.apply(replace(op, args=args, kwargs=kwargs), op.results)
+        call = map_operands(op, new_args.__getitem__)
+        results = emitter.apply(call, op.results)
         assert len(results) == len(op.results), f"{op.name}: {len(results)} results replace {len(op.results)}"
         for name, result in zip(op.results, results, strict=True):
             if graph.by_name[name].requires_grad and not emitter.value(result).requires_grad:
-                operands = refs((args, tuple(arg for _, arg in kwargs)))
-                result = emitter.with_zero_gradient((o for o in operands if emitter.values[o].requires_grad), result)
+                differentiable = (o for o in call.operands if emitter.values[o].requires_grad)
+                result = emitter.with_zero_gradient(differentiable, result)
             new_args[name] = result
 
     def renamed(name: str) -> str:

@@ -26,7 +26,7 @@ import torch
 from shardwise.graph.custom_operators import STREAMS
 from shardwise.graph.emitter import Emitter
 from shardwise.graph.grouped import grouped_mm
-from shardwise.graph.ir import Arg, Graph, Op, Ref, map_refs, refs
+from shardwise.graph.ir import Arg, Graph, Op, Ref, map_operands, map_refs, refs
 from shardwise.graph.schema import arguments, is_random
 
 aten = torch.ops.aten
@@ -104,7 +104,6 @@ class _SortElimination:
     known: dict[str, Arg] = field(default_factory=dict)
     ordered: dict[str, _SortedValue] = field(default_factory=dict)
     keys: dict[str, Ref] = field(default_factory=dict)
-    producer: dict[str, Op] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         values = [self.old.by_name[source.value] for source in self.old.sources]
@@ -115,7 +114,6 @@ class _SortElimination:
         """Return the new graph. Raises _MixesRows for the first reader that is not supported."""
         for op in self.old.ops:
             self.emitter.origin = op
-            before = len(self.emitter.ops)
             owner = next((self.ordered[name].sort for name in op.operands if name in self.ordered), None)
             if owner is not None:
                 self._follow(op, owner)
@@ -123,7 +121,6 @@ class _SortElimination:
                 self._begin(op)
             elif not self._finds_experts(op):
                 self.known.update(zip(op.results, self._written(op), strict=True))
-            self.producer.update((name, new) for new in self.emitter.ops[before:] for name in new.results)
         return self._finish()
 
     def _finish(self) -> Graph:
@@ -150,9 +147,7 @@ class _SortElimination:
         def of(name: str) -> Arg:
             return self._rows(self.ordered[name]) if name in self.ordered else self.known[name]
 
-        args = map_refs(op.args, of)
-        kwargs = tuple((key, map_refs(arg, of)) for key, arg in op.kwargs)
-        return self.emitter.apply(replace(op, args=args, kwargs=kwargs), op.results)
+        return self.emitter.apply(map_operands(op, of), op.results)
 
     def _rows(self, rows: _SortedValue) -> Ref:
         """Return the unsorted rows, with copies repeated."""
@@ -162,8 +157,7 @@ class _SortElimination:
         tokens, *rest = self.emitter.value(rows.value).shape
         emit = self.emitter.emit
         repeated = emit(aten.expand.default, emit(aten.unsqueeze.default, rows.value, 1), (tokens, rows.copies, *rest))
-        result: Ref = emit(aten.reshape.default, repeated, (tokens * rows.copies, *rest))
-        return result
+        return emit(aten.reshape.default, repeated, (tokens * rows.copies, *rest))
 
     def _shape(self, name: str) -> tuple[int, ...]:
         return self.old.by_name[name].shape
@@ -183,7 +177,6 @@ class _SortElimination:
         self.ordered |= {name: _SortedValue("rows", op.name, keys) for name in rows}
 
     def _follow(self, op: Op, sort: str) -> None:
-        """Rewrite an operator that reads values in the order of a sort."""
         mixed = any(name in self.ordered and self.ordered[name].sort != sort for name in op.operands)
         results = None if mixed or is_random(op.target) or op.target in STREAMS else self._results(op, sort)
         if results is None:
@@ -267,9 +260,9 @@ class _SortElimination:
 
     def _producer_of(self, arg: Arg) -> Op | None:
         """Return the producer of a new value, skipping exact casts."""
-        op = self.producer.get(_ref(arg).name)
+        op = self.emitter.producer.get(_ref(arg).name)
         while op is not None and self._is_exact(op):
-            op = self.producer.get(op.operands[0])
+            op = self.emitter.producer.get(op.operands[0])
         return op
 
     def _is_exact(self, op: Op) -> bool:
@@ -279,7 +272,7 @@ class _SortElimination:
     def _root(self, ref: Ref) -> str:
         """Return the name of a new value before its casts and reshapes."""
         name = ref.name
-        while (op := self.producer.get(name)) is not None and self._keeps_elements(op):
+        while (op := self.emitter.producer.get(name)) is not None and self._keeps_elements(op):
             name = op.operands[0]
         return name
 
@@ -291,7 +284,6 @@ class _SortElimination:
     # -- rows in and out -----------------------------------------------------------------------------------------------
 
     def _gathered_rows(self, op: Op, sort: str) -> _SortedValue | Arg | None:
-        """Rewrite an index of rows on dim 0."""
         index = self._index(op)
         if index is None or op.operands[0] == index:
             return None
@@ -346,7 +338,6 @@ class _SortElimination:
         return _SortedValue("inverse", sort) if self._is_counting(values.name) else None
 
     def _added(self, op: Op, sort: str) -> Arg | None:
-        """Rewrite an addition of sorted rows to those of their tokens."""
         if op.target not in (aten.index_add.default, aten.scatter_add.default):
             return None
         call = arguments(op)
@@ -366,11 +357,9 @@ class _SortElimination:
         emit = self.emitter.emit
         if by.copies > 1:
             rows = emit(aten.sum.dim_IntList, emit(aten.reshape.default, rows, (tokens, by.copies, *shape[1:])), (1,))
-        result: Ref = emit(aten.add.Tensor, self._new(base), rows)
-        return result
+        return emit(aten.add.Tensor, self._new(base), rows)
 
     def _is_blank(self, name: str) -> bool:
-        """Return whether a value is zeros or uninitialized."""
         producer = self.old.producer.get(name)
         return producer is not None and producer.target in _BLANKS
 

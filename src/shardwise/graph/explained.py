@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
-from shardwise.errors import CaptureError, ShardwiseError, problem
+from shardwise.errors import CaptureError, ShardwiseError
 from shardwise.graph.origins import NOT_USER_CODE
 from shardwise.graph.rejected import CONSTRUCTS, FLEX_ATTENTION, TRANSFORMS
 from shardwise.graph.user_lines import DATA_DEPENDENT, run_model
@@ -25,7 +25,7 @@ def explain_export_error(error: Exception) -> CaptureError:
         if "_detect_is_causal_mask" in {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
             what = "torch.nn.Transformer reads a mask to find out whether it is causal"
             fix = "pass tgt_is_causal=True (or False) with tgt_mask=, and is_causal= in an encoder"
-            return CaptureError(problem(what, source=source, fix=fix))
+            return CaptureError(what, source=source, fix=fix)
         if "specialized integer" in first:
             fix = "use x[mask].shape[0] for the number of selected rows, not len(x[mask]), int(...) or range(...)"
         if any(
@@ -33,12 +33,10 @@ def explain_export_error(error: Exception) -> CaptureError:
         ):
             fix = "the distribution validates its parameters: pass it validate_args=False"
         return CaptureError(
-            problem(
-                f"the model's control flow, or a size, depends on the data of a tensor ({first})",
-                source=source,
-                fix=fix,
-                section="tensor-values",
-            )
+            f"the model's control flow, or a size, depends on the data of a tensor ({first})",
+            source=source,
+            fix=fix,
+            section="tensor-values",
         )
     fix = (
         "forward must run with these inputs on one device and on fake (data-free) CPU tensors; it must not choose a "
@@ -47,17 +45,15 @@ def explain_export_error(error: Exception) -> CaptureError:
     if "Disabling autocast" in first:
         what = "the model calls torch.autocast for a device type that this machine lacks, where autocast does nothing"
         fix = "use the device of the tensors, torch.autocast(x.device.type, ...), or plan on a machine with that device"
-        return CaptureError(problem(what, source=source, fix=fix))
+        return CaptureError(what, source=source, fix=fix)
     if isinstance(error, AttributeError) and isinstance(error.obj, torch.Tensor):
         fix = "attributes set on tensors are lost during capture: keep these values in the module"
     used = _constructs_of(error)
     if used:
         return CaptureError(
-            problem(f"{used[0]} in forward cannot be captured ({first})", source=source, fix=CONSTRUCTS[used[0]])
+            f"{used[0]} in forward cannot be captured ({first})", source=source, fix=CONSTRUCTS[used[0]]
         )
-    return CaptureError(
-        problem(f"the model cannot be captured: {type(error).__name__}: {first}", source=source, fix=fix)
-    )
+    return CaptureError(f"the model cannot be captured: {type(error).__name__}: {first}", source=source, fix=fix)
 
 
 def flex_attention_error(error: ShardwiseError) -> CaptureError | None:
@@ -65,7 +61,7 @@ def flex_attention_error(error: ShardwiseError) -> CaptureError | None:
     if FLEX_ATTENTION not in _constructs_of(error):
         return None
     what = f"{FLEX_ATTENTION} in forward cannot be captured"
-    return CaptureError(problem(what, source=_line_of(error), fix=CONSTRUCTS[FLEX_ATTENTION]))
+    return CaptureError(what, source=_line_of(error), fix=CONSTRUCTS[FLEX_ATTENTION])
 
 
 def _constructs_of(error: BaseException) -> list[str]:
@@ -107,6 +103,3 @@ def _line_of(error: BaseException) -> str:
             module_line = here
         step = step.tb_next
     return line or module_line
-
-
-__all__ = ["explain_export_error", "flex_attention_error"]

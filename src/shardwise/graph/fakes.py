@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from shardwise.errors import CaptureError, problem
+from shardwise.errors import CaptureError
 from shardwise.graph.step_precision import Precision
 
 
@@ -30,7 +30,7 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode, precision: Precision) -> 
     for _, tensor in (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)):
         if nn.parameter.is_lazy(tensor):
             raise CaptureError(
-                problem("a lazy module has no shapes yet", fix="run the module once on real inputs before planning it")
+                "a lazy module has no shapes yet", fix="run the module once on real inputs before planning it"
             )
         dtype = precision.computed(tensor.dtype) if isinstance(tensor, nn.Parameter) else tensor.dtype
         memo.setdefault(id(tensor), fake_like(tensor, mode, dtype))
@@ -39,12 +39,9 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode, precision: Precision) -> 
             if isinstance(value, torch.Tensor) and id(value) not in memo:
                 if value.is_meta:
                     raise CaptureError(
-                        problem(
-                            f"the tensor attribute {attribute!r} is on meta, without data, and not a parameter or "
-                            "buffer",
-                            op=path or type(owner).__name__,
-                            fix=f'register it: self.register_buffer("{attribute}", ..., persistent=False)',
-                        )
+                        f"the tensor attribute {attribute!r} is on meta, without data, and not a parameter or buffer",
+                        op=path or type(owner).__name__,
+                        fix=f'register it: self.register_buffer("{attribute}", ..., persistent=False)',
                     )
                 # Tensors computed from parameters are not used: their gradients would not reach the parameters.
                 memo[id(value)] = value.detach().cpu().requires_grad_(not value.is_leaf)
@@ -60,8 +57,6 @@ def deep_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
         return copy.deepcopy(module, memo)
     except (TypeError, RuntimeError, NotImplementedError) as error:
         raise CaptureError(
-            problem(
-                f"{type(module).__name__} cannot be copied: {error}",
-                fix="make copy.deepcopy(module) work: keep locks, open files and results out of its attributes",
-            )
+            f"{type(module).__name__} cannot be copied: {error}",
+            fix="make copy.deepcopy(module) work: keep locks, open files and results out of its attributes",
         ) from error

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 
-from shardwise.graph.ir import Arg, Graph, Op, Ref, map_refs, refs
+from shardwise.graph.ir import Graph, Op, Ref, map_operands, map_refs, refs
 from shardwise.graph.segments import block_of
 
 
@@ -105,9 +105,7 @@ class _Rewired:
     def op(self, op: Op) -> Op:
         if self.gone.isdisjoint(op.operands):
             return op
-        args: Arg = map_refs(op.args, lambda name: Ref(self._of(name, op)))
-        kwargs = tuple((key, map_refs(arg, lambda name: Ref(self._of(name, op)))) for key, arg in op.kwargs)
-        return replace(op, args=args, kwargs=kwargs)
+        return map_operands(op, lambda name: Ref(self._of(name, op)))
 
     def _of(self, name: str, op: Op) -> str:
         if name not in self.gone:
@@ -144,11 +142,5 @@ def _signature(graph: Graph, block: GraphBlock, before: GraphBlock | None) -> Ha
 
     values = [replace(graph.by_name[name], name="") for name in (*block.made, *block.sources)]
     sources = [(graph.source_of[name].kind, graph.source_of[name].trainable) for name in block.sources]
-    ops = [
-        (op.target, map_refs(op.args, key_of), tuple((key, map_refs(arg, key_of)) for key, arg in op.kwargs), op.scope)
-        for op in block.ops
-    ]
+    ops = [(op.target, map_refs((op.args, op.kwargs), key_of), op.scope) for op in block.ops]
     return tuple(ops), tuple(values), tuple(sources)
-
-
-__all__ = ["Folding", "GraphBlock"]

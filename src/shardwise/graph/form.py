@@ -31,7 +31,7 @@ class GraphForm:
             (
                 op.target,
                 map_refs(op.args, renamed),
-                tuple((key, map_refs(arg, renamed)) for key, arg in op.kwargs),
+                map_refs(op.kwargs, renamed),
                 len(op.results),
                 op.scope,
                 blocks.setdefault(block_of(op.name), len(blocks)),
@@ -54,6 +54,3 @@ class GraphForm:
         """Return maps from names of operators, and of values, of this graph to those of an equal one."""
         assert self.key == other.key, "the graphs differ"
         return dict(zip(self.ops, other.ops, strict=True)), dict(zip(self.values, other.values, strict=True))
-
-
-__all__ = ["GraphForm"]

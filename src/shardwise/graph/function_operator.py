@@ -31,9 +31,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import CheckpointFunction
 
-from shardwise.dispatch_mode import DispatchMode
-from shardwise.errors import CaptureError, ShardwiseError, problem
+from shardwise.dispatch_mode import OpRecorder
+from shardwise.errors import CaptureError, ShardwiseError
 from shardwise.graph.origins import LINE
+from shardwise.graph.schema import is_random
 from shardwise.graph.to_float64 import call_in_float64
 from shardwise.graph.trees import constant_key, is_constant, type_name
 
@@ -73,7 +74,7 @@ def function_class(name: str) -> type[Function]:
         kinds = [kind for kind in _subclasses(Function) if _name(kind) == name]
         if not kinds:
             raise ShardwiseError(
-                problem(f"this process has no torch.autograd.Function {name}", fix="import its module on every rank")
+                f"this process has no torch.autograd.Function {name}", fix="import its module on every rank"
             )
         _check_alike(name, kinds, "")
         _KNOWN[name] = kinds[-1]
@@ -93,11 +94,9 @@ def _check_alike(name: str, kinds: Sequence[type], line: str) -> None:
     """Raise CaptureError for classes that share a name but differ: a graph could not tell them apart."""
     if len({_content(kind) for kind in kinds}) > 1:
         raise CaptureError(
-            problem(
-                f"several different torch.autograd.Functions are called {name}",
-                source=line,
-                fix="give them different names",
-            )
+            f"several different torch.autograd.Functions are called {name}",
+            source=line,
+            fix="give them different names",
         )
 
 
@@ -245,22 +244,19 @@ def functions_as_operators(line_of: Callable[[FrameType | None], str]) -> Iterat
             replacing.restore()
 
 
-class _Watched(DispatchMode):
-    """Dispatch mode that refuses what an operator may not do. ``operands``: tensors that it may not write to."""
+class _RandomCalls(OpRecorder):
+    """Records the last operator that drew random numbers."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.random: str = ""
+    random = ""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
+    def record(self, func: Any, args: Any, kwargs: dict[str, Any], returned: Any) -> None:
+        if is_random(func):
             self.random = str(func)
-        return func(*args, **(kwargs or {}))
 
 
 def _tried(kind: type, arguments: str, tensors: Sequence[Tensor], name: str, line: str) -> tuple[bool, tuple[Any, ...]]:
     """Return whether the function returns one tensor, and its results, with ``...`` for every tensor."""
-    watched = _Watched()
+    watched = _RandomCalls()
     with _disable_current_modes(), torch._C.DisableTorchFunction(), FakeTensorMode(), torch.enable_grad():
         operands = [
             torch.empty(t.shape, dtype=t.dtype).requires_grad_(t.requires_grad and t.is_floating_point())
@@ -296,6 +292,4 @@ def _tried(kind: type, arguments: str, tensors: Sequence[Tensor], name: str, lin
 
 
 def _refusal(name: str, line: str, what: str) -> CaptureError:
-    return CaptureError(
-        problem(f"the torch.autograd.Function {name} cannot be captured: {what}", source=line, fix=_FIX)
-    )
+    return CaptureError(f"the torch.autograd.Function {name} cannot be captured: {what}", source=line, fix=_FIX)

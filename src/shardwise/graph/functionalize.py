@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -22,14 +22,14 @@ from torch._higher_order_ops.wrap import wrap_with_autocast, wrap_with_set_grad_
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from shardwise.errors import CaptureError, problem
+from shardwise.errors import CaptureError
 from shardwise.graph.aliased_operands import NodeCalls
 from shardwise.graph.autocast import Autocast
 from shardwise.graph.batch_norm import batch_norm_with_statistics
 from shardwise.graph.bodies import Bodies, Inlining, NotRepeated, is_assertion, marks_of, storage_of
 from shardwise.graph.casting import Casting
 from shardwise.graph.emitter import Emitter
-from shardwise.graph.ir import Arg, Op, Ref, Source, Value, map_refs
+from shardwise.graph.ir import Arg, Op, Ref, Source, Value, map_operands
 from shardwise.graph.origins import is_initial, line_of, module_path
 from shardwise.graph.rejected import reject_unsupported
 from shardwise.graph.repeats import ENTER, LEAVE, REPEAT, Repeats
@@ -141,8 +141,7 @@ class Functionalizer:
         """Return the name of a value, detached if it carries a gradient."""
         if not self.emitter.value(ref).requires_grad:
             return ref.name
-        detached: Ref = self.emitter.emit(aten.detach.default, ref)
-        return detached.name
+        return self.emitter.emit(aten.detach.default, ref).name
 
     def run(self, nodes: Iterable[Node]) -> Any:
         """Emit the nodes. Return the output node's argument with nodes replaced by what is known of them."""
@@ -206,7 +205,6 @@ class Functionalizer:
         return self._read_call(node, op)
 
     def _inline(self, body: GraphModule, operands: Sequence[Any], grad: bool) -> Any:
-        """Emit the nodes of a sub-graph, with gradients on or off."""
         placeholders = [node for node in body.graph.nodes if node.op == "placeholder"]
         self._values.update(zip(placeholders, operands, strict=True))
         before = self._grad, self._detached
@@ -218,7 +216,6 @@ class Functionalizer:
         return result
 
     def _repeat(self, node: Node) -> tuple[ProgramTensor, ...]:
-        """Emit the operators of a repeated layer with the operands of this call."""
         inlining = self._bodies.inlined(node, lambda operand: self._tensor(operand).storage)
         body, operands = inlining.body, self._lookup(node.args[0])
         if any(has_symbols(inner.meta.get("val")) for inner in (*body.operands, *body.nodes)):
@@ -277,7 +274,7 @@ class Functionalizer:
         """Emit training-mode batch norm; updates of the running statistics are writes."""
         op = self._cast(op)
         if not self._grad:
-            op = _map_op(op, self._detach)
+            op = map_operands(op, self._detach)
         result, mean, variance = batch_norm_with_statistics(op, self.emitter)
         momentum = arguments(op)["momentum"]
         for position, new in ((3, mean), (4, variance)):
@@ -311,14 +308,12 @@ class Functionalizer:
         computes_rows = self._selections.concern(op)
         op = self._selections.sized(op) if computes_rows else op
         without = self.emitter.without_gradient(op) if self._grad else self.emitter.values
-        op = _map_op(op, lambda name: self._detach(name) if name in without else Ref(name))
+        op = map_operands(op, lambda name: self._detach(name) if name in without else Ref(name))
         if computes_rows:
             return tuple(self._selections.apply(op, self._val))
         return tuple(self.emitter.apply(op))
 
     def _cast(self, op: Op) -> Op:
-        """Return the operator with its operands cast as autocast does."""
-
         def cast(name: str, dtype: torch.dtype) -> Ref:
             return self._apply(replace(self.emitter.origin, target=aten.to.dtype, args=(Ref(name), dtype), kwargs=()))[
                 0
@@ -339,7 +334,6 @@ class Functionalizer:
         return ref
 
     def _lookup(self, arg: Any) -> Any:
-        """Replace nodes by what is known of them."""
         if isinstance(arg, Node):
             return self._values[arg]
         if isinstance(arg, (tuple, list)):
@@ -484,12 +478,7 @@ def _updates_statistics(args: dict[str, Any]) -> bool:
 def _on_base(tensor: ProgramTensor, base: Ref) -> Op:
     """Return the view operator of a tensor, applied to the current value of the viewed tensor."""
     assert tensor.view is not None
-    return _map_op(tensor.view, lambda name: base if Ref(name) == tensor.operand else Ref(name))
-
-
-def _map_op(op: Op, function: Callable[[str], Arg]) -> Op:
-    args = map_refs(op.args, function)
-    return replace(op, args=args, kwargs=tuple((key, map_refs(arg, function)) for key, arg in op.kwargs))
+    return map_operands(tensor.view, lambda name: base if Ref(name) == tensor.operand else Ref(name))
 
 
 def _has_failed(node: Node) -> bool:
@@ -541,4 +530,4 @@ def _argument_name(name: str) -> str:
 
 
 def _write_error(what: str, op: Op, fix: str) -> CaptureError:
-    return CaptureError(problem(what, op=op.module, source=op.source, fix=fix))
+    return CaptureError(what, op=op.module, source=op.source, fix=fix)

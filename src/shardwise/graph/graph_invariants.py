@@ -86,7 +86,7 @@ def _verify_ends(graph: Graph, defined: set[str]) -> None:
 def _verify_types(graph: Graph) -> None:
     inference = TypeInference()
     for op in graph.ops:
-        inferred = inference.results(op.target, op.args, op.kwargs, graph.by_name.__getitem__)
+        inferred = inference.results(op, graph.by_name.__getitem__)
         assert len(inferred) == len(op.results), (
             f"{op.name} has {len(op.results)} results, the operator returns {len(inferred)}"
         )

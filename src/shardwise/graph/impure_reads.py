@@ -3,6 +3,10 @@
 Capture runs the model's Python once, on one rank, so such values would be the same on every rank and in every step.
 Calls of C functions are visible only to a profiler, which is slow; so the names in the model's code are checked first
 (``_suspects``).
+
+Random numbers of Python's ``random`` or numpy (which time steps SpecAugment masks, which layers LayerDrop skips) are
+detected by the generators' states before and after; only then the model runs once more, traced line by line, to name
+the line that draws. Generators that the model makes or holds itself are among the reads.
 """
 
 from __future__ import annotations
@@ -15,7 +19,6 @@ import pickle
 import random
 import secrets
 import sys
-import sysconfig
 import threading
 import time
 import uuid
@@ -31,11 +34,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import CaptureError, CaptureWarning, problem, warn_user
+from shardwise.errors import CaptureError, CaptureWarning, warn_user
 from shardwise.garbage_collector import without_gc
 from shardwise.graph.change_line import Watching, watch_changes
 from shardwise.graph.code_reachability import ReachableCode
-from shardwise.graph.origins import NOT_USER_CODE
+from shardwise.graph.looking import shown_first
+from shardwise.graph.origins import INSTALLED, NOT_USER_CODE, STANDARD_LIBRARY, is_standard
 
 _SEEDS = "its own seed"
 _GRADIENTS = "whether gradients are recorded"
@@ -44,11 +48,12 @@ _CLOCKS = frozenset({"ctime", "gmtime", "localtime", "monotonic", "perf_counter"
 _OF_THE_SYSTEM = frozenset(
     {"getcwd", "getloadavg", "getpid", "getppid", "getrandom", "listdir", "scandir", "stat", "urandom"}
 )
-_STANDARD = sysconfig.get_path("stdlib")
-_INSTALLED = sysconfig.get_path("purelib")  # lies inside it
 # What a model calls of the standard library to read, numpy, and wrappers of torch: who calls these is the reader.
 _BETWEEN = (
-    *(f"{_STANDARD}/{name}" for name in ("os.py", "random.py", "secrets.py", "uuid.py", "pathlib", "_collections_abc")),
+    *(
+        f"{STANDARD_LIBRARY}/{name}"
+        for name in ("os.py", "random.py", "secrets.py", "uuid.py", "pathlib", "_collections_abc")
+    ),
     str(Path(np.__file__).parent),
     *(str(Path(torch.__file__).parent / name) for name in ("_compile.py", "_dynamo/eval_frame.py")),
     "<frozen os>",
@@ -88,6 +93,9 @@ _SUSPECTS = (
 _SUSPECT_NAMES = frozenset({"manual_seed", "read_bytes", "read_text", "set_rng_state"})
 
 
+RandomState = tuple[Any, bytes]
+
+
 @dataclass(frozen=True, slots=True)
 class ImpureRead:
     """A read from outside. ``what``: its description; ``line``: ``model.py:41``."""
@@ -97,7 +105,6 @@ class ImpureRead:
 
 
 def _suspects(code: ReachableCode) -> bool:
-    """Return whether the code names something that reads from outside."""
     ids = {id(getattr(f, "__func__", f)) for f in _SUSPECTS}  # ``secrets`` has methods of a generator
     kinds = (np.random.Generator, np.random.RandomState, random.Random)
     return not code.names.isdisjoint(_SUSPECT_NAMES) or any(id(v) in ids or isinstance(v, kinds) for v in code.values)
@@ -145,7 +152,7 @@ def _of_builtin(called: Any) -> str:
         return "the system (threading.get_ident)"
     if called in (torch.is_grad_enabled, torch.is_inference_mode_enabled):
         return f"{_GRADIENTS} (torch.{name})"
-    # Python's own generators are checked by ``host_random``.
+    # Python's own generators are checked by ``reject_host_random``.
     is_own_generator = isinstance(owner, random.Random) and owner is not random._inst
     if is_own_generator and name in ("random", "getrandbits"):
         return f"{_GENERATOR} (random.Random)"
@@ -159,13 +166,12 @@ def _asker(frame: FrameType | None) -> FrameType | None:
     if frame is None:
         return None
     name = frame.f_code.co_filename
-    is_standard = name.startswith(_STANDARD) and not name.startswith(_INSTALLED)
-    return None if is_standard or name.startswith(NOT_USER_CODE) else frame
+    return None if is_standard(name) or name.startswith(NOT_USER_CODE) else frame
 
 
 def _is_switch(what: str, asker: FrameType) -> bool:
     """Return whether an installed package reads the environment: these are settings of the process."""
-    return what == "os.environ" and asker.f_code.co_filename.startswith(_INSTALLED)
+    return what == "os.environ" and asker.f_code.co_filename.startswith(INSTALLED)
 
 
 def ask_gradients(reads: Sequence[ImpureRead]) -> frozenset[ImpureRead]:
@@ -195,8 +201,7 @@ def other_answers(answered: set[ImpureRead]) -> Iterator[None]:
 
 def _described(reads: Sequence[ImpureRead]) -> str:
     """Format reads as ``the clock (time.time), model.py:41; a file, model.py:43``."""
-    lines = [f"{read.what}, {read.line}" for read in reads]
-    return "; ".join(lines[:3]) + (f" and {len(lines) - 3} more" if len(lines) > 3 else "")
+    return shown_first([f"{read.what}, {read.line}" for read in reads], "; ")
 
 
 def reads_of(code: ReachableCode, run: Callable[[Watching], object]) -> tuple[ImpureRead, ...]:
@@ -222,20 +227,16 @@ def reject_reads(reads: Sequence[ImpureRead], what: str) -> None:
     seeds = [read for read in reads if read.what.startswith(_SEEDS)]
     if seeds:
         raise CaptureError(
-            problem(
-                f"the model's forward sets {_described(seeds)}, but random numbers under a plan follow the seed of "
-                "sw.parallelize",
-                source=seeds[0].line,
-                fix="set the seed outside of the model, and pass values that must be the same in every step as inputs",
-            )
+            f"the model's forward sets {_described(seeds)}, but random numbers under a plan follow the seed of "
+            "sw.parallelize",
+            source=seeds[0].line,
+            fix="set the seed outside of the model, and pass values that must be the same in every step as inputs",
         )
     if reads and what:
         raise CaptureError(
-            problem(
-                f"the model's forward reads {_described(reads)}, and {what}",
-                source=reads[0].line,
-                fix="pass values that change between calls as inputs; draw with torch, without generator=",
-            )
+            f"the model's forward reads {_described(reads)}, and {what}",
+            source=reads[0].line,
+            fix="pass values that change between calls as inputs; draw with torch, without generator=",
         )
     if outside := [read for read in reads if not read.what.startswith(_GENERATOR)]:
         warn_user(
@@ -245,4 +246,34 @@ def reject_reads(reads: Sequence[ImpureRead], what: str) -> None:
         )
 
 
-__all__ = ["ImpureRead", "ask_gradients", "other_answers", "reads_of", "reject_reads"]
+def host_random_state() -> RandomState:
+    """Return the states of the generators of ``random`` and ``numpy.random``, in a comparable form."""
+    return random.getstate(), pickle.dumps(np.random.get_state(legacy=False))
+
+
+def reject_host_random(before: RandomState, run: Callable[[Watching], object]) -> None:
+    """Raise CaptureError naming the first line of the model that draws.
+
+    ``before``: the state when the model was captured; ``run``: captures it again inside the given context manager. If
+    that run does not change the state, the draws came from another thread, or the model sets a seed in every call
+    (BigBird's blocks) and every step draws the same.
+    """
+    drew = host_random_state()
+    if drew == before:
+        return
+    lines: list[str] = []
+    run(lambda: watch_changes(lines, host_random_state))
+    after = host_random_state()
+    _restore(drew)
+    if lines and after != drew:
+        raise CaptureError(
+            "the model draws random numbers in Python or numpy: every step would get the same",
+            source=lines[0],
+            fix="draw with torch (torch.rand, torch.bernoulli), pass the drawn values as inputs, or switch it off "
+            "(Hugging Face: mask_time_prob=0, layerdrop=0)",
+        )
+
+
+def _restore(state: RandomState) -> None:
+    random.setstate(state[0])
+    np.random.set_state(pickle.loads(state[1]))

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from shardwise.graph.ir import Arg, Ref, Value
-from shardwise.graph.schema import tensor_results
+from shardwise.graph.ir import Value
+from shardwise.graph.schema import AnyCall, run_call, tensor_results
 from shardwise.graph.switches import CallCache
+from shardwise.graph.trees import argument_key
 
 _OF_PYTORCHS: CallCache[tuple[Value, ...]] = CallCache()
 _WITHOUT_GRADIENT: CallCache[tuple[bool, ...]] = CallCache()
@@ -30,36 +30,21 @@ class TypeInference:
         self._cache: dict[object, tuple[Value, ...]] = {}
         self._cache_without: dict[object, tuple[bool, ...]] = {}
 
-    def results(
-        self,
-        target: OpOverload,
-        args: tuple[Arg, ...],
-        kwargs: tuple[tuple[str, Arg], ...],
-        value: Callable[[str], Value],
-    ) -> list[Value]:
+    def results(self, call: AnyCall, value: Callable[[str], Value]) -> list[Value]:
         """Return the results of a call as nameless values.
 
         Requires_grad is what autograd reports. Raises what the operator raises.
         """
-        signature = target, _signature(args, value), _signature(kwargs, value), torch.get_default_dtype()
-        cached = self._cache.get(signature) or _OF_PYTORCHS.get(target, signature)
+        signature = _call_signature(call, value)
+        cached = self._cache.get(signature) or _OF_PYTORCHS.get(call.target, signature)
         if cached is None:
-            cached = self._cache[signature] = self._run(target, args, kwargs, value)
-            _OF_PYTORCHS.keep(target, signature, cached)
+            cached = self._cache[signature] = self._run(call, value)
+            _OF_PYTORCHS.keep(call.target, signature, cached)
         return list(cached)
 
-    def _run(
-        self,
-        target: OpOverload,
-        args: tuple[Arg, ...],
-        kwargs: tuple[tuple[str, Arg], ...],
-        value: Callable[[str], Value],
-    ) -> tuple[Value, ...]:
+    def _run(self, call: AnyCall, value: Callable[[str], Value]) -> tuple[Value, ...]:
         def called(operand: Callable[[Value], torch.Tensor]) -> Any:
-            return target(
-                *(_materialize(arg, value, operand) for arg in args),
-                **{key: _materialize(arg, value, operand) for key, arg in kwargs},
-            )
+            return run_call(call, lambda name: operand(value(name)))
 
         with torch.enable_grad():
             try:
@@ -69,51 +54,33 @@ class TypeInference:
                 result = called(_on_meta)
         return tuple(Value("", tuple(t.shape), t.dtype, t.requires_grad) for t in tensor_results(result))
 
-    def without_gradient(
-        self,
-        target: OpOverload,
-        args: tuple[Arg, ...],
-        kwargs: tuple[tuple[str, Arg], ...],
-        value: Callable[[str], Value],
-    ) -> tuple[bool, ...]:
+    def without_gradient(self, call: AnyCall, value: Callable[[str], Value]) -> tuple[bool, ...]:
         """Return per tensor argument, in order, whether autograd leaves its gradient None though all results have one:
         the target of a loss that compares it, the second operand of ``expand_as``."""
-        signature = target, _signature(args, value), _signature(kwargs, value), torch.get_default_dtype()
-        cached = self._cache_without.get(signature) or _WITHOUT_GRADIENT.get(target, signature)
+        signature = _call_signature(call, value)
+        cached = self._cache_without.get(signature) or _WITHOUT_GRADIENT.get(call.target, signature)
         if cached is None:
-            cached = self._cache_without[signature] = self._differentiate(target, args, kwargs, value)
-            _WITHOUT_GRADIENT.keep(target, signature, cached)
+            cached = self._cache_without[signature] = self._differentiate(call, value)
+            _WITHOUT_GRADIENT.keep(call.target, signature, cached)
         return cached
 
-    def _differentiate(
-        self,
-        target: OpOverload,
-        args: tuple[Arg, ...],
-        kwargs: tuple[tuple[str, Arg], ...],
-        value: Callable[[str], Value],
-    ) -> tuple[bool, ...]:
+    def _differentiate(self, call: AnyCall, value: Callable[[str], Value]) -> tuple[bool, ...]:
         operands: list[torch.Tensor] = []
 
-        def operand(of: Value) -> torch.Tensor:
-            operands.append(self.operand(of))
+        def operand(name: str) -> torch.Tensor:
+            operands.append(self.operand(value(name)))
             return operands[-1]
 
         with self.mode, torch.enable_grad():
             try:
-                returned = target(
-                    *(_materialize(arg, value, operand) for arg in args),
-                    **{key: _materialize(arg, value, operand) for key, arg in kwargs},
-                )
+                returned = run_call(call, operand)
                 results = [result for result in tensor_results(returned) if result.requires_grad]
                 if not results:  # ``zeros_like``: nothing is differentiated
                     return (False,) * len(operands)
                 differentiable = [tensor for tensor in operands if tensor.requires_grad]
                 cotangents = list(map(torch.empty_like, results))
                 derivatives = torch.autograd.grad(results, differentiable, cotangents, allow_unused=True)
-            except (
-                RuntimeError,
-                IndexError,
-            ):  # no derivative, reads data, or wrong arguments: its own error comes later
+            except (RuntimeError, IndexError):  # no derivative, reads data, or wrong arguments: its error comes later
                 return (False,) * len(operands)
         gradients = iter(derivatives)
         return tuple(tensor.requires_grad and next(gradients) is None for tensor in operands)
@@ -128,19 +95,11 @@ def _on_meta(value: Value) -> torch.Tensor:
     return torch.empty(value.shape, dtype=value.dtype, requires_grad=value.requires_grad, device="meta")
 
 
-def _signature(arg: Arg, value: Callable[[str], Value]) -> object:
-    """Return a key of an argument by types. It distinguishes 1, 1.0 and True, and 0.0 and -0.0."""
-    if isinstance(arg, Ref):
-        operand = value(arg.name)
-        return Ref, operand.shape, operand.dtype, operand.requires_grad
-    if isinstance(arg, tuple):
-        return tuple(_signature(item, value) for item in arg)
-    return type(arg), repr(arg) if isinstance(arg, (float, complex)) else arg
+def _call_signature(call: AnyCall, value: Callable[[str], Value]) -> object:
+    """Return a key of a call by types. It distinguishes 1, 1.0 and True, and 0.0 and -0.0."""
 
+    def of(name: str) -> object:
+        operand = value(name)
+        return operand.shape, operand.dtype, operand.requires_grad
 
-def _materialize(arg: Arg, value: Callable[[str], Value], operand: Callable[[Value], torch.Tensor]) -> Arg:
-    if isinstance(arg, Ref):
-        return operand(value(arg.name))
-    if isinstance(arg, tuple):
-        return [_materialize(item, value, operand) for item in arg]
-    return arg
+    return call.target, argument_key((call.args, call.kwargs), of), torch.get_default_dtype()

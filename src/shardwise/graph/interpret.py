@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
-from shardwise.graph.ir import Arg, Graph, Ref
-from shardwise.graph.schema import tensor_results
+from shardwise.graph.ir import Graph
+from shardwise.graph.schema import run_call, tensor_results
 
 
 def interpret(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -19,17 +18,6 @@ def interpret(graph: Graph, inputs: Mapping[str, torch.Tensor]) -> dict[str, tor
     """
     data = {source.value: inputs[source.value] for source in graph.sources}
     for op in graph.ops:
-        result = op.target(
-            *(resolve_refs(arg, data) for arg in op.args), **{key: resolve_refs(arg, data) for key, arg in op.kwargs}
-        )
+        result = run_call(op, data.__getitem__)
         data.update(zip(op.results, tensor_results(result), strict=True))
     return data
-
-
-def resolve_refs(arg: Arg, values: Mapping[str, torch.Tensor]) -> Any:
-    """Return the argument with tensors in place of Refs and lists in place of tuples."""
-    if isinstance(arg, Ref):
-        return values[arg.name]
-    if isinstance(arg, tuple):
-        return [resolve_refs(item, values) for item in arg]
-    return arg

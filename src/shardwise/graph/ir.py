@@ -6,10 +6,10 @@ mutation or Python. It is produced by ``graph.capture`` and changed only by pass
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch._ops import OpOverload
@@ -25,6 +25,7 @@ class Ref:
 # An argument is a Ref, a Python constant (int, float, complex, bool, None, str, dtype, device, layout,
 # memory format) or a tuple of arguments.
 Arg = Any
+Call = TypeVar("Call")  # an Op, a kernel, an instruction: anything with ``args`` and ``kwargs``
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class Op:
     @cached_property
     def operands(self) -> tuple[str, ...]:
         """Return the names of the tensor operands: Refs in args, then kwargs, flattened in order, repetitions kept."""
-        return tuple(refs((self.args, tuple(value for _, value in self.kwargs))))
+        return tuple(refs((self.args, self.kwargs)))
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,14 @@ class Graph:
                 ops_of[name][op.name] = op
         return {name: tuple(ops.values()) for name, ops in ops_of.items()}
 
+    def made_from(self, values: Iterable[str], admits: Callable[[Op], bool]) -> set[str]:
+        """Return the values, and those that operators compute from them alone. ``admits``: the operators that count."""
+        made = set(values)
+        for op in self.ops:
+            if made.issuperset(op.operands) and admits(op):
+                made.update(op.results)
+        return made
+
     @cached_property
     def differentiated(self) -> tuple[str, ...]:
         """Return the values from which backward starts: the loss and the outputs with cotangents from outside; without
@@ -193,3 +202,10 @@ def map_refs(arg: Arg, function: Callable[[str], Arg]) -> Arg:
     if isinstance(arg, tuple):
         return tuple(map_refs(item, function) for item in arg)
     return arg
+
+
+def map_operands(call: Call, function: Callable[[str], Arg]) -> Call:
+    """Return the call with every Ref in its arguments replaced by ``function(name)``, in the order of ``refs``."""
+    before: Any = call
+    mapped: Call = replace(before, args=map_refs(before.args, function), kwargs=map_refs(before.kwargs, function))
+    return mapped

@@ -42,8 +42,7 @@ def istft(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
         parts = emit(aten.reshape.default, parts, (-1, n_fft, frames))
         signal = emit(aten.col2im.default, parts, (1, length), (1, n_fft), (1, 1), (0, 0), (1, hop))
         signal = emit(aten.reshape.default, signal, (*leading, length))
-        result: Ref = emit(aten.slice.Tensor, signal, -1, start, stop)
-        return result
+        return emit(aten.slice.Tensor, signal, -1, start, stop)
 
     column = emit(aten.unsqueeze.default, window, 1)
     pieces = emit(aten.mul.Tensor, pieces, column)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.errors import CaptureError, problem
+from shardwise.errors import CaptureError
 
 _INSIDE = "pass the wrapped model (model.module): the plan replaces the wrapper"
 _SPLIT = "pass the original model: a parallel module holds the shards of one rank"
@@ -21,7 +21,6 @@ _KINDS = {
     "torch.distributed.fsdp.FSDPModule": "pass the model without fully_shard; the plan shards parameters",
     "torch.jit._script.ScriptModule": _SCRIPT,
     "shardwise.runtime.parallel.Parallel": _SPLIT,
-    "shardwise.runtime.pipeline.Pipeline": _SPLIT,
 }
 
 
@@ -29,17 +28,14 @@ def check_kinds(module: Any) -> None:
     """Raise CaptureError for an object that is no module, or that is or contains a module of another tool."""
     if not isinstance(module, nn.Module):
         what = f"the model is a {type(module).__name__}, not a torch.nn.Module"
-        raise CaptureError(problem(what, fix="pass the module itself; wrap a function as the forward of a module"))
+        raise CaptureError(what, fix="pass the module itself; wrap a function as the forward of a module")
     for path, submodule in module.named_modules():
         for kind in type(submodule).__mro__:
             if fix := _KINDS.get(f"{kind.__module__}.{kind.__qualname__}"):
                 what = f"{f'{path} is' if path else 'the model is'} a {kind.__name__}, which cannot be captured"
-                raise CaptureError(problem(what, fix=fix))
+                raise CaptureError(what, fix=fix)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.layout != torch.strided:
             layout = str(tensor.layout).removeprefix("torch.")
             what = f"{name} is a sparse tensor ({layout}), which cannot be split"
-            raise CaptureError(problem(what, fix=f"register {name}.to_dense() and multiply with torch.matmul"))
-
-
-__all__ = ["check_kinds"]
+            raise CaptureError(what, fix=f"register {name}.to_dense() and multiply with torch.matmul")

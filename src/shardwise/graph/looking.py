@@ -4,7 +4,9 @@ whatever their classes override (an ``Irrep`` of e3nn is a tuple whose length ra
 from __future__ import annotations
 
 from collections import deque
-from types import FunctionType, MethodType
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 _CONTAINERS: tuple[Any, ...] = (dict, list, tuple, set, frozenset, deque)
@@ -31,6 +33,28 @@ def unwrapped(value: Any) -> Any:
     """Return the function that a decorated one wraps, or the value."""
     wrapped = attribute(value, "__wrapped__")
     return wrapped if type(wrapped) is FunctionType else value
+
+
+def nested_code(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code, and that of the functions and classes inside it."""
+    yield code
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from nested_code(inner)
+
+
+def closure_of(function: FunctionType) -> dict[str, Any]:
+    """Return the variables of a closure, without those that are not set yet."""
+    closure = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # an empty cell
+            closure[name] = cell.cell_contents
+    return closure
+
+
+def shown_first(texts: Sequence[str], separator: str = ", ") -> str:
+    """Join the first three texts, and say how many there are more."""
+    return separator.join(texts[:3]) + (f" and {len(texts) - 3} more" if len(texts) > 3 else "")
 
 
 def text_of(value: object) -> str:

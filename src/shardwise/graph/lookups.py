@@ -154,8 +154,7 @@ class _Lookup:
         values = self._expanded(values, [self.sizes[dim] for dim in self.order])
         values = self._permuted(values, _inverse(self.order))
         if not self.chosen:
-            total: Ref = self.emitter.emit(aten.add.Tensor, self.operand, self._reshaped(values, kept))
-            return total
+            return self.emitter.emit(aten.add.Tensor, self.operand, self._reshaped(values, kept))
         values = self._reshaped(values, [*kept, prod(self.sizes[len(kept) :])])
         scatter = aten.scatter_add.default if accumulate else aten.scatter.src
         result = self.emitter.emit(scatter, self._flat(), len(kept), self._index(), values)
@@ -163,12 +162,10 @@ class _Lookup:
         return self._permuted(result, _inverse([*self.kept, *self.chosen]))
 
     def _flat(self) -> Ref:
-        """Return the operand with the chosen dims last, as one."""
         operand = self._permuted(self.operand, [*self.kept, *self.chosen])
         return self._reshaped(operand, [*(self.shape[dim] for dim in self.kept), -1])
 
     def _index(self) -> Ref:
-        """Return the index into ``_flat``."""
         emit, strides = self.emitter.emit, [self.shape[dim] for dim in self.chosen]
         index: Any = None
         outside: Any = None
@@ -216,6 +213,3 @@ class _Lookup:
 
 def _inverse(dims: Sequence[int]) -> list[int]:
     return [dims.index(dim) for dim in range(len(dims))]
-
-
-__all__ = ["align_lookups"]

@@ -18,27 +18,35 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.graph.ir import Arg, Graph, Ref
-from shardwise.graph.looking import attribute, function_of, items_of, size_of, text_of
-from shardwise.graph.origins import is_module_of_models, is_of_models
+from shardwise.graph.ir import Graph, Ref
+from shardwise.graph.looking import (
+    attribute,
+    closure_of,
+    function_of,
+    items_of,
+    nested_code,
+    shown_first,
+    size_of,
+    text_of,
+)
+from shardwise.graph.origins import is_class_of_models, is_module_of_models, is_of_models
 from shardwise.graph.schema import is_random
-from shardwise.graph.trees import constant_key, is_constant
+from shardwise.graph.trees import argument_key, constant_key, is_constant
 
 BETWEEN_CALLS = "between two calls"  # the tag of the mark that divides a trace of two calls
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _SEEN_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.Generator)
 _OF_CLASSES = (bool, int, float, str, list, dict, type(None))
 _PLAIN = (bool, int, float, str, type(None), threading.local)
-_MOST_ITEMS = 1000  # of a container in a file that is looked at; a longer one is a table
+MOST_ITEMS = 1000  # of a container in a file that is looked at; a longer one is a table
 _CONFIGURATIONS = ("PretrainedConfig", "PreTrainedConfig")
 
 
@@ -67,8 +75,7 @@ class StateSnapshot:
     def described(self, places: Iterable[str], after: StateSnapshot) -> str:
         """Describe changes, as in ``calls (0 -> 1), cache (None -> a tensor)``."""
         gone = "nothing"
-        shown = [f"{p} ({self.texts.get(p, gone)} -> {after.texts.get(p, gone)})" for p in places]
-        return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
+        return shown_first([f"{p} ({self.texts.get(p, gone)} -> {after.texts.get(p, gone)})" for p in places])
 
     def without_tensors(self, places: Iterable[str], after: StateSnapshot) -> tuple[str, ...]:
         """Return the locations that hold no tensor afterwards."""
@@ -143,7 +150,7 @@ class StateReader:
                 self.read(f"{place}[{text_of(key)}]", item)
         elif isinstance(value, set):
             items = items_of(value)
-            self.leaf(place, ("set", frozenset(map(_item_key, items))), f"{len(items)} items", None)
+            self.leaf(place, ("set", frozenset(map(item_key, items))), f"{len(items)} items", None)
         elif isinstance(value, (list, tuple, deque)):
             self.leaf(place, ("items", size_of(value)), f"{size_of(value)} items", None)
             for i, item in enumerate(items_of(value)):
@@ -173,7 +180,7 @@ class StateReader:
             self.read_class(value)
         elif kind is FunctionType:
             self._read_function(value)
-        elif issubclass(kind, nn.Module) or is_module_of_models(sys.modules.get(type(value).__module__)):
+        elif issubclass(kind, nn.Module) or is_class_of_models(type(value)):
             if id(value) in self.seen or _is_configuration(value):
                 return
             self.seen.add(id(value))
@@ -184,9 +191,9 @@ class StateReader:
 
     def _read_plain(self, place: str, value: Any) -> None:
         """Read a number, a text, or the direct contents of a container that is no table."""
-        if isinstance(value, (list, dict, set, deque)) and size_of(value) <= _MOST_ITEMS:
+        if isinstance(value, (list, dict, set, deque)) and size_of(value) <= MOST_ITEMS:
             items = items_of(value)
-            self.leaf(place, tuple(map(_item_key, items)), f"{len(items)} items", tuple(items))
+            self.leaf(place, tuple(map(item_key, items)), f"{len(items)} items", tuple(items))
         elif (
             isinstance(value, (bool, int, float, str, type(None), threading.local))
             or type(value).__module__ == "itertools"
@@ -206,10 +213,7 @@ class StateReader:
         defaults = function.__defaults__ or ()
         names = code.co_varnames[: code.co_argcount]
         kept = [*zip(names[len(names) - len(defaults) :], defaults, strict=True)]
-        kept += [*(function.__kwdefaults__ or {}).items(), *vars(function).items()]
-        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-            with suppress(ValueError):  # a cell that is empty yet
-                kept.append((name, cell.cell_contents))
+        kept += [*(function.__kwdefaults__ or {}).items(), *vars(function).items(), *closure_of(function).items()]
         for name, value in kept:
             if isinstance(value, FunctionType):
                 self._read_function(value)
@@ -219,7 +223,7 @@ class StateReader:
     def read_class(self, kind: type) -> None:
         """Read numbers, texts and containers in attributes of a user's class, state kept by its methods, and numbers
         and containers in its file."""
-        if id(kind) in self.seen or not is_module_of_models(sys.modules.get(kind.__module__)):
+        if id(kind) in self.seen or not is_class_of_models(kind):
             return
         self.seen.add(id(kind))
         for name, value in vars(kind).items():
@@ -235,7 +239,6 @@ class StateReader:
             self._read_file(module)
 
     def _read_file(self, module: ModuleType) -> None:
-        """Read numbers and containers in a file."""
         if id(module) in self.seen:
             return
         self.seen.add(id(module))
@@ -264,25 +267,21 @@ def _is_content(value: Any) -> bool:
 def _names_used(kind: type, module: ModuleType) -> list[str]:
     """Return the names used by the methods of a class, and by functions of its file that they name."""
     names: dict[str, None] = {}
-    pending = [code for value in vars(kind).values() for code in _code_of(value)]
+    pending = list(vars(kind).values())
     while pending:
-        code = pending.pop()
-        pending += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-        new = [name for name in code.co_names if name not in names]
-        names |= dict.fromkeys(new)
-        pending += [inner for name in new for inner in _code_of(vars(module).get(name))]
+        function = function_of(pending.pop())
+        if isinstance(function, FunctionType):
+            used = [name for code in nested_code(inspect.unwrap(function).__code__) for name in code.co_names]
+            new = [name for name in used if name not in names]
+            names |= dict.fromkeys(new)
+            pending += [vars(module).get(name) for name in new]
     return list(names)
 
 
-def _code_of(value: Any) -> list[CodeType]:
-    """Return the code of a function, method or property."""
-    function = function_of(value)
-    return [inspect.unwrap(function).__code__] if isinstance(function, FunctionType) else []
-
-
-def _item_key(item: Any) -> object:
+def item_key(item: Any) -> object:
+    """Return a key of an item of a container: of its value, or else of its identity."""
     if isinstance(item, tuple):
-        return tuple(map(_item_key, item))
+        return tuple(map(item_key, item))
     return constant_key(item) if is_constant(item) else id(item)
 
 
@@ -310,11 +309,9 @@ def trace_difference(graph: Graph, constants: Mapping[str, torch.Tensor], half: 
         return "its next call would compute something else"
     boundary = next(i for i, op in enumerate(graph.ops) if mark.name in op.results)
     first = {name for op in graph.ops[:boundary] for name in op.results}
-    constant = {source.value for source in graph.sources if source.kind == "constant"}
+    constants_of_graph = (source.value for source in graph.sources if source.kind == "constant")
+    constant = graph.made_from(constants_of_graph, lambda op: not is_random(op.target))
     sources = {numbers[source.value] for source in graph.sources}
-    for op in graph.ops[:boundary]:
-        if not is_random(op.target) and constant.issuperset(op.operands):
-            constant.update(op.results)
     carried = {n for n in _read_later(graph, boundary, half) & first if n not in constant and numbers[n] not in sources}
     return "its next call would use a tensor made by this call" if carried else ""
 
@@ -340,22 +337,14 @@ def _numbers(graph: Graph, constants: Mapping[str, torch.Tensor]) -> dict[str, i
 
     for source in graph.sources:
         data = constants.get(source.value)
-        of[source.value] = number(("source", source.value) if data is None else _content(data))
+        of[source.value] = number(("source", source.value) if data is None else content_of(data))
     for op in graph.ops:
-        called = op.target, _argument_key(op.args, of), _argument_key(tuple(v for _, v in op.kwargs), of)
+        called = op.target, argument_key((op.args, op.kwargs), of.__getitem__)
         of.update((name, number((called, i))) for i, name in enumerate(op.results))
     return of
 
 
-def _argument_key(arg: Arg, of: Mapping[str, int]) -> object:
-    if isinstance(arg, Ref):
-        return Ref, of[arg.name]
-    return tuple(_argument_key(item, of) for item in arg) if isinstance(arg, tuple) else constant_key(arg)
-
-
-def _content(data: torch.Tensor) -> object:
+def content_of(data: torch.Tensor) -> object:
+    """Return a key of the numbers in a tensor."""
     flat = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return data.dtype, tuple(data.shape), flat.numpy().tobytes()
-
-
-__all__ = ["BETWEEN_CALLS", "OF_TORCH", "StateSnapshot", "snapshot_state", "trace_difference"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from shardwise.graph.ir import Arg, Graph, Ref, map_refs
+from shardwise.graph.ir import Arg, Graph, Ref, map_operands, map_refs
 from shardwise.graph.schema import operator_name
 
 
@@ -35,9 +35,7 @@ def assign_names(graph: Graph) -> Graph:
         def renamed(name: str) -> Arg:
             return Ref(new_names[name])
 
-        args = map_refs(op.args, renamed)
-        kwargs = tuple((key, map_refs(arg, renamed)) for key, arg in op.kwargs)
-        ops.append(replace(op, name=op_name, args=args, kwargs=kwargs, results=results))
+        ops.append(replace(map_operands(op, renamed), name=op_name, results=results))
     order = [source.value for source in graph.sources] + [name for op in graph.ops for name in op.results]
     return replace(
         graph,

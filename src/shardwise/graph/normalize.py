@@ -7,26 +7,25 @@ The new operators keep the module, line and scope of the old one. ``NORMALIZATIO
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
-from shardwise.errors import CaptureError, problem
+from shardwise.errors import CaptureError
 from shardwise.graph.batch_norm import batch_norm_with_statistics
-from shardwise.graph.custom_operators import dropout as dropout_operator
 from shardwise.graph.custom_operators import mark as mark_operator
 from shardwise.graph.einsum import diagonals
 from shardwise.graph.emitter import Emitter, Rewrite, rewrite_graph
 from shardwise.graph.ir import Arg, Graph, Op, Ref
-from shardwise.graph.normalize_layers import foreign_normalizations, layer_normalizations
+from shardwise.graph.normalize_layers import LAYER_NORMALIZATIONS, foreign_normalizations
 from shardwise.graph.normalize_losses import LOSS_NORMALIZATIONS
-from shardwise.graph.normalize_random import RANDOM_NORMALIZATIONS, next_random_call
-from shardwise.graph.schema import arguments, is_random, operator_name
+from shardwise.graph.normalize_random import RANDOM_NORMALIZATIONS, drop
+from shardwise.graph.schema import arguments, by_operator, is_random, operator_name
 
 aten = torch.ops.aten
-DROPOUT: OpOverload = dropout_operator._opoverload
 Results = tuple[Arg, ...] | None
 
 
@@ -39,12 +38,10 @@ def normalize(graph: Graph) -> Graph:
     for op in normal.ops:
         if is_random(op.target) and not _draws_nothing(op):
             raise CaptureError(
-                problem(
-                    f"{operator_name(op.target)} draws random numbers, which would differ with every plan",
-                    op=op.module,
-                    source=op.source,
-                    fix="pass the random tensor as an input, or use nn.Dropout",
-                )
+                f"{operator_name(op.target)} draws random numbers, which would differ with every plan",
+                op=op.module,
+                source=op.source,
+                fix="pass the random tensor as an input, or use nn.Dropout",
             )
     return normal
 
@@ -58,8 +55,7 @@ def _draws_nothing(op: Op) -> bool:
 
 
 def _scaled(emitter: Emitter, ref: Ref, factor: Any) -> Ref:
-    result: Ref = ref if factor == 1 else emitter.emit(aten.mul.Tensor, ref, factor)
-    return result
+    return ref if factor == 1 else emitter.emit(aten.mul.Tensor, ref, factor)
 
 
 def _linear(op: Op, emitter: Emitter) -> Results:
@@ -70,18 +66,14 @@ def _linear(op: Op, emitter: Emitter) -> Results:
     return (emitter.emit(aten.add.Tensor, product, args["bias"]),)
 
 
-def _fused_add(product: OpOverload, left: str, right: str) -> Rewrite:
+def _fused_add(product: OpOverload, left: str, right: str, op: Op, emitter: Emitter) -> Results:
     """Rewrite to ``beta * self + alpha * (left @ right)``; with beta = 0, self is not read."""
-
-    def rewrite(op: Op, emitter: Emitter) -> Results:
-        args = arguments(op)
-        result = _scaled(emitter, emitter.emit(product, args[left], args[right]), args["alpha"])
-        if args["beta"] == 0:
-            beside = (args["self"].name,) if emitter.value(args["self"]).requires_grad else ()
-            return (emitter.with_zero_gradient(beside, result),)
-        return (emitter.emit(aten.add.Tensor, result, _scaled(emitter, args["self"], args["beta"])),)
-
-    return rewrite
+    args = arguments(op)
+    result = _scaled(emitter, emitter.emit(product, args[left], args[right]), args["alpha"])
+    if args["beta"] == 0:
+        beside = (args["self"].name,) if emitter.value(args["self"]).requires_grad else ()
+        return (emitter.with_zero_gradient(beside, result),)
+    return (emitter.emit(aten.add.Tensor, result, _scaled(emitter, args["self"], args["beta"])),)
 
 
 def _convolution(op: Op, emitter: Emitter) -> Results:
@@ -144,24 +136,15 @@ def _batch_norm(op: Op, emitter: Emitter) -> Results:
 # ----------------------------------------------------------------------------------------------------- randomness
 
 
-def _drop(emitter: Emitter, x: Ref, p: float) -> Ref:
-    """Emit a dropout of a value by the hash of seed and global index."""
-    seed, call = next_random_call(emitter)
-    shape = emitter.value(x).shape
-    result: Ref = emitter.emit(DROPOUT, x, seed, float(p), call, shape, (0,) * len(shape))
-    return result
-
-
 def _dropout(op: Op, emitter: Emitter) -> Results:
     args = arguments(op)
     if not args["train"] or args["p"] == 0:
         return (args["input"],)
-    return (_drop(emitter, args["input"], args["p"]),)
+    return (drop(emitter, args["input"], args["p"]),)
 
 
 def _ones(emitter: Emitter, shape: tuple[int, ...], dtype: torch.dtype) -> Ref:
-    result: Ref = emitter.emit(aten.full.default, shape, 1.0, dtype=dtype)
-    return result
+    return emitter.emit(aten.full.default, shape, 1.0, dtype=dtype)
 
 
 def _feature_dropout(op: Op, emitter: Emitter) -> Results:
@@ -170,7 +153,7 @@ def _feature_dropout(op: Op, emitter: Emitter) -> Results:
     if not args["train"] or args["p"] == 0:
         return (args["input"],)
     value = emitter.value(args["input"])
-    noise = _drop(emitter, _ones(emitter, (*value.shape[:2], *[1] * (len(value.shape) - 2)), value.dtype), args["p"])
+    noise = drop(emitter, _ones(emitter, (*value.shape[:2], *[1] * (len(value.shape) - 2)), value.dtype), args["p"])
     return (emitter.emit(aten.mul.Tensor, args["input"], noise),)
 
 
@@ -179,7 +162,7 @@ def _native_dropout(op: Op, emitter: Emitter) -> Results:
     value = emitter.value(args["input"])
     if not args["train"] and args["train"] is not None:
         return args["input"], emitter.emit(aten.full.default, value.shape, True, dtype=torch.bool)
-    noise = _drop(emitter, _ones(emitter, value.shape, value.dtype), args["p"])
+    noise = drop(emitter, _ones(emitter, value.shape, value.dtype), args["p"])
     return emitter.emit(aten.mul.Tensor, args["input"], noise), emitter.emit(aten.ne.Scalar, noise, 0)
 
 
@@ -188,7 +171,7 @@ def _bernoulli(op: Op, emitter: Emitter) -> Results:
     args = arguments(op)
     value = emitter.value(args["self"])
     dtype = value.dtype if value.dtype.is_floating_point else torch.float32
-    noise = _drop(emitter, _ones(emitter, value.shape, dtype), 1.0 - args["p"])
+    noise = drop(emitter, _ones(emitter, value.shape, dtype), 1.0 - args["p"])
     return (emitter.emit(aten.to.dtype, emitter.emit(aten.ne.Scalar, noise, 0), value.dtype),)
 
 
@@ -217,44 +200,33 @@ def _attention(op: Op, emitter: Emitter) -> Results:
     elif mask is not None:
         scores = emit(aten.add.Tensor, scores, mask)
     softmax = aten.softmax.int if mask is None else aten._safe_softmax.default
-    weights = _drop(emitter, emit(softmax, scores, -1), args["dropout_p"])
+    weights = drop(emitter, emit(softmax, scores, -1), args["dropout_p"])
     return (emit(aten.matmul.default, weights, value),)
 
 
 def _mark(op: Op, emitter: Emitter) -> Results:
     """Rewrite the marker of ``constrain`` to an identity operator, which can have its own strategy."""
-    result: Ref = emitter.emit_as_is(aten.alias.default, op.args[0])
+    (result,) = emitter.emit_as_is(aten.alias.default, op.args[0])
     emitter.constraints.append((result.name, op.args[1]))
     return (result,)
 
 
-NORMALIZATIONS: dict[OpOverload, Rewrite] = {
-    aten.linear.default: _linear,
-    aten.addmm.default: _fused_add(aten.mm.default, "mat1", "mat2"),
-    aten.baddbmm.default: _fused_add(aten.bmm.default, "batch1", "batch2"),
-    aten.addmv.default: _fused_add(aten.mv.default, "mat", "vec"),
-    aten.einsum.default: diagonals,
-    aten.conv1d.default: _convolution,
-    aten.conv2d.default: _convolution,
-    aten.conv3d.default: _convolution,
-    aten.conv1d.padding: _convolution,
-    aten.conv2d.padding: _convolution,
-    aten.conv3d.padding: _convolution,
-    aten.convolution.default: _convolution,
-    aten.conv_transpose1d.default: _convolution,
-    aten.conv_transpose2d.input: _convolution,
-    aten.conv_transpose3d.input: _convolution,
-    aten.mean.default: _mean,
-    aten.mean.dim: _mean,
-    aten.aminmax.default: _aminmax,
-    aten.batch_norm.default: _batch_norm,
-    aten.dropout.default: _dropout,
-    aten.feature_dropout.default: _feature_dropout,
-    aten.native_dropout.default: _native_dropout,
-    aten.bernoulli.p: _bernoulli,
-    aten.scaled_dot_product_attention.default: _attention,
-    mark_operator._opoverload: _mark,
-    **LOSS_NORMALIZATIONS,
-    **RANDOM_NORMALIZATIONS,
-    **layer_normalizations(_drop),
-}
+NORMALIZATIONS: dict[OpOverload, Rewrite] = by_operator(
+    {
+        "linear": _linear,
+        "addmm": partial(_fused_add, aten.mm.default, "mat1", "mat2"),
+        "baddbmm": partial(_fused_add, aten.bmm.default, "batch1", "batch2"),
+        "addmv": partial(_fused_add, aten.mv.default, "mat", "vec"),
+        "einsum": diagonals,
+        "conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding convolution conv_transpose1d "
+        "conv_transpose2d.input conv_transpose3d.input": _convolution,
+        "mean mean.dim": _mean,
+        "aminmax": _aminmax,
+        "batch_norm": _batch_norm,
+        "dropout": _dropout,
+        "feature_dropout": _feature_dropout,
+        "native_dropout": _native_dropout,
+        "bernoulli.p": _bernoulli,
+        "scaled_dot_product_attention": _attention,
+    }
+) | {mark_operator._opoverload: _mark, **LOSS_NORMALIZATIONS, **RANDOM_NORMALIZATIONS, **LAYER_NORMALIZATIONS}

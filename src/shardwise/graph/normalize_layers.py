@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,39 +12,35 @@ from torch._ops import OpOverload
 from shardwise.graph.emitter import Emitter, Rewrite
 from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.ir import Arg, Op, Ref
-from shardwise.graph.schema import arguments
+from shardwise.graph.normalize_random import drop
+from shardwise.graph.schema import arguments, by_operator
 
 aten = torch.ops.aten
 GROUPED_MM: OpOverload = grouped_mm._opoverload
 Results = tuple[Arg, ...] | None
-Drop = Callable[[Emitter, Ref, float], Ref]
 
 
-def recurrent(drop: Drop) -> Rewrite:
+def _recurrent(op: Op, emitter: Emitter) -> Results:
     """Rewrite LSTM, GRU and RNN with dropout between layers: one operator per layer, and the global-index dropout."""
-
-    def rewrite(op: Op, emitter: Emitter) -> Results:
-        args = arguments(op)
-        layers = args["num_layers"]
-        if not args["train"] or args["dropout"] == 0:
-            return None
-        states = args["hx"] if isinstance(args["hx"], tuple) else (args["hx"],)
-        directions = 2 if args["bidirectional"] else 1
-        num_params = len(args["params"]) // layers
-        x = args["input"]
-        finals: list[tuple[Ref, ...]] = []
-        for layer in range(layers):
-            first = layer * directions
-            hx = tuple(emitter.emit(aten.slice.Tensor, s, 0, first, first + directions) for s in states)
-            params = args["params"][layer * num_params : (layer + 1) * num_params]
-            rest = (args["has_biases"], 1, 0.0, args["train"], args["bidirectional"], args["batch_first"])
-            x, *last = emitter.emit_as_is(op.target, x, hx if isinstance(args["hx"], tuple) else hx[0], params, *rest)
-            finals.append(tuple(last))
-            if layer < layers - 1:
-                x = drop(emitter, x, args["dropout"])
-        return x, *(emitter.emit(aten.cat.default, together, 0) for together in zip(*finals, strict=True))
-
-    return rewrite
+    args = arguments(op)
+    layers = args["num_layers"]
+    if not args["train"] or args["dropout"] == 0:
+        return None
+    states = args["hx"] if isinstance(args["hx"], tuple) else (args["hx"],)
+    directions = 2 if args["bidirectional"] else 1
+    num_params = len(args["params"]) // layers
+    x = args["input"]
+    finals: list[tuple[Ref, ...]] = []
+    for layer in range(layers):
+        first = layer * directions
+        hx = tuple(emitter.emit(aten.slice.Tensor, s, 0, first, first + directions) for s in states)
+        params = args["params"][layer * num_params : (layer + 1) * num_params]
+        rest = (args["has_biases"], 1, 0.0, args["train"], args["bidirectional"], args["batch_first"])
+        x, *last = emitter.emit_as_is(op.target, x, hx if isinstance(args["hx"], tuple) else hx[0], params, *rest)
+        finals.append(tuple(last))
+        if layer < layers - 1:
+            x = drop(emitter, x, args["dropout"])
+    return x, *(emitter.emit(aten.cat.default, together, 0) for together in zip(*finals, strict=True))
 
 
 def _gates(emitter: Emitter, args: dict[str, Any], count: int) -> tuple[list[Ref], list[Ref]]:
@@ -77,14 +74,10 @@ def _gru_cell(op: Op, emitter: Emitter) -> Results:
     return (emit(aten.add.Tensor, left, new),)
 
 
-def _rnn_cell(function: OpOverload) -> Rewrite:
+def _rnn_cell(function: OpOverload, op: Op, emitter: Emitter) -> Results:
     """Compute f(W x + V h)."""
-
-    def rewrite(op: Op, emitter: Emitter) -> Results:
-        (ours,), (theirs,) = _gates(emitter, arguments(op), 1)
-        return (emitter.emit(function, emitter.emit(aten.add.Tensor, ours, theirs)),)
-
-    return rewrite
+    (ours,), (theirs,) = _gates(emitter, arguments(op), 1)
+    return (emitter.emit(function, emitter.emit(aten.add.Tensor, ours, theirs)),)
 
 
 def _weight_norm(op: Op, emitter: Emitter) -> Results:
@@ -139,8 +132,7 @@ def _bag_sums(emitter: Emitter, args: dict[str, Any], count: int) -> Callable[[R
 
         def add_rows(rows: Ref) -> Ref:
             columns = emitter.value(rows).shape[1]
-            result: Ref = emit(aten.sum.dim_IntList, emit(aten.reshape.default, rows, (bags, length, columns)), (1,))
-            return result
+            return emit(aten.sum.dim_IntList, emit(aten.reshape.default, rows, (bags, length, columns)), (1,))
 
         return add_rows
     bag = _bag_of(emitter, args["offsets"], count)
@@ -148,19 +140,16 @@ def _bag_sums(emitter: Emitter, args: dict[str, Any], count: int) -> Callable[[R
     def add_to_bags(rows: Ref) -> Ref:
         value = emitter.value(rows)
         zeros = emit(aten.full.default, (bags, value.shape[1]), 0.0, dtype=value.dtype)
-        result: Ref = emit(aten.index_add.default, zeros, 0, bag, rows)
-        return result
+        return emit(aten.index_add.default, zeros, 0, bag, rows)
 
     return add_to_bags
 
 
 def _bag_of(emitter: Emitter, offsets: Ref, count: int) -> Ref:
-    """Return the bag number of every index."""
     emit = emitter.emit
     ends = emit(aten.unsqueeze.default, offsets, 0)
     places = emit(aten.unsqueeze.default, emit(aten.arange.default, count), 1)
-    bag: Ref = emit(aten.sub.Tensor, emit(aten.sum.dim_IntList, emit(aten.ge.Tensor, places, ends), (1,)), 1)
-    return bag
+    return emit(aten.sub.Tensor, emit(aten.sum.dim_IntList, emit(aten.ge.Tensor, places, ends), (1,)), 1)
 
 
 def _bag_maxima(emitter: Emitter, args: dict[str, Any], rows: Ref, padding: int | None) -> Ref:
@@ -170,21 +159,19 @@ def _bag_maxima(emitter: Emitter, args: dict[str, Any], rows: Ref, padding: int 
     bags = emitter.value(args["offsets"]).shape[0] - bool(args["include_last_offset"])
     length = _equal_length(emitter, args["offsets"], count)
     if padding is None and length is not None and bags * length == count:
-        values: Ref = emit(aten.max.dim, emit(aten.reshape.default, rows, (bags, length, columns)), 1)[0]
-        return values
+        return emitter.emit_several(aten.max.dim, emit(aten.reshape.default, rows, (bags, length, columns)), 1)[0]
     bag = _bag_of(emitter, args["offsets"], count)
     if padding is not None:  # in a bag of its own, behind the others
         bag = emit(aten.masked_fill.Scalar, bag, emit(aten.eq.Scalar, args["indices"], padding), bags)
     zeros = emit(aten.full.default, (bags + 1, columns), 0.0, dtype=value.dtype)
     index = emit(aten.expand.default, emit(aten.unsqueeze.default, bag, 1), (count, columns))
     largest = emit(aten.scatter_reduce.two, zeros, 0, index, rows, "amax", include_self=False)
-    maxima: Ref = emit(aten.slice.Tensor, largest, 0, 0, bags)
-    return maxima
+    return emit(aten.slice.Tensor, largest, 0, 0, bags)
 
 
 def _equal_length(emitter: Emitter, offsets: Ref, count: int) -> int | None:
     """Return the step of ``offsets = arange(0, count, step)``, or None."""
-    producer = next((op for op in emitter.ops if offsets.name in op.results), None)
+    producer = emitter.producer.get(offsets.name)
     if producer is None or producer.target is not aten.arange.start_step:
         return None
     args = arguments(producer)
@@ -214,19 +201,15 @@ def foreign_normalizations() -> dict[OpOverload, Rewrite]:
     return {} if packet is None else {packet.default: _grouped_mm}
 
 
-def layer_normalizations(drop: Drop) -> dict[OpOverload, Rewrite]:
-    """Return the rewrites of layers. ``drop`` emits a dropout."""
-    return {
-        aten.lstm.input: recurrent(drop),
-        aten.gru.input: recurrent(drop),
-        aten.rnn_tanh.input: recurrent(drop),
-        aten.rnn_relu.input: recurrent(drop),
-        aten.lstm_cell.default: _lstm_cell,
-        aten.gru_cell.default: _gru_cell,
-        aten.rnn_tanh_cell.default: _rnn_cell(aten.tanh.default),
-        aten.rnn_relu_cell.default: _rnn_cell(aten.relu.default),
-        aten._weight_norm.default: _weight_norm,
-        aten._grouped_mm.default: _grouped_mm,
-        aten.embedding_bag.default: _embedding_bag,
-        aten.embedding_bag.padding_idx: _embedding_bag,
+LAYER_NORMALIZATIONS: dict[OpOverload, Rewrite] = by_operator(
+    {
+        "lstm.input gru.input rnn_tanh.input rnn_relu.input": _recurrent,
+        "lstm_cell": _lstm_cell,
+        "gru_cell": _gru_cell,
+        "rnn_tanh_cell": partial(_rnn_cell, aten.tanh.default),
+        "rnn_relu_cell": partial(_rnn_cell, aten.relu.default),
+        "_weight_norm": _weight_norm,
+        "_grouped_mm": _grouped_mm,
+        "embedding_bag embedding_bag.padding_idx": _embedding_bag,
     }
+)

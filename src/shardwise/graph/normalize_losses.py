@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from shardwise.graph.emitter import Emitter, Rewrite
 from shardwise.graph.ir import Arg, Op, Ref
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2
@@ -29,7 +29,7 @@ def _total(op: Op, args: dict[str, Any], scores: Ref, emitter: Emitter) -> Ref:
     schema = op.target._schema.arguments
     positional = [args[argument.name] for argument in schema if not argument.kwarg_only]
     keywords = {argument.name: args[argument.name] for argument in schema if argument.kwarg_only}
-    loss: Ref = emitter.emit(op.target, *positional, **keywords)
+    loss = emitter.emit(op.target, *positional, **keywords)
     if low_precision:
         loss = emitter.emit(aten.sum.default, loss, dtype=torch.float32)
     return loss
@@ -80,18 +80,10 @@ def _element_loss(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     return _divided(op, _total(op, call_args, scores, emitter), count, scores, emitter)
 
 
-LOSS_NORMALIZATIONS: dict[OpOverload, Rewrite] = {
-    aten.cross_entropy_loss.default: _class_loss,
-    aten.nll_loss.default: _class_loss,
-    aten.nll_loss_nd.default: _class_loss,
-    aten.nll_loss2d.default: _class_loss,
-    aten.mse_loss.default: _element_loss,
-    aten.l1_loss.default: _element_loss,
-    aten.smooth_l1_loss.default: _element_loss,
-    aten.huber_loss.default: _element_loss,
-    aten.binary_cross_entropy.default: _element_loss,
-    aten.binary_cross_entropy_with_logits.default: _element_loss,
-    aten.kl_div.default: _element_loss,
-    aten.soft_margin_loss.default: _element_loss,
-    aten.poisson_nll_loss.default: _element_loss,
-}
+LOSS_NORMALIZATIONS: dict[OpOverload, Rewrite] = by_operator(
+    {
+        "cross_entropy_loss nll_loss nll_loss_nd nll_loss2d": _class_loss,
+        "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits "
+        "kl_div soft_margin_loss poisson_nll_loss": _element_loss,
+    }
+)

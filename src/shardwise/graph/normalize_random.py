@@ -8,18 +8,21 @@ normal numbers, the inverse of a distribution function the others. The eager sid
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import log1p, pi
 from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
+from shardwise.graph.custom_operators import dropout as dropout_operator
 from shardwise.graph.custom_operators import uniform as uniform_operator
 from shardwise.graph.emitter import Emitter, Rewrite
 from shardwise.graph.ir import Arg, Op, Ref, Source, Value
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 
 aten = torch.ops.aten
+DROPOUT: OpOverload = dropout_operator._opoverload
 UNIFORM: OpOverload = uniform_operator._opoverload
 SEED = "_shardwise_seed"
 Results = tuple[Arg, ...] | None
@@ -35,8 +38,14 @@ def next_random_call(emitter: Emitter) -> tuple[Ref, int]:
 
 def _uniform(emitter: Emitter, shape: tuple[int, ...], dtype: torch.dtype) -> Ref:
     seed, call = next_random_call(emitter)
-    result: Ref = emitter.emit(UNIFORM, seed, call, shape, (0,) * len(shape), shape, shape, dtype)
-    return result
+    return emitter.emit(UNIFORM, seed, call, shape, (0,) * len(shape), shape, shape, dtype)
+
+
+def drop(emitter: Emitter, x: Ref, p: float) -> Ref:
+    """Emit a dropout of a value by the hash of seed and global index."""
+    seed, call = next_random_call(emitter)
+    shape = emitter.value(x).shape
+    return emitter.emit(DROPOUT, x, seed, float(p), call, shape, (0,) * len(shape))
 
 
 def _free(emitter: Emitter, arg: Arg) -> Arg:
@@ -48,27 +57,22 @@ def _free(emitter: Emitter, arg: Arg) -> Arg:
 
 def _normal(emitter: Emitter, shape: tuple[int, ...], dtype: torch.dtype) -> Ref:
     """Emit ``sqrt(-2 log(1 - u)) cos(2 pi v)``; u is below 1."""
-    first, second = _uniform(emitter, shape, torch.float64), _uniform(emitter, shape, torch.float64)
+    first, second = _uniform(emitter, shape, _WIDE), _uniform(emitter, shape, _WIDE)
     emit = emitter.emit
     radius = emit(aten.sqrt.default, emit(aten.mul.Tensor, emit(aten.log1p.default, emit(aten.neg.default, first)), -2))
     angle = emit(aten.cos.default, emit(aten.mul.Tensor, second, 2 * pi))
-    result: Ref = emit(aten.to.dtype, emit(aten.mul.Tensor, radius, angle), dtype)
-    return result
+    return emit(aten.to.dtype, emit(aten.mul.Tensor, radius, angle), dtype)
 
 
-def _drawn(draw: Any) -> Rewrite:
+def _drawn(draw: Any, op: Op, emitter: Emitter) -> Results:
     """Rewrite ``rand(size)`` and similar, or ``rand_like(x)``."""
-
-    def rewrite(op: Op, emitter: Emitter) -> Results:
-        args = arguments(op)
-        if "self" in args:
-            model = emitter.value(args["self"])
-            shape, dtype = model.shape, args["dtype"] or model.dtype
-        else:
-            shape, dtype = tuple(args["size"]), args["dtype"] or torch.get_default_dtype()
-        return (draw(emitter, shape, dtype),) if dtype.is_floating_point else None
-
-    return rewrite
+    args = arguments(op)
+    if "self" in args:
+        model = emitter.value(args["self"])
+        shape, dtype = model.shape, args["dtype"] or model.dtype
+    else:
+        shape, dtype = tuple(args["size"]), args["dtype"] or torch.get_default_dtype()
+    return (draw(emitter, shape, dtype),) if dtype.is_floating_point else None
 
 
 def _integers(op: Op, emitter: Emitter) -> Results:
@@ -79,66 +83,46 @@ def _integers(op: Op, emitter: Emitter) -> Results:
         shape, dtype = emitter.value(args["self"]).shape, args["dtype"] or emitter.value(args["self"]).dtype
     else:
         shape, dtype = tuple(args["size"]), args["dtype"] or torch.int64
-    scaled = emitter.emit(aten.mul.Tensor, _uniform(emitter, shape, torch.float64), args["high"] - low)
+    scaled = emitter.emit(aten.mul.Tensor, _uniform(emitter, shape, _WIDE), args["high"] - low)
     whole = emitter.emit(aten.to.dtype, emitter.emit(aten.floor.default, scaled), dtype)
     return (emitter.emit(aten.add.Tensor, whole, low),)
-
-
-def _bernoulli(op: Op, emitter: Emitter) -> Results:
-    """Emit ones where a uniform number is below the probability."""
-    args = arguments(op)
-    value = emitter.value(args["self"])
-    drawn = _uniform(emitter, value.shape, torch.float64)
-    return (emitter.emit(aten.to.dtype, emitter.emit(aten.lt.Tensor, drawn, args["self"]), value.dtype),)
-
-
-def _between(op: Op, emitter: Emitter) -> Results:
-    """Rewrite ``uniform_(low, high)``."""
-    args = arguments(op)
-    value = emitter.value(args["self"])
-    width = emitter.emit(aten.mul.Tensor, _uniform(emitter, value.shape, torch.float64), args["to"] - args["from"])
-    return (emitter.emit(aten.to.dtype, emitter.emit(aten.add.Tensor, width, args["from"]), value.dtype),)
-
-
-def _exponential(op: Op, emitter: Emitter) -> Results:
-    """Emit ``-log(1 - u) / rate``."""
-    args = arguments(op)
-    value = emitter.value(args["self"])
-    negative = emitter.emit(aten.neg.default, _uniform(emitter, value.shape, torch.float64))
-    scaled = emitter.emit(aten.div.Tensor, emitter.emit(aten.log1p.default, negative), -args["lambd"])
-    return (emitter.emit(aten.to.dtype, scaled, value.dtype),)
 
 
 def _permutation(op: Op, emitter: Emitter) -> Results:
     """Emit the argsort of as many uniform numbers."""
     args = arguments(op)
-    order = emitter.emit(aten.argsort.default, _uniform(emitter, (args["n"],), torch.float64))
+    order = emitter.emit(aten.argsort.default, _uniform(emitter, (args["n"],), _WIDE))
     dtype = args["dtype"] or torch.int64
     return (order if dtype == torch.int64 else emitter.emit(aten.to.dtype, order, dtype),)
 
 
-def _filled(draw: Callable[[dict[str, Arg], Emitter, tuple[int, ...]], Ref]) -> Rewrite:
+def _filled(draw: Callable[[dict[str, Arg], Emitter, tuple[int, ...]], Ref], op: Op, emitter: Emitter) -> Results:
     """Rewrite ``x.cauchy_(...)`` and similar: ``draw`` gives float64 numbers of the shape."""
+    args = arguments(op)
+    value = emitter.value(args["self"])
+    return (emitter.emit(aten.to.dtype, draw(args, emitter, value.shape), value.dtype),)
 
-    def rewrite(op: Op, emitter: Emitter) -> Results:
-        args = arguments(op)
-        value = emitter.value(args["self"])
-        return (emitter.emit(aten.to.dtype, draw(args, emitter, value.shape), value.dtype),)
 
-    return rewrite
+def _between(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
+    """Rewrite ``uniform_(low, high)``."""
+    width = emitter.emit(aten.mul.Tensor, _uniform(emitter, shape, _WIDE), args["to"] - args["from"])
+    return emitter.emit(aten.add.Tensor, width, args["from"])
+
+
+def _exponential(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
+    """Emit ``-log(1 - u) / rate``."""
+    return emitter.emit(aten.div.Tensor, _log_survival(emitter, shape), -args["lambd"])
 
 
 def _log_survival(emitter: Emitter, shape: tuple[int, ...]) -> Ref:
     """Emit ``log(1 - u)``: minus an exponential number."""
-    result: Ref = emitter.emit(aten.log1p.default, emitter.emit(aten.neg.default, _uniform(emitter, shape, _WIDE)))
-    return result
+    return emitter.emit(aten.log1p.default, emitter.emit(aten.neg.default, _uniform(emitter, shape, _WIDE)))
 
 
 def _gaussian(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
     """Emit ``mean + std z``."""
     spread = emitter.emit(aten.mul.Tensor, _normal(emitter, shape, _WIDE), _free(emitter, args["std"]))
-    result: Ref = emitter.emit(aten.add.Tensor, spread, _free(emitter, args["mean"]))
-    return result
+    return emitter.emit(aten.add.Tensor, spread, _free(emitter, args["mean"]))
 
 
 def _gaussian_of(op: Op, emitter: Emitter) -> Results:
@@ -151,8 +135,7 @@ def _gaussian_of(op: Op, emitter: Emitter) -> Results:
 
 
 def _log_normal(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
-    result: Ref = emitter.emit(aten.exp.default, _gaussian(args, emitter, shape))
-    return result
+    return emitter.emit(aten.exp.default, _gaussian(args, emitter, shape))
 
 
 def _cauchy(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
@@ -160,28 +143,25 @@ def _cauchy(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> R
     emit = emitter.emit
     angle = emit(aten.mul.Tensor, emit(aten.sub.Tensor, _uniform(emitter, shape, _WIDE), 0.5), pi)
     spread = emit(aten.mul.Tensor, emit(aten.tan.default, angle), args["sigma"])
-    result: Ref = emit(aten.add.Tensor, spread, args["median"])
-    return result
+    return emit(aten.add.Tensor, spread, args["median"])
 
 
 def _geometric(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
     """Emit the number of trials up to the first success: ``1 + floor(log(1 - u) / log(1 - p))``."""
     failures = emitter.emit(aten.div.Tensor, _log_survival(emitter, shape), log1p(-args["p"]))
-    result: Ref = emitter.emit(aten.add.Tensor, emitter.emit(aten.floor.default, failures), 1)
-    return result
+    return emitter.emit(aten.add.Tensor, emitter.emit(aten.floor.default, failures), 1)
 
 
 def _below(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
     """Rewrite ``random_(to)``."""
     scaled = emitter.emit(aten.mul.Tensor, _uniform(emitter, shape, _WIDE), args["to"])
-    result: Ref = emitter.emit(aten.floor.default, scaled)
-    return result
+    return emitter.emit(aten.floor.default, scaled)
 
 
 def _bernoulli_of(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
-    """Rewrite ``bernoulli_(p)`` with a tensor of probabilities."""
-    result: Ref = emitter.emit(aten.lt.Tensor, _uniform(emitter, shape, _WIDE), _free(emitter, args["p"]))
-    return result
+    """Rewrite ``bernoulli_(p)`` with a tensor of probabilities, and ``bernoulli``, whose operand is these."""
+    drawn = _uniform(emitter, shape, _WIDE)
+    return emitter.emit(aten.lt.Tensor, drawn, _free(emitter, args["p"]) if "p" in args else args["self"])
 
 
 def _multinomial(op: Op, emitter: Emitter) -> Results:
@@ -192,7 +172,7 @@ def _multinomial(op: Op, emitter: Emitter) -> Results:
     weights = emit(aten.to.dtype, args["self"], _WIDE)
     if count == 1 or not args["replacement"]:
         waited = emit(aten.neg.default, _log_survival(emitter, shape))
-        return (emit(aten.topk.default, emit(aten.div.Tensor, weights, waited), count, -1)[1],)
+        return (emitter.emit_several(aten.topk.default, emit(aten.div.Tensor, weights, waited), count, -1)[1],)
     cumulated = emit(aten.cumsum.default, weights, -1)
     total = emit(aten.sum.dim_IntList, weights, (-1,), True)
     drawn = emit(aten.mul.Tensor, _uniform(emitter, (*shape[:-1], count), _WIDE), total)
@@ -222,25 +202,21 @@ def alpha_scale(p: float) -> tuple[float, float]:
     return a, a * alpha
 
 
-def _alpha_dropout(features: bool) -> Rewrite:
+def _alpha_dropout(op: Op, emitter: Emitter, *, features: bool) -> Results:
     """Rewrite alpha dropout. ``features``: drop whole channels."""
-
-    def rewrite(op: Op, emitter: Emitter) -> Results:
-        args, emit = arguments(op), emitter.emit
-        x, p = args["input"], args["p"]
-        value = emitter.value(x)
-        if not args["train"] or p == 0:
-            return (x,)
-        if p == 1:
-            return (emit(aten.mul.Tensor, x, 0.0),)
-        rank = len(value.shape)
-        shape = (*value.shape[:2], *[1] * (rank - 2)) if features else value.shape
-        a, shift = alpha_scale(p)
-        kept = emit(aten.to.dtype, emit(aten.ge.Scalar, _uniform(emitter, shape, _WIDE), p), value.dtype)
-        moved = emit(aten.add.Tensor, emit(aten.mul.Tensor, kept, shift), shift * (p - 1))
-        return (emit(aten.add.Tensor, emit(aten.mul.Tensor, x, emit(aten.mul.Tensor, kept, a)), moved),)
-
-    return rewrite
+    args, emit = arguments(op), emitter.emit
+    x, p = args["input"], args["p"]
+    value = emitter.value(x)
+    if not args["train"] or p == 0:
+        return (x,)
+    if p == 1:
+        return (emit(aten.mul.Tensor, x, 0.0),)
+    rank = len(value.shape)
+    shape = (*value.shape[:2], *[1] * (rank - 2)) if features else value.shape
+    a, shift = alpha_scale(p)
+    kept = emit(aten.to.dtype, emit(aten.ge.Scalar, _uniform(emitter, shape, _WIDE), p), value.dtype)
+    moved = emit(aten.add.Tensor, emit(aten.mul.Tensor, kept, shift), shift * (p - 1))
+    return (emit(aten.add.Tensor, emit(aten.mul.Tensor, x, emit(aten.mul.Tensor, kept, a)), moved),)
 
 
 def _without_generator(rewrite: Rewrite) -> Rewrite:
@@ -248,33 +224,26 @@ def _without_generator(rewrite: Rewrite) -> Rewrite:
     return lambda op, emitter: None if arguments(op)["generator"] is not None else rewrite(op, emitter)
 
 
-RANDOM_NORMALIZATIONS: dict[OpOverload, Rewrite] = {
-    aten.rand.default: _drawn(_uniform),
-    aten.rand_like.default: _drawn(_uniform),
-    aten.randn.default: _drawn(_normal),
-    aten.randn_like.default: _drawn(_normal),
-    aten.randint.default: _integers,
-    aten.randint.low: _integers,
-    aten.randint_like.default: _integers,
-    aten.randint_like.low_dtype: _integers,
-    aten.randperm.default: _permutation,
-    aten.uniform.default: _between,
-    aten.exponential.default: _exponential,
-    aten.bernoulli.default: _bernoulli,
-    aten.rand.generator: _without_generator(_drawn(_uniform)),
-    aten.randn.generator: _without_generator(_drawn(_normal)),
-    aten.normal.float_float: _gaussian_of,
-    aten.normal.Tensor_float: _gaussian_of,
-    aten.normal.float_Tensor: _gaussian_of,
-    aten.normal.Tensor_Tensor: _gaussian_of,
-    aten.normal_functional.default: _filled(_gaussian),
-    aten.log_normal.default: _filled(_log_normal),
-    aten.cauchy.default: _filled(_cauchy),
-    aten.geometric.default: _filled(_geometric),
-    aten.random.to: _filled(_below),
-    aten.bernoulli.Tensor: _filled(_bernoulli_of),
-    aten.multinomial.default: _multinomial,
-    aten.rrelu.default: _rrelu,
-    aten.alpha_dropout.default: _alpha_dropout(features=False),
-    aten.feature_alpha_dropout.default: _alpha_dropout(features=True),
-}
+RANDOM_NORMALIZATIONS: dict[OpOverload, Rewrite] = by_operator(
+    {
+        "rand rand_like": partial(_drawn, _uniform),
+        "randn randn_like": partial(_drawn, _normal),
+        "randint randint.low randint_like randint_like.low_dtype": _integers,
+        "randperm": _permutation,
+        "uniform": partial(_filled, _between),
+        "exponential": partial(_filled, _exponential),
+        "rand.generator": _without_generator(partial(_drawn, _uniform)),
+        "randn.generator": _without_generator(partial(_drawn, _normal)),
+        "normal.float_float normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor": _gaussian_of,
+        "normal_functional": partial(_filled, _gaussian),
+        "log_normal": partial(_filled, _log_normal),
+        "cauchy": partial(_filled, _cauchy),
+        "geometric": partial(_filled, _geometric),
+        "random.to": partial(_filled, _below),
+        "bernoulli bernoulli.Tensor": partial(_filled, _bernoulli_of),
+        "multinomial": _multinomial,
+        "rrelu": _rrelu,
+        "alpha_dropout": partial(_alpha_dropout, features=False),
+        "feature_alpha_dropout": partial(_alpha_dropout, features=True),
+    }
+)

@@ -23,21 +23,30 @@ NOT_USER_CODE = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]
 _NOT_OF_MODELS = (*NOT_USER_CODE, str(Path(np.__file__).parent))
 # pytest rewrites a model's ``assert`` into calls of its own, whose closures lead to the whole test session.
 _OF_PYTEST = re.compile(r"[\\/](_pytest|pluggy)[\\/]")
-_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
-_INSTALLED = sysconfig.get_path("purelib")  # lies inside it
+STANDARD_LIBRARY = sysconfig.get_path("stdlib")
+INSTALLED = sysconfig.get_path("purelib")  # lies inside it
+
+
+def is_standard(filename: str) -> bool:
+    """Return whether a file is of Python's standard library."""
+    return filename.startswith(STANDARD_LIBRARY) and not filename.startswith(INSTALLED)
 
 
 def is_of_models(filename: str) -> bool:
     """Return whether a file may hold a model's code: the user's or an installed package's, not Python, NumPy, torch,
     pytest or shardwise."""
-    is_standard = filename.startswith(_STANDARD_LIBRARY) and not filename.startswith(_INSTALLED)
-    return not (is_standard or filename.startswith(_NOT_OF_MODELS) or _OF_PYTEST.search(filename))
+    return not (is_standard(filename) or filename.startswith(_NOT_OF_MODELS) or _OF_PYTEST.search(filename))
 
 
 def is_module_of_models(module: ModuleType | None) -> bool:
     """Return whether a Python module may be a model's; an interactive one has no file."""
     file = getattr(module, "__file__", None)
     return is_of_models(file) if file else module is sys.modules.get("__main__")
+
+
+def is_class_of_models(kind: type) -> bool:
+    """Return whether a class may be a model's."""
+    return is_module_of_models(sys.modules.get(kind.__module__))
 
 
 def module_path(node: Node, prefix: str) -> str:

@@ -104,7 +104,6 @@ def evaluate_op(op: Op, result: Value, known_values: Mapping[str, Abstract]) -> 
 
 
 def _dims(args: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the dims along which an operator works."""
     dims = args["dims"] if "dims" in args else (args["dim"],)
     return tuple(dims)
 
@@ -150,7 +149,6 @@ def _computed(
 
 
 def _filled(arg: Arg, tensor_of: Callable[[str], Tensor]) -> Any:
-    """Return an argument for a call on the CPU."""
     if isinstance(arg, tuple):
         return [_filled(item, tensor_of) for item in arg]
     if isinstance(arg, torch.device):

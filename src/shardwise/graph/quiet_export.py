@@ -43,6 +43,3 @@ def without_stacks() -> Iterator[None]:
         yield
     finally:
         setattr(config, _STACKS, before)
-
-
-__all__ = ["quiet_export", "without_stacks"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from shardwise.errors import CaptureError, Section, problem
+from shardwise.errors import CaptureError, Section
 from shardwise.graph.ir import Op, Ref, Value
 from shardwise.graph.schema import arguments, operator_name, tensor_results
 
@@ -90,7 +90,7 @@ def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
         what, fix, section = f"{boolean} has a result whose shape depends on data", _DATA_SHAPE, "tensor-values"
     else:
         return
-    raise CaptureError(problem(what, op=origin.module, source=origin.source, fix=fix, section=section))
+    raise CaptureError(what, op=origin.module, source=origin.source, fix=fix, section=section)
 
 
 def reject_mixed_dtypes(op: Op, values: Mapping[str, Value], origin: Op) -> None:
@@ -105,12 +105,10 @@ def reject_mixed_dtypes(op: Op, values: Mapping[str, Value], origin: Op) -> None
     if len({dtype for _, dtype in floating}) > 1:
         dtypes = ", ".join(f"{name} is {dtype}" for name, dtype in floating)
         raise CaptureError(
-            problem(
-                f"{operator_name(op.target)} takes operands of one dtype: {dtypes}",
-                op=origin.module,
-                source=origin.source,
-                fix="cast one with .to(other.dtype) instead of a fixed dtype, which a Precision may change",
-            )
+            f"{operator_name(op.target)} takes operands of one dtype: {dtypes}",
+            op=origin.module,
+            source=origin.source,
+            fix="cast one with .to(other.dtype) instead of a fixed dtype, which a Precision may change",
         )
 
 

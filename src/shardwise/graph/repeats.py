@@ -188,7 +188,7 @@ def _structure(module: nn.Module) -> tuple[object, dict[Place, int]]:
                 key.append((name, _attribute_key(value)))
         for kind, tensors in (("parameter", part._parameters), ("buffer", part._buffers)):
             for name, tensor in tensors.items():
-                key.append((kind, name, None if tensor is None else _form(tensor)))
+                key.append((kind, name, None if tensor is None else tensor_form(tensor)))
     return tuple(key), numbers
 
 
@@ -229,7 +229,7 @@ def _has_hooks(module: nn.Module) -> bool:
     return any(getattr(module, hooks) for hooks in _HOOKS)
 
 
-def _form(tensor: torch.Tensor) -> object:
+def tensor_form(tensor: torch.Tensor) -> object:
     """Return everything about a tensor except its memory."""
     return type(tensor), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad
 
@@ -277,7 +277,8 @@ def _key_of(module: nn.Module, operands: list[torch.Tensor], arguments: Any, gro
     memory: dict[int, int] = {}
     with torch._C.DisableTorchFunction():  # this query is not the model's
         forms = tuple(
-            (_form(t), t.storage_offset(), memory.setdefault(t.untyped_storage()._cdata, len(memory))) for t in operands
+            (tensor_form(t), t.storage_offset(), memory.setdefault(t.untyped_storage()._cdata, len(memory)))
+            for t in operands
         )
     places = tuple(None if isinstance(leaf, torch.Tensor) else (constant_key(leaf),) for leaf in leaves)
     try:
@@ -331,7 +332,6 @@ def _modes() -> object:
 def _repeating(
     module: nn.Module, path: str, group: _Group, repeats: Repeats, line_of: Callable[[FrameType | None], str]
 ) -> Callable[..., Any]:
-    """Return the replaced forward of a module of a group."""
     original = module.forward
 
     @wraps(original)
@@ -469,6 +469,3 @@ def _reads(module: nn.Module, numbers: Mapping[Place, int]) -> Iterator[set[Plac
     original = nn.Module.__setattr__
     with patch.object(nn.Module, "__getattribute__", read), patch.object(nn.Module, "__setattr__", write):
         yield touched
-
-
-__all__ = ["ENTER", "LEAVE", "REPEAT", "Repeats", "trace_repeats_once"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch._ops import OpOverload
 
-from shardwise.graph.ir import Arg
+from shardwise.graph.ir import Arg, Ref
+
+Entry = TypeVar("Entry")
 
 
 class AnyCall(Protocol):
@@ -28,6 +31,20 @@ def operator_name(target: OpOverload) -> str:
     return str(target._schema.name).rpartition("::")[2]
 
 
+def aten_operators(names: str) -> Iterator[OpOverload]:
+    """Yield the ATen operators of a text such as ``"sum sum.dim_IntList"``; without an overload, the default one."""
+    for name in names.split():
+        packet, _, overload = name.partition(".")
+        yield getattr(getattr(torch.ops.aten, packet), overload or "default")
+
+
+def by_operator(rows: Mapping[str, Entry]) -> dict[OpOverload, Entry]:
+    """Return a table by operator. ``rows``: ATen operators that have the same entry, by names -> the entry."""
+    table = {target: entry for names, entry in rows.items() for target in aten_operators(names)}
+    assert len(table) == sum(len(names.split()) for names in rows), "an operator is named twice"
+    return table
+
+
 def arguments(op: AnyCall) -> dict[str, Arg]:
     """Return every argument of the call by its schema name, defaults filled in (list defaults as tuples)."""
     named = dict(op.kwargs)
@@ -41,6 +58,18 @@ def arguments(op: AnyCall) -> dict[str, Arg]:
             default = argument.default_value
             bound[argument.name] = tuple(default) if isinstance(default, list) else default
     return bound
+
+
+def filled(arg: Arg, of: Callable[[str], Any]) -> Any:
+    """Return the argument with ``of(name)`` in place of every Ref, and lists in place of tuples."""
+    if isinstance(arg, Ref):
+        return of(arg.name)
+    return [filled(item, of) for item in arg] if isinstance(arg, tuple) else arg
+
+
+def run_call(call: AnyCall, of: Callable[[str], Any]) -> Any:
+    """Run a call with ``of(name)`` in place of every Ref."""
+    return call.target(*filled(call.args, of), **{key: filled(arg, of) for key, arg in call.kwargs})
 
 
 def written_arguments(target: OpOverload) -> tuple[str, ...]:

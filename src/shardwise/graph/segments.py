@@ -8,10 +8,10 @@ nested segments the outermost counts, unless the inner one is treated differentl
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
@@ -19,7 +19,7 @@ import torch.fx.traceback
 import torch.utils.checkpoint
 from torch import nn
 
-from shardwise.errors import CaptureWarning, PlanWarning, ShardwiseError, problem, warn_user
+from shardwise.errors import CaptureWarning, PlanWarning, ShardwiseError, warn_user
 from shardwise.graph.ir import Op
 
 Recompute = Literal["full", "all", "cheap", "gathers", "cheap+gathers", "none"]
@@ -74,25 +74,20 @@ def recompute(target: _Target, how: Recompute = "full", *, messages: Messages = 
         ShardwiseError: ``target`` cannot be called, or another value of ``how`` or ``messages``.
     """
     if not callable(target):
-        raise ShardwiseError(
-            problem(f"recompute takes a module, not {type(target).__name__}", fix="recompute(model.layers[3])")
-        )
+        raise ShardwiseError(f"recompute takes a module, not {type(target).__name__}", fix="recompute(model.layers[3])")
     check_how(how, "recompute")
     if messages not in MESSAGES:
-        raise ShardwiseError(problem(f"recompute: unknown messages {messages!r}", fix=f"one of {', '.join(MESSAGES)}"))
+        raise ShardwiseError(f"recompute: unknown messages {messages!r}", fix=f"one of {', '.join(MESSAGES)}")
     if isinstance(target, nn.Module):
         _mark(target, how, messages)
         return target
 
-    @wraps(target)
-    def covered(*args: Any, **kwargs: Any) -> Any:
-        opened = _OPENED.get()
-        if opened is None:
-            return target(*args, **kwargs)
-        with opened(getattr(target, "__name__", type(target).__name__), how, messages):
-            return target(*args, **kwargs)
+    def opened() -> AbstractContextManager[None]:
+        segment = _OPENED.get()
+        name = getattr(target, "__name__", type(target).__name__)
+        return segment(name, how, messages) if segment is not None else nullcontext()
 
-    return cast(_Target, covered)
+    return cast(_Target, _inside(target, opened))
 
 
 def offload(module: _Module) -> _Module:
@@ -111,9 +106,7 @@ def offload(module: _Module) -> _Module:
         ShardwiseError: ``module`` is not a module.
     """
     if not isinstance(module, nn.Module):
-        raise ShardwiseError(
-            problem(f"offload takes a module, not {type(module).__name__}", fix="offload(model.layers[3])")
-        )
+        raise ShardwiseError(f"offload takes a module, not {type(module).__name__}", fix="offload(model.layers[3])")
     _mark(module, "offload", "values")
     return module
 
@@ -131,7 +124,7 @@ def check_how(how: object, where: str, *others: str) -> None:
     if how not in WAYS:
         choices = (*others, *WAYS)
         raise ShardwiseError(
-            problem(f"{where}: unknown way to recompute {how!r}", fix=f"one of {', '.join(map(repr, choices))}")
+            f"{where}: unknown way to recompute {how!r}", fix=f"one of {', '.join(map(repr, choices))}"
         )
 
 
@@ -165,7 +158,7 @@ def open_segments(module: nn.Module) -> Iterator[None]:
     for path, part in module.named_modules():
         policy = vars(part).get(_ATTRIBUTE)
         if policy is not None:
-            part.forward = _inside(part.forward, segment, path, *policy)
+            part.forward = _inside(part.forward, partial(segment, path, *policy))
     token = _OPENED.set(segment)
     try:
         with _checkpoints_run(checkpointed):
@@ -218,13 +211,11 @@ def announce_kept(segments: Iterable[Segment], operators: Collection[str], recom
         )
 
 
-def _inside(
-    forward: Callable[..., Any], segment: _Opened, path: str, how: How, messages: Messages
-) -> Callable[..., Any]:
-    @wraps(forward)
+def _inside(target: Callable[..., Any], opened: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
+    @wraps(target)
     def covered(*args: Any, **kwargs: Any) -> Any:
-        with segment(path, how, messages):
-            return forward(*args, **kwargs)
+        with opened():
+            return target(*args, **kwargs)
 
     return covered
 

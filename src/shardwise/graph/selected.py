@@ -17,15 +17,15 @@ So results of unselected rows, infinities and NaN included, reach no value and n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import torch
 
-from shardwise.errors import CaptureError, problem
-from shardwise.graph.ir import Arg, Op, Ref, map_refs
+from shardwise.errors import CaptureError
+from shardwise.graph.ir import Arg, Op, Ref, map_operands
 from shardwise.graph.normalize_losses import LOSS_NORMALIZATIONS, MEAN, NONE, SUM
 from shardwise.graph.rejected import REJECTED
 from shardwise.graph.schema import arguments, is_random, operator_name, tensor_results
@@ -73,7 +73,7 @@ class Selections(SelectedRows):
         """Return whether an operator selects rows, computes with them, or with their number."""
         if op.target in _SELECTING or (self.rows and not self.rows.keys().isdisjoint(op.operands)):
             return True
-        return bool(self.counts) and has_symbols((op.args, tuple(value for _, value in op.kwargs)))
+        return bool(self.counts) and has_symbols((op.args, op.kwargs))
 
     def takes(self, target: Any, val: Any) -> bool:
         """Return whether an operator that returned ``val``, of no fixed shape, selects rows or may process them."""
@@ -99,7 +99,7 @@ class Selections(SelectedRows):
         if ref.name in self.rows:
             what = "the model returns rows selected by a mask, and their number depends on data"
             fix = "return all rows and the mask, or a reduction of the rows"
-            raise CaptureError(problem(what, op=origin.module, source=origin.source, fix=fix))
+            raise CaptureError(what, op=origin.module, source=origin.source, fix=fix)
         return ref
 
     def apply(self, op: Op, val: Any) -> tuple[Arg, ...]:
@@ -123,12 +123,12 @@ class Selections(SelectedRows):
     # -- selections ----------------------------------------------------------------------------------------------------
 
     def _select(self, op: Op, val: Any) -> tuple[Arg, ...]:
-        args, emit = arguments(op), self.emitter.emit
+        args = arguments(op)
         if op.target in _SELECTING[:4]:
             mask = args["condition"] if op.target is aten.where.default else args["self"]
             return self._coordinates(op, mask, val)
         if op.target is aten.masked_select.default:
-            x, mask = emit(aten.broadcast_tensors.default, (args["self"], args["mask"]))
+            x, mask = self.emitter.emit_several(aten.broadcast_tensors.default, (args["self"], args["mask"]))
             return (self._rows_of(op, x, mask, 0, val),)
         indices = args.get("indices", ())
         places = [place for place, index in enumerate(indices) if index is not None]
@@ -146,7 +146,7 @@ class Selections(SelectedRows):
         self._count(op, val.shape[place], flat)
         rows = Rows(flat, place)
         hidden = self._hidden(rows, len(self.emitter.value(all_rows).shape))
-        result: Ref = self.emitter.emit(aten.masked_fill.Scalar, all_rows, hidden, 0)
+        result = self.emitter.emit(aten.masked_fill.Scalar, all_rows, hidden, 0)
         self.rows[result.name], self.masked[result.name, 0] = rows, result
         return result
 
@@ -212,7 +212,7 @@ class Selections(SelectedRows):
         if (others and trained) or not is_pointwise:
             kept = ranges | {n for n in selected if op.target in (*_VIEWS, *_EXPANSIONS)}
             fill = int(is_pointwise)  # a number at which quotients and powers have derivatives
-            op = _map_op(op, lambda n: self._masked(Ref(n), fill) if n in selected and n not in kept else Ref(n))
+            op = map_operands(op, lambda n: self._masked(Ref(n), fill) if n in selected and n not in kept else Ref(n))
         results: tuple[Any, ...] = self.emitter.apply(op)
         if is_pointwise:
             behind = len(self.emitter.values[selected[0]].shape) - first.dim
@@ -318,7 +318,6 @@ class Selections(SelectedRows):
     # -- reductions ----------------------------------------------------------------------------------------------------
 
     def _reduced(self, op: Op, val: Any) -> Arg:
-        """Emit an operator that reduces rows, or puts them back."""
         args, emit, name = arguments(op), self.emitter.emit, operator_name(op.target)
         if self.ranges.intersection(op.operands):
             raise self._refusal(op)
@@ -330,7 +329,7 @@ class Selections(SelectedRows):
             rows = self._masked(args["source"])
             return emit(aten.add.Tensor, args["self"], rows, alpha=args["alpha"])
         if op.target in _SUMS or self._sums(op, args):
-            (result,) = self.emitter.apply(_map_op(op, lambda n: self._masked(Ref(n))))
+            (result,) = self.emitter.apply(map_operands(op, lambda n: self._masked(Ref(n))))
             return result
         if op.target in (aten.all.default, aten.all.dim):
             x = emit(aten.logical_not.default, args["self"])
@@ -375,8 +374,7 @@ class Selections(SelectedRows):
         per_row = prod(value.shape[d] for d in every if d != rows.dim) * rows.copies
         count = emit(aten.mul.Tensor, emit(aten.sum.default, rows.mask), per_row)
         mean = emit(aten.div.Tensor, total, count)
-        result: Ref = mean if wide == dtype else emit(aten.to.dtype, mean, dtype)
-        return result
+        return mean if wide == dtype else emit(aten.to.dtype, mean, dtype)
 
     def _is_class_loss(self, op: Op) -> bool:
         return operator_name(op.target) in ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
@@ -397,7 +395,7 @@ class Selections(SelectedRows):
                 labels = self._masked(target, args["ignore_index"])
                 scores = self._masked(args["self"])
                 swap = {target.name: labels, args["self"].name: scores}
-                (result,) = self.emitter.apply(_map_op(op, lambda n: swap.get(n, Ref(n))))
+                (result,) = self.emitter.apply(map_operands(op, lambda n: swap.get(n, Ref(n))))
                 return result
         single = replace(op, kwargs=tuple((k, NONE if k == "reduction" else v) for k, v in op.kwargs))
         names = [argument.name for argument in op.target._schema.arguments]
@@ -407,7 +405,7 @@ class Selections(SelectedRows):
         if not (self._is_class_loss(op) or self._is_pointwise(single)) or reduction not in (MEAN, SUM):
             raise self._refusal(op)
         first = operands[0]
-        (losses,) = self.emitter.apply(_map_op(single, lambda n: self._masked(Ref(n)) if n in self.rows else Ref(n)))
+        (losses,) = self.emitter.apply(map_operands(single, lambda n: self._masked(Ref(n))))
         assert isinstance(losses, Ref)
         behind = len(self.emitter.values[first].shape) - self.rows[first].dim
         dim = 0 if self._is_class_loss(op) else len(self.emitter.value(losses).shape) - behind
@@ -452,8 +450,7 @@ class Selections(SelectedRows):
 
     def _unexpanded(self, mask: Ref) -> Ref:
         """Return a mask without trailing dims of size 1 and without those to which they were expanded."""
-        producers = {result: producer for producer in self.emitter.ops for result in producer.results}
-        while (producer := producers.get(mask.name)) is not None and producer.target in (
+        while (producer := self.emitter.producer.get(mask.name)) is not None and producer.target in (
             *_EXPANSIONS[:2],
             aten.unsqueeze.default,
         ):
@@ -462,11 +459,3 @@ class Selections(SelectedRows):
                 break
             mask = Ref(producer.operands[0])
         return mask
-
-
-def _map_op(op: Op, function: Callable[[str], Arg]) -> Op:
-    args = map_refs(op.args, function)
-    return replace(op, args=args, kwargs=tuple((key, map_refs(arg, function)) for key, arg in op.kwargs))
-
-
-__all__ = ["Selections"]

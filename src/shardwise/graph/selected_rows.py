@@ -5,18 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from shardwise.errors import CaptureError, problem
+from shardwise.errors import CaptureError
 from shardwise.graph.emitter import Emitter
 from shardwise.graph.ir import Arg, Op, Ref
 from shardwise.graph.origins import is_of_package
 from shardwise.graph.schema import arguments, is_random, operator_name
-from shardwise.graph.trees import constant_key
+from shardwise.graph.trees import argument_key
 
 aten = torch.ops.aten
 
@@ -63,7 +63,7 @@ class SelectedRows:
 
     def sized(self, op: Op) -> Op:
         """Return the operator with the sizes of all rows, and with counts if it computes with numbers of rows."""
-        if not has_symbols((op.args, tuple(value for _, value in op.kwargs))):
+        if not has_symbols((op.args, op.kwargs)):
             return op
         kinds = {argument.name: str(argument.type) for argument in op.target._schema.arguments}
         values = arguments(op)
@@ -117,7 +117,6 @@ class SelectedRows:
         return first
 
     def _count(self, op: Op, size: Any, flat: Ref) -> None:
-        """Record whose number of rows a symbol is."""
         symbol = size.node.expr if isinstance(size, torch.SymInt) else size
         is_free = getattr(symbol, "is_Symbol", False)
         if not is_free or self._key(self.counts.setdefault(symbol, flat).name) != self._key(flat.name):
@@ -166,7 +165,7 @@ class SelectedRows:
     def _key(self, name: str) -> int:
         """Return a number that values have in common if they are computed equally from the same values."""
         for op in self.emitter.ops[self.num_numbered :]:
-            call = op.target, argument_key((op.args, tuple(value for _, value in op.kwargs)), self._number)
+            call = op.target, argument_key((op.args, op.kwargs), self._number)
             for i, result in enumerate(op.results):
                 key = result if is_random(op.target) else (call, i)
                 self.numbers[result] = self.calls.setdefault(key, len(self.calls))
@@ -178,22 +177,14 @@ class SelectedRows:
 
     def _reshaped(self, ref: Ref, shape: tuple[int, ...]) -> Ref:
         same = self.emitter.value(ref).shape == shape
-        result: Ref = ref if same else self.emitter.emit(aten.reshape.default, ref, shape)
-        return result
+        return ref if same else self.emitter.emit(aten.reshape.default, ref, shape)
 
     def _refusal(self, op: Op, what: str = "", fix: str = _FIX) -> CaptureError:
         name = operator_name(op.target)
         what = what or "needs the rows selected by a mask as a tensor, and their number depends on data"
         if is_of_package("torch_geometric", op.source):
             fix = "pass add_self_loops=False to torch_geometric layers and add the loops to edge_index before"
-        return CaptureError(problem(f"{name} {what}", op=op.module, source=op.source, fix=fix))
-
-
-def argument_key(arg: Arg, number: Callable[[str], int]) -> object:
-    """Return a key of an argument, by the numbers of the values that it names."""
-    if isinstance(arg, Ref):
-        return Ref, number(arg.name)
-    return tuple(argument_key(item, number) for item in arg) if isinstance(arg, tuple) else constant_key(arg)
+        return CaptureError(f"{name} {what}", op=op.module, source=op.source, fix=fix)
 
 
 def is_symbolic(value: Any) -> bool:
@@ -213,6 +204,3 @@ def has_symbols(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return any(isinstance(size, torch.SymInt) for size in value.shape)
     return is_symbolic(value)
-
-
-__all__ = ["Rows", "SelectedRows", "has_symbols", "is_size", "is_symbolic"]

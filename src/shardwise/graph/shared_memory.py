@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
-from shardwise.errors import CaptureError, problem
+from shardwise.errors import CaptureError
 
 
 def check_memory(module: nn.Module) -> None:
@@ -28,11 +28,9 @@ def check_memory(module: nn.Module) -> None:
         for other in open_extents:
             if _have_common_bytes(other, extent):
                 raise CaptureError(
-                    problem(
-                        f"{other.name} and {extent.name} are two tensors in the same memory: on ranks, writes to "
-                        "one would not reach the other",
-                        fix="register one tensor under both names (tied weights), or a separate clone() for each",
-                    )
+                    f"{other.name} and {extent.name} are two tensors in the same memory: on ranks, writes to "
+                    "one would not reach the other",
+                    fix="register one tensor under both names (tied weights), or a separate clone() for each",
                 )
         open_extents.append(extent)
 
@@ -57,11 +55,7 @@ class _Extent:
 
 
 def _have_common_bytes(first: _Extent, second: _Extent) -> bool:
-    """Return whether two tensors with overlapping extents share bytes."""
     start = min(first.start, second.start)
     taken = torch.zeros(max(first.stop, second.stop) - start, dtype=torch.bool, device="cpu")
     taken.as_strided(first.sizes, first.strides, first.start - start).fill_(True)
     return bool(taken.as_strided(second.sizes, second.strides, second.start - start).any())
-
-
-__all__ = ["check_memory"]

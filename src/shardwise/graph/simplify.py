@@ -10,12 +10,15 @@ and list a backward that never runs. ``new_zeros`` and similar become ``zeros``,
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch._ops import OpOverload
 
 from shardwise.graph.emitter import Emitter, Rewrite
-from shardwise.graph.ir import Arg, Op, Ref
-from shardwise.graph.schema import arguments
+from shardwise.graph.ir import Arg, Op, Ref, Value
+from shardwise.graph.schema import arguments, by_operator
 
 aten = torch.ops.aten
 
@@ -26,20 +29,13 @@ def _operand(op: Op) -> Ref:
     return operand
 
 
-def _identity(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
-    return (_operand(op),)
-
-
-def _cast(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-    return (_operand(op),) if emitter.value(_operand(op)).dtype == op.args[1] else None
+def _returned_if(is_same: Callable[[Op, Value], bool], op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
+    """Replace operators by their operand where they return it. ``is_same``: of an operator and its operand."""
+    return (_operand(op),) if is_same(op, emitter.value(_operand(op))) else None
 
 
 def _cast_like(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
     return (emitter.emit(aten.to.dtype, _operand(op), emitter.value(op.args[1]).dtype),)
-
-
-def _detach(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-    return None if emitter.value(_operand(op)).requires_grad else (_operand(op),)
 
 
 def _reshape(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
@@ -56,28 +52,10 @@ def _reshape_like(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
     return (emitter.emit(aten.reshape.default, _operand(op), shape),)
 
 
-def _flatten(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-    """Replace ``flatten`` of a tensor of one dim by the tensor."""
-    return (_operand(op),) if len(emitter.value(_operand(op)).shape) == 1 else None
-
-
-def _of_real(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-    """Replace conjugation, or the real part, of a real tensor by the tensor."""
-    return None if emitter.value(_operand(op)).dtype.is_complex else (_operand(op),)
-
-
-def _at_least(rank: int) -> Rewrite:
+def _at_least(rank: int, op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     """Rewrite ``atleast_1d`` and similar of several tensors: those with enough dims are returned."""
-
-    def rewrite(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-        operands: tuple[Arg, ...] = op.args[0]
-        return operands if all(len(emitter.value(ref).shape) >= rank for ref in operands) else None
-
-    return rewrite
-
-
-def _expand(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-    return (_operand(op),) if emitter.value(_operand(op)).shape == op.args[1] else None
+    operands: tuple[Arg, ...] = op.args[0]
+    return operands if all(len(emitter.value(ref).shape) >= rank for ref in operands) else None
 
 
 def _expand_like(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
@@ -107,26 +85,19 @@ def _meshgrid(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
     return tuple(grids)
 
 
-def _constructor(target: OpOverload) -> Rewrite:
+def _constructor(target: OpOverload, op: Op, emitter: Emitter) -> tuple[Arg, ...]:
     """Rewrite ``x.new_zeros(size)`` and similar, which read only the dtype of ``x``."""
-
-    def rewrite(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
-        args = arguments(op)
-        dtype = emitter.value(_operand(op)).dtype if args["dtype"] is None else args["dtype"]
-        fill = (args["fill_value"],) if "fill_value" in args else ()
-        return (emitter.emit(target, args["size"], *fill, dtype=dtype),)
-
-    return rewrite
-
-
-def _slice(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-    """Replace a slice of everything by its operand."""
     args = arguments(op)
-    shape = emitter.value(_operand(op)).shape
-    size = shape[args["dim"]]
+    dtype = emitter.value(_operand(op)).dtype if args["dtype"] is None else args["dtype"]
+    fill = (args["fill_value"],) if "fill_value" in args else ()
+    return (emitter.emit(target, args["size"], *fill, dtype=dtype),)
+
+
+def _takes_all(op: Op, x: Value) -> bool:
+    args = arguments(op)
+    size = x.shape[args["dim"]]
     start, end = args["start"] or 0, size if args["end"] is None else args["end"]
-    whole = (start == 0 or start <= -size) and end >= size and args["step"] == 1
-    return (_operand(op),) if whole else None
+    return bool((start == 0 or start <= -size) and end >= size and args["step"] == 1)
 
 
 def _cat(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
@@ -145,11 +116,10 @@ def _cat(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     return (emitter.emit(op.target, full, arguments(op)["dim"] % len(rest.shape)),)
 
 
-def _sum(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-    """Replace a scalar added to the number 0, with which a sum of losses began, by the scalar."""
-    other, value = arguments(op)["other"], emitter.value(_operand(op))
-    is_sum_so_far = not isinstance(other, Ref) and other == 0 and value.shape == () and value.dtype.is_floating_point
-    return (_operand(op),) if is_sum_so_far else None
+def _adds_nothing(op: Op, x: Value) -> bool:
+    """Return whether the number 0, with which a sum of losses began, is added to a scalar."""
+    other = arguments(op)["other"]
+    return not isinstance(other, Ref) and bool(other == 0) and x.shape == () and x.dtype.is_floating_point
 
 
 def _dense(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
@@ -158,52 +128,40 @@ def _dense(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     if not args["sparse"]:
         return None
     positional = tuple(False if name == "sparse" else value for name, value in args.items())
-    dense = emitter.emit(op.target, *positional)
-    return dense if isinstance(dense, tuple) else (dense,)
+    return emitter.emit_several(op.target, *positional)
 
 
 def _complex_view(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
     """Make pairs adjacent in memory, as the operator requires: the copies that did so were dropped."""
     packed = emitter.emit_as_is(aten.clone.default, _operand(op), memory_format=torch.contiguous_format)
-    return (emitter.emit_as_is(aten.view_as_complex.default, packed),)
+    return emitter.emit_as_is(aten.view_as_complex.default, *packed)
 
 
-SIMPLIFICATIONS: dict[OpOverload, Rewrite] = {
-    aten.add.Tensor: _sum,
-    aten.alias.default: _identity,
-    aten.clone.default: _identity,
-    aten.contiguous.default: _identity,
-    aten.lift_fresh.default: _identity,
-    aten.lift_fresh_copy.default: _identity,
-    aten.detach.default: _detach,
-    aten.to.dtype: _cast,
-    aten.type_as.default: _cast_like,
-    aten.positive.default: _identity,
-    aten.flatten.using_ints: _flatten,
-    aten.real.default: _of_real,
-    aten.conj.default: _of_real,
-    aten.conj_physical.default: _of_real,
-    aten.resolve_conj.default: _of_real,
-    aten.resolve_neg.default: _of_real,
-    aten.atleast_1d.Sequence: _at_least(1),
-    aten.atleast_2d.Sequence: _at_least(2),
-    aten.atleast_3d.Sequence: _at_least(3),
-    aten.view.default: _reshape,
-    aten._unsafe_view.default: _reshape,
-    aten.reshape.default: _reshape,
-    aten.view_as.default: _reshape_like,
-    aten.reshape_as.default: _reshape_like,
-    aten.expand.default: _expand,
-    aten.expand_as.default: _expand_like,
-    aten.broadcast_tensors.default: _broadcast,
-    aten.meshgrid.default: _meshgrid,
-    aten.meshgrid.indexing: _meshgrid,
-    aten.new_zeros.default: _constructor(aten.zeros.default),
-    aten.new_ones.default: _constructor(aten.ones.default),
-    aten.new_full.default: _constructor(aten.full.default),
-    aten.new_empty.default: _constructor(aten.empty.memory_format),
-    aten.slice.Tensor: _slice,
-    aten.cat.default: _cat,
-    aten.view_as_complex.default: _complex_view,
-    aten.embedding.default: _dense,
-}
+SIMPLIFICATIONS: dict[OpOverload, Rewrite] = by_operator(
+    {
+        "add.Tensor": partial(_returned_if, _adds_nothing),
+        "alias clone contiguous lift_fresh lift_fresh_copy positive": partial(_returned_if, lambda op, x: True),
+        "detach": partial(_returned_if, lambda op, x: not x.requires_grad),
+        "to.dtype": partial(_returned_if, lambda op, x: x.dtype == op.args[1]),
+        "type_as": _cast_like,
+        "flatten.using_ints": partial(_returned_if, lambda op, x: len(x.shape) == 1),
+        "real conj conj_physical resolve_conj resolve_neg": partial(_returned_if, lambda op, x: not x.dtype.is_complex),
+        "atleast_1d.Sequence": partial(_at_least, 1),
+        "atleast_2d.Sequence": partial(_at_least, 2),
+        "atleast_3d.Sequence": partial(_at_least, 3),
+        "view _unsafe_view reshape": _reshape,
+        "view_as reshape_as": _reshape_like,
+        "expand": partial(_returned_if, lambda op, x: x.shape == op.args[1]),
+        "expand_as": _expand_like,
+        "broadcast_tensors": _broadcast,
+        "meshgrid meshgrid.indexing": _meshgrid,
+        "new_zeros": partial(_constructor, aten.zeros.default),
+        "new_ones": partial(_constructor, aten.ones.default),
+        "new_full": partial(_constructor, aten.full.default),
+        "new_empty": partial(_constructor, aten.empty.memory_format),
+        "slice.Tensor": partial(_returned_if, _takes_all),
+        "cat": _cat,
+        "view_as_complex": _complex_view,
+        "embedding": _dense,
+    }
+)

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from shardwise.errors import PlanError, ShardwiseError, listed, problem
+from shardwise.errors import PlanError, ShardwiseError, listed
 from shardwise.graph.cut import free_values
 from shardwise.graph.ir import Graph, Op
 
@@ -37,11 +37,9 @@ def stage(module: _Module, number: int) -> _Module:
         ShardwiseError: ``module`` is not a module, or ``number`` is not an integer of at least 0.
     """
     if not isinstance(module, nn.Module):
-        raise ShardwiseError(
-            problem(f"stage takes a module, not {type(module).__name__}", fix="stage(model.layers[8], 1)")
-        )
+        raise ShardwiseError(f"stage takes a module, not {type(module).__name__}", fix="stage(model.layers[8], 1)")
     if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise ShardwiseError(problem(f"stage {number!r} of a module", fix="use an integer from 0"))
+        raise ShardwiseError(f"stage {number!r} of a module", fix="use an integer from 0")
     setattr(module, _ATTRIBUTE, number)
     return module
 
@@ -56,29 +54,23 @@ def check_marks(marks: dict[str, int], num_stages: int | None) -> int:
     modules for a number that is out of range, and for a missing stage."""
     if not marks:
         raise PlanError(
-            problem(
-                'stages="marked", but no module is marked', fix="mark the first layer of every stage: sw.stage(m, 1)"
-            )
+            'stages="marked", but no module is marked', fix="mark the first layer of every stage: sw.stage(m, 1)"
         )
     count = num_stages or max(marks.values()) + 1
     beyond = [f"{path or 'the module itself'} in stage {number}" for path, number in marks.items() if number >= count]
     if beyond:
         raise PlanError(
-            problem(
-                f"out of range: {listed(beyond)}; there are {count} stages", fix=f"number stages from 0 to {count - 1}"
-            )
+            f"out of range: {listed(beyond)}; there are {count} stages", fix=f"number stages from 0 to {count - 1}"
         )
     missing = sorted(set(range(1, count)) - set(marks.values()))
     if missing:
         have = listed([f"{path or 'the module itself'} in stage {number}" for path, number in marks.items()])
         raise PlanError(
-            problem(
-                f"no module is marked with stage {listed(list(map(str, missing)))}; there are {have}",
-                fix="number stages consecutively",
-            )
+            f"no module is marked with stage {listed(list(map(str, missing)))}; there are {have}",
+            fix="number stages consecutively",
         )
     if count < 2:
-        raise PlanError(problem("all marks are of stage 0, which makes no pipeline", fix="mark where stage 1 begins"))
+        raise PlanError("all marks are of stage 0, which makes no pipeline", fix="mark where stage 1 begins")
     return count
 
 
@@ -94,13 +86,11 @@ def marked_parts(graph: Graph, marks: dict[str, int], num_stages: int) -> list[l
             number = marks[path]
             if number < current:
                 raise PlanError(
-                    problem(
-                        f"{path or 'the module itself'} is marked with stage {number}, and runs after {where}, which "
-                        f"is in stage {current}",
-                        op=op.name,
-                        source=op.source,
-                        fix="number stages in execution order; a module called several times belongs to one stage",
-                    )
+                    f"{path or 'the module itself'} is marked with stage {number}, and runs after {where}, which "
+                    f"is in stage {current}",
+                    op=op.name,
+                    source=op.source,
+                    fix="number stages in execution order; a module called several times belongs to one stage",
                 )
             if number > current:
                 current, where = number, path or "the module itself"
@@ -109,16 +99,13 @@ def marked_parts(graph: Graph, marks: dict[str, int], num_stages: int) -> list[l
     if empty:
         modules = listed([path for path, number in marks.items() if number in empty])
         raise PlanError(
-            problem(
-                f"stage {empty[0]} has no operators: {modules or 'what is marked'} does not run before the next mark",
-                fix="mark modules that compute",
-            )
+            f"stage {empty[0]} has no operators: {modules or 'what is marked'} does not run before the next mark",
+            fix="mark modules that compute",
         )
     return parts
 
 
 def _innermost(op: Op, marks: dict[str, int]) -> str | None:
-    """Return the innermost marked module around an operator."""
     path = op.name.partition("/")[0]
     while True:
         if path in marks:
@@ -146,6 +133,3 @@ def with_stages(
         current = stage_of.get(op.name, holding[0] if read and holding else current)
         parts[current].append(op.name)
     return parts
-
-
-__all__ = ["check_marks", "marked_parts", "marks_of", "stage", "with_stages"]

@@ -93,12 +93,7 @@ def _ctc(
 
 
 def _gaussian_nll(
-    input: Tensor,
-    target: Tensor,
-    var: Tensor | float,
-    full: bool = False,
-    eps: float = 1e-6,
-    reduction: str = "mean",
+    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
 ) -> Tensor:
     """Compute the Gaussian loss without PyTorch's check of the variances: negative ones are not reported."""
     variance = torch.full_like(input, var) if isinstance(var, float) else var

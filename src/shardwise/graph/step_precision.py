@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from shardwise.errors import CaptureError, ShardwiseError, problem
+from shardwise.errors import CaptureError, ShardwiseError
 from shardwise.graph.autocast import Autocast, no_autocast
 from shardwise.graph.ir import Graph, Value
 
@@ -52,18 +52,14 @@ class Precision:
             is_dtype = all(isinstance(dtype, torch.dtype) for _, dtype in wrong)
             what = "such a dtype carries no gradients" if is_dtype else "not a dtype of torch"
             raise ShardwiseError(
-                problem(
-                    f"Precision({text}): {what}",
-                    fix=f"choose one of {', '.join(map(str, FLOATING))}, or None for the model's own",
-                )
+                f"Precision({text}): {what}",
+                fix=f"choose one of {', '.join(map(str, FLOATING))}, or None for the model's own",
             )
         fields = [name for name in DTYPES if getattr(self, name) is not None]
         if self.autocast is not None and fields:
             raise ShardwiseError(
-                problem(
-                    f"{self.autocast} is active with a Precision of {', '.join(fields)}: both would set the casts",
-                    fix="use only one of them",
-                )
+                f"{self.autocast} is active with a Precision of {', '.join(fields)}: both would set the casts",
+                fix="use only one of them",
             )
 
     @property
@@ -119,10 +115,8 @@ def check_real(module: nn.Module, precision: Precision) -> None:
     if names and not precision.is_models:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         raise CaptureError(
-            problem(
-                f"the parameter {names[0]}{more} is complex, and a Precision names real dtypes",
-                fix="omit precision=, or keep the real and the imaginary part as parameters (torch.view_as_real)",
-            )
+            f"the parameter {names[0]}{more} is complex, and a Precision names real dtypes",
+            fix="omit precision=, or keep the real and the imaginary part as parameters (torch.view_as_real)",
         )
 
 

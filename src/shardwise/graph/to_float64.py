@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
+from functools import partial
 from math import log1p, pi
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.graph.custom_operators import dropout_mask, uniform
 from shardwise.graph.infer import TypeInference
 from shardwise.graph.ir import Arg, Graph, Op
@@ -53,7 +54,7 @@ def to_float64(graph: Graph) -> Graph:
     types = TypeInference()
     with default_dtype(torch.float64):
         for op in ops:
-            inferred = types.results(op.target, op.args, op.kwargs, values.__getitem__)
+            inferred = types.results(op, values.__getitem__)
             values |= {
                 name: replace(values[name], dtype=inferred_value.dtype)
                 for name, inferred_value in zip(op.results, inferred, strict=True)
@@ -68,12 +69,10 @@ def _check_bits(op: Op, graph: Graph) -> None:
     if op.target is torch.ops.aten.view.dtype and are_bits and not WIDE.keys().isdisjoint(dtypes):
         shown = " as ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ShardwiseError(
-            problem(
-                f"the model reads the bits of {shown}, but verification computes in float64, which has other bits",
-                op=op.name,
-                source=op.source,
-                fix="verify the model without this operator; sw.plan and sw.parallelize support it",
-            )
+            f"the model reads the bits of {shown}, but verification computes in float64, which has other bits",
+            op=op.name,
+            source=op.source,
+            fix="verify the model without this operator; sw.plan and sw.parallelize support it",
         )
 
 
@@ -308,25 +307,34 @@ def _attention(
     return mode.drop(scores.softmax(-1), dropout_p) @ value
 
 
+Draw = Callable[[Reference, Sequence[int]], torch.Tensor]
+
+
 def _size(size: tuple[Any, ...]) -> tuple[int, ...]:
     """Return the size given as ``rand(2, 3)`` or ``rand((2, 3))``."""
     return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
 
 
-def _rand(mode: Reference, *size: Any, **kwargs: Any) -> torch.Tensor:
-    return mode.uniform(_size(kwargs.get("size") or size))
+def _sized(draw: Draw) -> Callable[..., torch.Tensor]:
+    """Return ``rand(size)`` and its like. ``draw``: numbers of a shape."""
+    return lambda mode, *size, **kwargs: draw(mode, _size(kwargs.get("size") or size))
 
 
-def _randn(mode: Reference, *size: Any, **kwargs: Any) -> torch.Tensor:
-    return mode.normal(_size(kwargs.get("size") or size))
+def _like(draw: Draw) -> Callable[..., torch.Tensor]:
+    """Return ``rand_like(x)`` and its like."""
+    return lambda mode, input, **kwargs: draw(mode, tuple(input.shape))
 
 
-def _rand_like(mode: Reference, input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    return mode.uniform(tuple(input.shape))
-
-
-def _randn_like(mode: Reference, input: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    return mode.normal(tuple(input.shape))
+def _in_place(
+    draw: Callable[..., torch.Tensor],
+    mode: Reference,
+    x: torch.Tensor,
+    *args: Any,
+    generator: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return ``x.cauchy_(...)`` and its like. ``draw``: numbers of a shape, by the arguments of the call."""
+    return _filled(x, draw(mode, tuple(x.shape), *args, **kwargs))
 
 
 def _randint(mode: Reference, *args: Any, dtype: Any = None, **kwargs: Any) -> torch.Tensor:
@@ -347,13 +355,9 @@ def _randperm(mode: Reference, n: int, *, dtype: Any = None, **kwargs: Any) -> t
     return mode.uniform((n,)).argsort().to(dtype or torch.int64)
 
 
-def _uniform_(mode: Reference, x: torch.Tensor, low: float = 0.0, high: float = 1.0, **kwargs: Any) -> torch.Tensor:
-    low, high = kwargs.get("from", low), kwargs.get("to", high)
-    return _filled(x, mode.uniform(tuple(x.shape)) * (high - low) + low)
-
-
-def _exponential_(mode: Reference, x: torch.Tensor, lambd: float = 1.0, **kwargs: Any) -> torch.Tensor:
-    return _filled(x, torch.log1p(-mode.uniform(tuple(x.shape))) / -lambd)
+def _uniform_(mode: Reference, shape: Sequence[int], low: float = 0.0, high: float = 1.0, **names: Any) -> torch.Tensor:
+    low, high = names.get("from", low), names.get("to", high)
+    return mode.uniform(shape) * (high - low) + low
 
 
 def _filled(x: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
@@ -370,24 +374,12 @@ def _beside(drawn: torch.Tensor, *operands: Any) -> torch.Tensor:
     return drawn
 
 
-def _normal_(mode: Reference, x: torch.Tensor, mean: float = 0.0, std: float = 1.0, **kwargs: Any) -> torch.Tensor:
-    return _filled(x, mode.normal(tuple(x.shape)) * std + mean)
+def _log_normal_(mode: Reference, shape: Sequence[int], mean: float = 1.0, std: float = 2.0) -> torch.Tensor:
+    return (mode.normal(shape) * std + mean).exp()
 
 
-def _log_normal_(mode: Reference, x: torch.Tensor, mean: float = 1.0, std: float = 2.0, **kwargs: Any) -> torch.Tensor:
-    return _filled(x, (mode.normal(tuple(x.shape)) * std + mean).exp())
-
-
-def _cauchy_(mode: Reference, x: torch.Tensor, median: float = 0.0, sigma: float = 1.0, **kwargs: Any) -> torch.Tensor:
-    return _filled(x, torch.tan((mode.uniform(tuple(x.shape)) - 0.5) * pi) * sigma + median)
-
-
-def _geometric_(mode: Reference, x: torch.Tensor, p: float, **kwargs: Any) -> torch.Tensor:
-    return _filled(x, (torch.log1p(-mode.uniform(tuple(x.shape))) / log1p(-p)).floor() + 1)
-
-
-def _random_(mode: Reference, x: torch.Tensor, to: int, **kwargs: Any) -> torch.Tensor:
-    return _filled(x, (mode.uniform(tuple(x.shape)) * to).floor())
+def _cauchy_(mode: Reference, shape: Sequence[int], median: float = 0.0, sigma: float = 1.0) -> torch.Tensor:
+    return torch.tan((mode.uniform(shape) - 0.5) * pi) * sigma + median
 
 
 def _bernoulli_(mode: Reference, x: torch.Tensor, p: float | torch.Tensor = 0.5, **kwargs: Any) -> torch.Tensor:
@@ -421,17 +413,14 @@ def _rrelu(
     return input * torch.where(input <= 0, mode.uniform(tuple(input.shape)) * (upper - lower) + lower, 1.0)
 
 
-def _alpha_dropout(features: bool) -> Callable[..., torch.Tensor]:
-    def run(mode: Reference, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-        if not train or p == 0:
-            return input
-        if p == 1:
-            return input * 0.0
-        shape = (*input.shape[:2], *[1] * (input.dim() - 2)) if features else tuple(input.shape)
-        scale, shift = alpha_scale(p)
-        return torch.where(mode.uniform(shape) >= p, input * scale + shift * p, shift * (p - 1))
-
-    return run
+def _alpha_dropout(mode: Reference, input: torch.Tensor, p: float, train: bool, *, features: bool) -> torch.Tensor:
+    if not train or p == 0:
+        return input
+    if p == 1:
+        return input * 0.0
+    shape = (*input.shape[:2], *[1] * (input.dim() - 2)) if features else tuple(input.shape)
+    scale, shift = alpha_scale(p)
+    return torch.where(mode.uniform(shape) >= p, input * scale + shift * p, shift * (p - 1))
 
 
 def _bernoulli(mode: Reference, input: torch.Tensor, p: float | None = None, **kwargs: Any) -> torch.Tensor:
@@ -441,46 +430,40 @@ def _bernoulli(mode: Reference, input: torch.Tensor, p: float | None = None, **k
     return _beside((mode.drop(torch.ones(input.shape, dtype=torch.float64), 1 - p) != 0).to(input.dtype), input)
 
 
-def _recurrent(function: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[..., tuple[torch.Tensor, ...]]:
+def _recurrent(
+    function: Callable[..., tuple[torch.Tensor, ...]], mode: Reference, *args: Any
+) -> tuple[torch.Tensor, ...]:
     """Run layer by layer if there is dropout between the layers."""
-
-    def run(mode: Reference, *args: Any) -> tuple[torch.Tensor, ...]:
-        if isinstance(args[3], (tuple, list)):  # (data, batch_sizes, hx, params, ...): a packed sequence
-            return function(*args)
-        x, hx, params, has_biases, layers, p, train, bidirectional, batch_first = args
-        if not train or p == 0:
-            return function(*args)
-        states = [hx] if isinstance(hx, torch.Tensor) else list(hx)
-        directions, num_params = 2 if bidirectional else 1, len(params) // layers
-        finals = []
-        for layer in range(layers):
-            sliced = [state[layer * directions : (layer + 1) * directions] for state in states]
-            rest = (has_biases, 1, 0.0, train, bidirectional, batch_first)
-            first = sliced[0] if isinstance(hx, torch.Tensor) else tuple(sliced)
-            x, *last = function(x, first, params[layer * num_params : (layer + 1) * num_params], *rest)
-            finals.append(last)
-            x = mode.drop(x, p) if layer < layers - 1 else x
-        return x, *(torch.cat(together) for together in zip(*finals, strict=True))
-
-    return run
+    if isinstance(args[3], (tuple, list)):  # (data, batch_sizes, hx, params, ...): a packed sequence
+        return function(*args)
+    x, hx, params, has_biases, layers, p, train, bidirectional, batch_first = args
+    if not train or p == 0:
+        return function(*args)
+    states = [hx] if isinstance(hx, torch.Tensor) else list(hx)
+    directions, num_params = 2 if bidirectional else 1, len(params) // layers
+    finals = []
+    for layer in range(layers):
+        sliced = [state[layer * directions : (layer + 1) * directions] for state in states]
+        rest = (has_biases, 1, 0.0, train, bidirectional, batch_first)
+        first = sliced[0] if isinstance(hx, torch.Tensor) else tuple(sliced)
+        x, *last = function(x, first, params[layer * num_params : (layer + 1) * num_params], *rest)
+        finals.append(last)
+        x = mode.drop(x, p) if layer < layers - 1 else x
+    return x, *(torch.cat(together) for together in zip(*finals, strict=True))
 
 
-def _from_data(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+def _from_data(function: Callable[..., torch.Tensor], mode: Reference, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Round numbers in the model's code to its own dtype, as capture reads them."""
-
-    def run(mode: Reference, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if not mode.widens:
-            return function(*args, **kwargs)
-        if function is torch.Tensor.new_tensor and kwargs.get("dtype") is None:
-            kwargs["dtype"] = mode.dtypes.of(args[0])
-        with default_dtype(mode.models_default):
-            made = function(*args, **kwargs)
-            if function is _NEW and _is_data(args[1:]):
-                made = made.to(mode.dtypes.of(args[0]))
-        wide: torch.Tensor = _wide_argument(made)
-        return wide
-
-    return run
+    if not mode.widens:
+        return function(*args, **kwargs)
+    if function is torch.Tensor.new_tensor and kwargs.get("dtype") is None:
+        kwargs["dtype"] = mode.dtypes.of(args[0])
+    with default_dtype(mode.models_default):
+        made = function(*args, **kwargs)
+        if function is _NEW and _is_data(args[1:]):
+            made = made.to(mode.dtypes.of(args[0]))
+    wide: torch.Tensor = _wide_argument(made)
+    return wide
 
 
 def _is_data(args: Sequence[Any]) -> bool:
@@ -536,38 +519,42 @@ def _batch_norm(mode: Reference, input: torch.Tensor, *args: Any, **kwargs: Any)
 
 REPLACED: dict[Any, Callable[..., Any]] = {
     **{
-        function: _from_data(function)
+        function: partial(_from_data, function)
         for function in (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, _NEW)
     },
     torch.Tensor.__setitem__: _setitem,
-    torch.rand: _rand,
-    torch.rand_like: _rand_like,
-    torch.randn: _randn,
-    torch.randn_like: _randn_like,
+    torch.rand: _sized(Reference.uniform),
+    torch.rand_like: _like(Reference.uniform),
+    torch.randn: _sized(Reference.normal),
+    torch.randn_like: _like(Reference.normal),
     torch.randint: _randint,
     torch.randint_like: _randint_like,
     torch.randperm: _randperm,
     torch.bernoulli: _bernoulli,
     torch.Tensor.bernoulli: _bernoulli,
     torch.Tensor.bernoulli_: _bernoulli_,
-    torch.Tensor.normal_: _normal_,
-    torch.Tensor.log_normal_: _log_normal_,
-    torch.Tensor.cauchy_: _cauchy_,
-    torch.Tensor.geometric_: _geometric_,
-    torch.Tensor.random_: _random_,
+    torch.Tensor.normal_: partial(_in_place, lambda mode, shape, mean=0.0, std=1.0: mode.normal(shape) * std + mean),
+    torch.Tensor.log_normal_: partial(_in_place, _log_normal_),
+    torch.Tensor.cauchy_: partial(_in_place, _cauchy_),
+    torch.Tensor.geometric_: partial(
+        _in_place, lambda mode, shape, p: (torch.log1p(-mode.uniform(shape)) / log1p(-p)).floor() + 1
+    ),
+    torch.Tensor.random_: partial(_in_place, lambda mode, shape, to: (mode.uniform(shape) * to).floor()),
     torch.normal: _normal_of,
     torch.multinomial: _multinomial,
     torch.Tensor.multinomial: _multinomial,
     torch.rrelu: _rrelu,
-    torch.alpha_dropout: _alpha_dropout(features=False),
-    torch.feature_alpha_dropout: _alpha_dropout(features=True),
-    torch.Tensor.uniform_: _uniform_,
-    torch.Tensor.exponential_: _exponential_,
+    torch.alpha_dropout: partial(_alpha_dropout, features=False),
+    torch.feature_alpha_dropout: partial(_alpha_dropout, features=True),
+    torch.Tensor.uniform_: partial(_in_place, _uniform_),
+    torch.Tensor.exponential_: partial(
+        _in_place, lambda mode, shape, lambd=1.0: torch.log1p(-mode.uniform(shape)) / -lambd
+    ),
     torch._grouped_mm: _grouped_mm,
-    torch.lstm: _recurrent(torch.lstm),
-    torch.gru: _recurrent(torch.gru),
-    torch.rnn_tanh: _recurrent(torch.rnn_tanh),
-    torch.rnn_relu: _recurrent(torch.rnn_relu),
+    torch.lstm: partial(_recurrent, torch.lstm),
+    torch.gru: partial(_recurrent, torch.gru),
+    torch.rnn_tanh: partial(_recurrent, torch.rnn_tanh),
+    torch.rnn_relu: partial(_recurrent, torch.rnn_relu),
     torch.batch_norm: _batch_norm,
     torch.dropout: _dropout,
     torch.dropout_: _dropout_,

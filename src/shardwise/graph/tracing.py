@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError, problem, warn_user
+from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError, warn_user
 from shardwise.graph.annotate import AnnotatedRegion, record_annotations
 from shardwise.graph.change_line import Watching, watch_changes
 from shardwise.graph.code_reachability import ReachableCode
@@ -32,8 +32,7 @@ from shardwise.graph.composites import composites_written_out
 from shardwise.graph.explained import explain_export_error, flex_attention_error
 from shardwise.graph.fakes import fake_copy, fake_like
 from shardwise.graph.function_operator import functions_as_operators
-from shardwise.graph.host_random import host_random_state, reject_host_random
-from shardwise.graph.impure_reads import ImpureRead, reads_of
+from shardwise.graph.impure_reads import ImpureRead, host_random_state, reads_of, reject_host_random
 from shardwise.graph.module_state import BETWEEN_CALLS, snapshot_state
 from shardwise.graph.quiet_export import quiet_export, without_stacks
 from shardwise.graph.rejected import CONSTRUCTS, TRANSFORMS
@@ -79,14 +78,14 @@ class TwoCalls:
 
 @dataclass(frozen=True)
 class ExportedCall:
-    """An exported call: the program, what it returned, and the annotated regions in order of their numbers.
+    """An exported call: the program, what it returned (``CallOutcome``, ``TwoCalls``), the annotated regions by number.
 
     ``transformed``: the first line of the model under a transform of torch.func, or ""; ``repeats``: the layers that
     were traced once for several; ``reads``: what the model reads from outside.
     """
 
     program: ExportedProgram
-    outcome: CallOutcome
+    outcome: Any
     regions: tuple[AnnotatedRegion, ...]
     transformed: str
     repeats: Repeats
@@ -153,7 +152,6 @@ class TracedCall(nn.Module):
         return tuple(outputs)
 
     def _leaves(self, tensors: tuple[torch.Tensor, ...]) -> tuple[list[Any], pytree.TreeSpec, torch.Tensor | None]:
-        """Return the call's result, flattened, and its loss."""
         try:
             with composites_written_out():
                 output, loss = run_model(self._called.call, self.module, tensors)
@@ -234,13 +232,13 @@ def trace(called: ModuleCall, annotated: dict[str, AnnotatedRegion], *, repeats:
 def trace_pair(called: ModuleCall) -> tuple[ExportedProgram, TwoCalls]:
     """Export two consecutive calls. Raises CaptureError for what the second call rejects."""
     try:
-        program, outcome, *_ = _export_as(TracedPair, called, {})
+        traced = _export(called, {}, kind=TracedPair)
     except ShardwiseError:
         raise
     except Exception as error:  # whatever a model or export raises becomes an error with the model's line
         raise explain_export_error(error) from error
-    assert isinstance(outcome, TwoCalls)
-    return program, outcome
+    assert isinstance(traced.outcome, TwoCalls)
+    return traced.program, traced.outcome
 
 
 def line_of_change(called: ModuleCall, changed: tuple[str, ...]) -> str:
@@ -272,14 +270,12 @@ def _with_repeats(export: Callable[[Repeats], ExportedCall]) -> ExportedCall | N
     return None if repeats.failed else traced
 
 
-def _export(called: ModuleCall, annotated: dict[str, AnnotatedRegion], repeats: Repeats | None = None) -> ExportedCall:
-    program, outcome, regions, line = _export_as(TracedCall, called, annotated, repeats)
-    return ExportedCall(program, outcome, regions, line, repeats or Repeats())
-
-
-def _export_as(
-    kind: type[TracedCall], called: ModuleCall, annotated: dict[str, AnnotatedRegion], repeats: Repeats | None = None
-) -> tuple[ExportedProgram, Any, tuple[AnnotatedRegion, ...], str]:
+def _export(
+    called: ModuleCall,
+    annotated: dict[str, AnnotatedRegion],
+    repeats: Repeats | None = None,
+    kind: type[TracedCall] = TracedCall,
+) -> ExportedCall:
     mode = FakeTensorMode()
     outcomes: list[Any] = []
     traced = kind(fake_copy(called.module, mode, called.precision), called, outcomes.append)
@@ -305,11 +301,11 @@ def _export_as(
                 if not lines.transformed:
                     raise
                 what = f"{TRANSFORMS} in forward cannot be captured"
-                raise CaptureError(problem(what, source=lines.transformed, fix=CONSTRUCTS[TRANSFORMS])) from error
+                raise CaptureError(what, source=lines.transformed, fix=CONSTRUCTS[TRANSFORMS]) from error
     if lines.caught:
         raise lines.caught[0]
     for question in lines.asked:
         what = f"{question}: the program uses the answer of the captured call"
         fix = "pass inputs with the same strides in every call, or remove the check"
         warn_user(f"{what}, whatever the strides of later inputs; {fix}", CaptureWarning)
-    return program, outcomes[-1], tuple(recorder.regions), lines.transformed
+    return ExportedCall(program, outcomes[-1], tuple(recorder.regions), lines.transformed, repeats or Repeats())

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NoReturn
@@ -19,7 +19,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import CaptureError, ShardwiseError, problem
+from shardwise.errors import CaptureError, ShardwiseError
+from shardwise.graph.ir import Arg, Ref
 
 _BY_VALUE = (
     *(bool, int, float, complex, str, bytes, type(None), type(Ellipsis), range, slice, torch.Size, np.generic),
@@ -123,15 +124,15 @@ def check_leaves(named: Iterable[tuple[str, Any]]) -> None:
     odd = [(name, x) for name, x in named if isinstance(x, torch.Tensor) and not is_plain_input(x)]
     if marked := [f"{name}.{mark}" for name, x in odd for mark in _marks(x) if is_plain_tensor(x)]:
         what = f"{', '.join(marked[:4])}: a program ignores attributes set on a tensor"
-        raise CaptureError(problem(what, fix="pass it as a separate argument"))
+        raise CaptureError(what, fix="pass it as a separate argument")
     if odd:
         shown = ", ".join(f"{name} is {_odd_tensor(tensor)}" for name, tensor in odd[:4])
         fix = "pass plain tensors: tensor.to_dense(), .dequantize(), .full_tensor(), or padded ones"
-        raise CaptureError(problem(f"{shown}: a plan splits plain tensors", fix=fix))
+        raise CaptureError(f"{shown}: a plan splits plain tensors", fix=fix)
     unknown = [(name, leaf) for name, leaf in named if not isinstance(leaf, torch.Tensor) and not is_constant(leaf)]
     if unknown:
         shown = ", ".join(f"{name} is a {type_name(leaf)}" for name, leaf in unknown[:4])
-        raise CaptureError(problem(f"{shown}: capture cannot look inside it", fix=_fix(unknown[0][1])))
+        raise CaptureError(f"{shown}: capture cannot look inside it", fix=_fix(unknown[0][1]))
 
 
 def flatten_output(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -153,7 +154,7 @@ def flatten_output(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
             "return its tensors (in a tuple, list, dict or dataclass), or register the class with "
             "torch.utils._pytree.register_pytree_node"
         )
-        raise CaptureError(problem(f"{', '.join(unknown[:4])}: its tensors cannot be returned", fix=fix))
+        raise CaptureError(f"{', '.join(unknown[:4])}: its tensors cannot be returned", fix=fix)
     return leaves, spec
 
 
@@ -191,7 +192,7 @@ class NotCarried:
 
     def _refuse(self) -> NoReturn:
         kind, name = self.__dict__["_kind"], self.__dict__["_name"]
-        raise ShardwiseError(problem(f"output{name} is a {kind}, which ranks lack", fix="run the module on one device"))
+        raise ShardwiseError(f"output{name} is a {kind}, which ranks lack", fix="run the module on one device")
 
 
 def _is_by_product(leaf: Any) -> bool:
@@ -219,6 +220,13 @@ def constant_key(leaf: Any) -> object:
     if isinstance(leaf, np.generic):
         return type(leaf), leaf.tobytes()
     return type(leaf), repr(leaf) if isinstance(leaf, (float, complex, slice)) else leaf
+
+
+def argument_key(arg: Arg, key_of: Callable[[str], object]) -> object:
+    """Return a key of an argument, by keys of the values that it names."""
+    if isinstance(arg, Ref):
+        return Ref, key_of(arg.name)
+    return tuple(argument_key(item, key_of) for item in arg) if isinstance(arg, tuple) else constant_key(arg)
 
 
 def type_name(value: Any) -> str:

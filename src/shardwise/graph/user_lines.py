@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from shardwise.errors import CaptureError, problem
+from shardwise.errors import CaptureError
 from shardwise.graph.origins import INITIAL, LINE, NOT_USER_CODE
 from shardwise.graph.rejected import READ_A_NUMBER
 from shardwise.graph.stand_ins import STAND_INS
@@ -36,12 +36,7 @@ _READS = frozenset(
     }
 )
 DATA_DEPENDENT = frozenset(
-    {
-        "GuardOnDataDependentSymNode",
-        "DataDependentOutputException",
-        "DynamicOutputShapeException",
-        "UserError",
-    }
+    {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException", "UserError"}
 )
 
 
@@ -80,65 +75,53 @@ class UserLines(TorchFunctionMode):
         if line and not self.transformed and torch._C._functorch.maybe_current_level() is not None:
             self.transformed = line
         if torch.is_inference_mode_enabled():
-            raise CaptureError(problem("torch.inference_mode hides its region", source=line, fix="use torch.no_grad"))
+            raise CaptureError("torch.inference_mode hides its region", source=line, fix="use torch.no_grad")
         if func is torch.autograd.grad and not (kwargs or {}).get("create_graph"):
             raise CaptureError(
-                problem(
-                    "torch.autograd.grad inside the model without create_graph=True loses gradients",
-                    source=line,
-                    fix="pass create_graph=True, or take the gradient outside the model",
-                )
+                "torch.autograd.grad inside the model without create_graph=True loses gradients",
+                source=line,
+                fix="pass create_graph=True, or take the gradient outside the model",
             )
         if func is torch.Tensor.backward and line:
             raise CaptureError(
-                problem(
-                    "backward in forward: a plan differentiates the loss once, after forward",
-                    source=line,
-                    fix="return the loss (a sum of several), or use torch.autograd.grad(..., create_graph=True)",
-                )
+                "backward in forward: a plan differentiates the loss once, after forward",
+                source=line,
+                fix="return the loss (a sum of several), or use torch.autograd.grad(..., create_graph=True)",
             )
         if func in _TENSOR_HOOKS and line:
             raise CaptureError(
-                problem(
-                    f"{func.__name__} in forward: hooks of tensors do not fire under a plan",
-                    source=line,
-                    fix="write the change of the gradient as a torch.autograd.Function; register hooks of "
-                    "parameters before sw.parallelize, outside of forward",
-                )
+                f"{func.__name__} in forward: hooks of tensors do not fire under a plan",
+                source=line,
+                fix="write the change of the gradient as a torch.autograd.Function; register hooks of "
+                "parameters before sw.parallelize, outside of forward",
             )
         if getattr(func, "__self__", None) is _GRAD_FN and line and _asks_for_nodes(sys._getframe(1)):
             raise CaptureError(
-                problem(
-                    "grad_fn in forward: hooks of autograd nodes do not fire under a plan",
-                    source=line,
-                    fix="use a torch.autograd.Function to change gradients; check requires_grad, not grad_fn",
-                )
+                "grad_fn in forward: hooks of autograd nodes do not fire under a plan",
+                source=line,
+                fix="use a torch.autograd.Function to change gradients; check requires_grad, not grad_fn",
             )
         if func in _ASK_FOR_STRIDES and line and any(args[0] is x for x in _running[-1]):
             self.asked[f"{line} asks for the memory layout of an input ({func.__name__})"] = None
         if getattr(func, "__name__", "") == "_pack_padded_sequence":
             raise CaptureError(
-                problem(
-                    "a packed sequence (pack_padded_sequence, pack_sequence) has sizes that depend on the values of "
-                    "its lengths",
-                    source=line,
-                    fix="call the layer on the padded batch (pad_sequence), whose outputs up to a length are the same "
-                    "in a layer of one direction; mask the rest: out * (torch.arange(out.shape[1]) < "
-                    "lengths[:, None])[..., None]; and gather the last states: out[torch.arange(len(out)), lengths - "
-                    "1]. Read backward, a sequence is flipped within its length by gather first",
-                )
+                "a packed sequence (pack_padded_sequence, pack_sequence) has sizes that depend on the values of "
+                "its lengths",
+                source=line,
+                fix="call the layer on the padded batch (pad_sequence), whose outputs up to a length are the same "
+                "in a layer of one direction; mask the rest: out * (torch.arange(out.shape[1]) < "
+                "lengths[:, None])[..., None]; and gather the last states: out[torch.arange(len(out)), lengths - "
+                "1]. Read backward, a sequence is flipped within its length by gather first",
             )
         if saved_tensors_hooks() not in (self._saving, None) and line:
             self._check_saving(line)
         for arg in () if getattr(func, "__self__", None) is _SHAPE else args:
             if isinstance(arg, torch.Tensor) and arg.requires_grad and not is_fake(arg):
                 raise CaptureError(
-                    problem(
-                        f"a tensor {list(arg.shape)} that requires grad is not a parameter of the captured module",
-                        source=line,
-                        fix="register it as an nn.Parameter of the module, or compute it in forward; do not keep "
-                        "weights in closures or hooks",
-                    )
+                    f"a tensor {list(arg.shape)} that requires grad is not a parameter of the captured module",
+                    source=line,
+                    fix="register it as an nn.Parameter of the module, or compute it in forward; do not keep "
+                    "weights in closures or hooks",
                 )
         initial = {INITIAL: True} if getattr(func, "__module__", "") == nn.init.__name__ else {}
         with torch.fx.traceback.annotate({LINE: line, **initial}):
@@ -151,7 +134,7 @@ class UserLines(TorchFunctionMode):
             self.caught.append(error)
         elif line and (name in _READS or type(error).__name__ in DATA_DEPENDENT):
             what = f"{name.strip('_')} reads the data of a tensor, which does not exist during capture"
-            self.caught.append(CaptureError(problem(what, source=line, fix=READ_A_NUMBER, section="tensor-values")))
+            self.caught.append(CaptureError(what, source=line, fix=READ_A_NUMBER, section="tensor-values"))
 
     def _check_saving(self, line: str) -> None:
         """Raise CaptureError for saved-tensor hooks that the model sets; those of torch change no number."""
@@ -159,11 +142,9 @@ class UserLines(TorchFunctionMode):
         if pack is None or pack.__module__.partition(".")[0] in ("torch", "shardwise"):
             return
         raise CaptureError(
-            problem(
-                "torch.autograd.graph.saved_tensors_hooks in forward: they do not work under a plan",
-                source=line,
-                fix="set them around the call of the parallel module, or write a torch.autograd.Function",
-            )
+            "torch.autograd.graph.saved_tensors_hooks in forward: they do not work under a plan",
+            source=line,
+            fix="set them around the call of the parallel module, or write a torch.autograd.Function",
         )
 
 
@@ -184,7 +165,6 @@ def _asks_for_nodes(frame: FrameType | None) -> bool:
 
 @cache
 def _user_file(filename: str) -> str:
-    """Return the name of a user's file, or ""."""
     return "" if filename.startswith(NOT_USER_CODE) else Path(filename).name
 
 
@@ -203,8 +183,5 @@ def user_line(frame: FrameType | None) -> str:
         frame = frame.f_back
     if frame is not None and reentrant:
         what = "re-entrant activation checkpointing hides gradients from capture"
-        raise CaptureError(problem(what, source=line, fix="checkpoint(..., use_reentrant=False)"))
+        raise CaptureError(what, source=line, fix="checkpoint(..., use_reentrant=False)")
     return "" if frame is None else line  # outside the model: export itself
-
-
-__all__ = ["DATA_DEPENDENT", "UserLines", "run_model", "user_line"]

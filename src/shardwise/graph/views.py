@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 
 from shardwise.graph.emitter import Emitter
 from shardwise.graph.ir import Op, Ref
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 
 aten = torch.ops.aten
 
@@ -33,20 +33,13 @@ def write_through(view: Op, index: int, base: Ref, new: Ref, emitter: Emitter) -
     return None if inverse is None else inverse(arguments(view), index, base, new, emitter)
 
 
-def _emit(emitter: Emitter, target: OpOverload, *args: Any) -> Ref:
-    result: Ref = emitter.emit(target, *args)
-    return result
-
-
 def _scatter(emitter: Emitter, target: OpOverload, base: Ref, new: Ref, dim: int, *place: Any) -> Ref:
     """Write ``new`` into a part of ``base``; complex numbers as pairs: the operator has no complex derivative."""
     if not emitter.value(base).dtype.is_complex:
-        return _emit(emitter, target, base, new, dim, *place)
+        return emitter.emit(target, base, new, dim, *place)
     dim %= len(emitter.value(base).shape)
-    pairs = (
-        _emit(emitter, aten.view_as_real.default, _emit(emitter, aten.resolve_conj.default, x)) for x in (base, new)
-    )
-    return _emit(emitter, aten.view_as_complex.default, _emit(emitter, target, *pairs, dim, *place))
+    pairs = (emitter.emit(aten.view_as_real.default, emitter.emit(aten.resolve_conj.default, x)) for x in (base, new))
+    return emitter.emit(aten.view_as_complex.default, emitter.emit(target, *pairs, dim, *place))
 
 
 def _same(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
@@ -58,7 +51,7 @@ def _same_unless_complex(args: dict[str, Any], index: int, base: Ref, new: Ref, 
 
 
 def _reshaped(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
-    return _emit(emitter, aten.reshape.default, new, emitter.value(base).shape)
+    return emitter.emit(aten.reshape.default, new, emitter.value(base).shape)
 
 
 def _expanded(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref | None:
@@ -71,13 +64,13 @@ def _transposed(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: 
     if len(emitter.value(base).shape) < 2:
         return new
     dims = (args.get("dim0", args.get("axis0", -2)), args.get("dim1", args.get("axis1", -1)))
-    return _emit(emitter, aten.transpose.int, new, *dims)
+    return emitter.emit(aten.transpose.int, new, *dims)
 
 
 def _permuted(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
     rank = len(args["dims"])
     order = [dim % rank for dim in args["dims"]]
-    return _emit(emitter, aten.permute.default, new, tuple(order.index(dim) for dim in range(rank)))
+    return emitter.emit(aten.permute.default, new, tuple(order.index(dim) for dim in range(rank)))
 
 
 def _selected(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
@@ -116,50 +109,23 @@ def _part_sizes(args: dict[str, Any], size: int) -> list[int]:
 
 
 def _diagonal(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
-    return _emit(emitter, aten.diagonal_scatter.default, base, new, args["offset"], args["dim1"], args["dim2"])
+    return emitter.emit(aten.diagonal_scatter.default, base, new, args["offset"], args["dim1"], args["dim2"])
 
 
-INVERSES: dict[OpOverload, Inverse] = {
-    aten.alias.default: _same,
-    aten.detach.default: _same,
-    aten.contiguous.default: _same,
-    aten.to.dtype: _same,
-    aten.to.dtype_layout: _same,
-    aten.to.device: _same,
-    aten.to.other: _same,
-    aten.type_as.default: _same,
-    aten.positive.default: _same,
-    aten.real.default: _same_unless_complex,
-    aten.conj.default: _same_unless_complex,
-    aten.resolve_conj.default: _same_unless_complex,
-    aten.resolve_neg.default: _same_unless_complex,
-    aten.view.default: _reshaped,
-    aten.reshape.default: _reshaped,
-    aten._unsafe_view.default: _reshaped,
-    aten.view_as.default: _reshaped,
-    aten.reshape_as.default: _reshaped,
-    aten.flatten.using_ints: _reshaped,
-    aten.unflatten.int: _reshaped,
-    aten.ravel.default: _reshaped,
-    aten.squeeze.default: _reshaped,
-    aten.squeeze.dim: _reshaped,
-    aten.squeeze.dims: _reshaped,
-    aten.unsqueeze.default: _reshaped,
-    aten.expand.default: _expanded,
-    aten.expand_as.default: _expanded,
-    aten.transpose.int: _transposed,
-    aten.swapaxes.default: _transposed,
-    aten.swapdims.default: _transposed,
-    aten.t.default: _transposed,
-    aten.mT.default: _transposed,
-    aten.permute.default: _permuted,
-    aten.select.int: _selected,
-    aten.slice.Tensor: _sliced,
-    aten.narrow.default: _narrowed,
-    aten.unbind.int: _unbound,
-    aten.split.Tensor: _split,
-    aten.split.sizes: _split,
-    aten.split_with_sizes.default: _split,
-    aten.chunk.default: _split,
-    aten.diagonal.default: _diagonal,
-}
+INVERSES: dict[OpOverload, Inverse] = by_operator(
+    {
+        "alias detach contiguous to.dtype to.dtype_layout to.device to.other type_as positive": _same,
+        "real conj resolve_conj resolve_neg": _same_unless_complex,
+        "view reshape _unsafe_view view_as reshape_as flatten.using_ints unflatten.int ravel squeeze "
+        "squeeze.dim squeeze.dims unsqueeze": _reshaped,
+        "expand expand_as": _expanded,
+        "transpose.int swapaxes swapdims t mT": _transposed,
+        "permute": _permuted,
+        "select.int": _selected,
+        "slice.Tensor": _sliced,
+        "narrow": _narrowed,
+        "unbind.int": _unbound,
+        "split.Tensor split.sizes split_with_sizes chunk": _split,
+        "diagonal": _diagonal,
+    }
+)

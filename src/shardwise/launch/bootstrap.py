@@ -146,7 +146,6 @@ def _exit_code(leaving: SystemExit) -> int:
 
 
 def _run_script(path: str, args: list[str]) -> None:
-    """Execute a script as ``python path args`` would."""
     sys.argv = [path, *args]
     if not os.environ.get("PYTHONSAFEPATH"):
         sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
@@ -160,7 +159,6 @@ def _run_script(path: str, args: list[str]) -> None:
 
 
 def _run_module(name: str, args: list[str]) -> None:
-    """Execute a module as ``python -m name args`` would."""
     sys.argv = [name, *args]
     if not os.environ.get("PYTHONSAFEPATH"):
         sys.path.insert(0, os.getcwd())

@@ -11,7 +11,7 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.cluster_file import family, format_cluster, load, parse
 from shardwise.costs.fit import Measurements, fit_cluster, format_residuals, residuals
 from shardwise.costs.machine import family_of
-from shardwise.errors import LaunchError, ShardwiseError, problem
+from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch.elastic import folder_of_launcher
 from shardwise.launch.launcher import launch
 
@@ -46,7 +46,7 @@ def calibrate(
     """
     output = Path(output)
     if output.suffix != ".toml":
-        raise ShardwiseError(problem(f"{output} is not a .toml file", fix="give a name that ends in .toml"))
+        raise ShardwiseError(f"{output} is not a .toml file", fix="give a name that ends in .toml")
     reference = None if like is None else load(like)
     measured = _measure(num_ranks or _num_devices(), tiny) if points is None else _read(points)
     family_name, is_named = family_of(measured.device)
@@ -59,7 +59,7 @@ def calibrate(
     try:
         output.write_text(format_cluster(fitted, {**measured.facts, "residuals": lines}), encoding="utf-8")
     except OSError as error:
-        raise ShardwiseError(problem(f"cannot write the cluster file: {error}", fix="name another file")) from error
+        raise ShardwiseError(f"cannot write the cluster file: {error}", fix="name another file") from error
     return cluster, lines
 
 
@@ -86,7 +86,7 @@ def _measure(num_ranks: int, tiny: bool) -> Measurements:
         code = launch(command, num_ranks)
         if code:
             what = f"the ranks that measure ended with exit code {code}"
-            raise LaunchError(problem(what, fix="see their output above; try fewer ranks: --ranks 2"))
+            raise LaunchError(what, fix="see their output above; try fewer ranks: --ranks 2")
         return _read(path)
 
 
@@ -95,4 +95,4 @@ def _read(path: str | Path) -> Measurements:
         return Measurements.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError) as error:
         what = f"cannot read the measurements {path}: {error!r}"
-        raise ShardwiseError(problem(what, fix="make them: -m shardwise.launch.measure points.json")) from error
+        raise ShardwiseError(what, fix="make them: -m shardwise.launch.measure points.json") from error

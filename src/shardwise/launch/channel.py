@@ -61,12 +61,10 @@ class Channel:
 
     @property
     def peer(self) -> str:
-        """Return the other end's address."""
         return self._address(self._socket.getpeername)
 
     @property
     def here(self) -> str:
-        """Return this end's address."""
         return self._address(self._socket.getsockname)
 
     @staticmethod
@@ -163,7 +161,6 @@ class Channel:
                 self._send_coded(self._keys[0], text)
 
     def end(self, fault: str) -> None:
-        """Stop reading from this connection."""
         self.gone, self.fault = True, self.fault or fault
 
     def finish(self) -> None:
@@ -215,6 +212,3 @@ def as_place(value: Any) -> tuple[str, int]:
     """Return (name or address, port). Raises ValueError or TypeError for anything else."""
     name, number = value
     return as_text(name), as_port(number)
-
-
-__all__ = ["Channel", "as_place", "as_port", "as_text", "wait_until_readable", "whole"]

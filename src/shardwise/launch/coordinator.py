@@ -218,7 +218,6 @@ class Coordinator:
             machine.channel.send(stop=self.number - 1)
 
     def _decide(self, now: float) -> None:
-        """Decide how to go on after the generation has ended on all remaining machines."""
         self.running = self.stopping = self.suspect = False
         reports = [machine.ended for machine in self._active if machine.ended]
         failures = [report.failure for report in reports if report.failure is not None]
@@ -261,7 +260,6 @@ class Coordinator:
         self._regather(now, f"{text}; generation {self.number} goes on {how} of machine {home.node}")
 
     def _regather(self, now: float, how: str) -> None:
-        """Prepare another generation from the machines that are connected."""
         self.how, self.awaited = how, set()
         self.until_all, self.deadline = now, now + self.course.settings.wait_seconds
         self.tell_at = now + 1.0
@@ -269,7 +267,6 @@ class Coordinator:
             machine.ranks = range(0)
 
     def _gather(self, now: float) -> None:
-        """Begin a generation once enough machines are connected; end the job after the deadline."""
         chosen = sorted(self.machines.values(), key=lambda machine: machine.node)
         chosen = [machine for machine in chosen if machine.slots][: self.num_machines]
         total = sum(len(machine.slots) for machine in chosen)
@@ -328,7 +325,6 @@ def name_machines(nodes: Iterable[int]) -> str:
 
 
 def _failure(record: Mapping[str, Any], ranks: range) -> Failure:
-    """Parse a failure record. Raises ValueError, LookupError or TypeError if it is malformed."""
     failure = Failure(**{**record, "blames": tuple(whole(rank) for rank in record["blames"])})
     if failure.rank not in ranks or type(failure.seconds) not in (int, float):
         raise ValueError(f"rank {failure.rank} at {failure.seconds} is none of {ranks}")
@@ -336,6 +332,3 @@ def _failure(record: Mapping[str, Any], ranks: range) -> Failure:
     for name in ("error", "traceback", "killed_by", "hangs"):
         as_text(record[name])
     return failure
-
-
-__all__ = ["EXIT_ALONE", "STOPPED", "SURE_SECONDS", "Address", "Coordinator", "Machine", "name_machines"]

@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from shardwise.errors import LaunchError, problem
+from shardwise.errors import LaunchError
 from shardwise.launch import bootstrap, zygote
 from shardwise.launch.coordinator import EXIT_ALONE, STOPPED
 from shardwise.launch.hang_detector import HangDetector
@@ -147,7 +147,7 @@ class GenerationRunner:
             check_own_folder(self.memory)
         except OSError as error:
             what = f"the folder for training states is gone: {error}"
-            raise LaunchError(problem(what, fix="restart the job: it continues from its newest checkpoint")) from error
+            raise LaunchError(what, fix="restart the job: it continues from its newest checkpoint") from error
 
     def _plan_ahead(self, generation: Generation, begin: GenerationStart, shared: dict[str, str]) -> None:
         """Compute ahead the plan for the next loss, if the script uses ``sw.planned``: without one rank on a single
@@ -222,6 +222,3 @@ def folder_in_memory(place: str = "/dev/shm") -> contextlib.AbstractContextManag
     """Create a folder in shared memory, which outlives processes; in the temporary folder if there is none."""
     place = place if os.path.isdir(place) and os.access(place, os.W_OK) else tempfile.gettempdir()
     return folder_of_launcher(place, "memory")
-
-
-__all__ = ["GenerationRunner", "folder_in_memory", "folder_of_launcher"]

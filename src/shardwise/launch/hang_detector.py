@@ -93,6 +93,3 @@ def name_ranks(ranks: Sequence[int]) -> str:
 def count_ranks(count: int) -> str:
     """Return ``1 rank`` or ``4 ranks``."""
     return f"{count} rank{'s' * (count != 1)}"
-
-
-__all__ = ["HangDetector", "count_ranks", "format_positions", "format_waits", "name_ranks"]

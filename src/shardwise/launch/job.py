@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import IO, TextIO
 
-from shardwise.errors import LaunchError, problem
+from shardwise.errors import LaunchError
 from shardwise.launch import bootstrap
 from shardwise.launch.hang_detector import format_positions, format_waits, name_ranks
 from shardwise.launch.processes import Failure, Pipe, RankProcess, Spawn, start_process
@@ -88,9 +88,7 @@ class Job:
             os.close(read_out)
             os.close(read_err)
             what = f"cannot start rank {number}: {error}"
-            raise LaunchError(
-                problem(what, fix="start fewer ranks, or raise the limits on processes and memory")
-            ) from error
+            raise LaunchError(what, fix="start fewer ranks, or raise the limits on processes and memory") from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(write_out)
@@ -102,7 +100,6 @@ class Job:
             self.selector.register(source, selectors.EVENT_READ, Pipe(rank, source, is_stdout))
 
     def run(self) -> int:
-        """Forward output until every rank has ended, and stop the ranks when one fails; returns the exit code."""
         try:
             while [rank for rank in self.ranks if not rank.ended()] or self._waits_for_others:
                 self._turn()
@@ -201,7 +198,6 @@ class Job:
         ]
 
     def _look_for_hangs(self, watch: Callable[[dict[int, Heartbeat]], tuple[int, str] | None]) -> None:
-        """Kill a rank that hangs, and record that as its failure."""
         running = {rank.number: rank for rank in self.ranks if not rank.ended()}
         hanging = watch({number: rank.page.read() for number, rank in running.items()})
         if hanging is None:
@@ -260,7 +256,6 @@ class Job:
             self._show_cause()
 
     def _show_cause(self) -> None:
-        """Show the held-back stderr of the first failing rank, then its traceback."""
         if self.shown or self.cause is None:
             return
         self.shown = True
@@ -270,7 +265,6 @@ class Job:
         self._show(number, self.cause.traceback.encode("utf-8", "backslashreplace").splitlines(keepends=True))
 
     def _summarize(self, cause: Failure) -> None:
-        """Print the summary: which rank failed first and how, other failures, and hints."""
         for rank in self.ranks:
             if rank.number in self.logs and (failure := rank.look_for_failure()) is not None:
                 self.logs[rank.number].write(failure.traceback.encode("utf-8", "backslashreplace"))
@@ -307,7 +301,6 @@ class Job:
         print_line("\n".join([*lines, *self._positions()]))
 
     def _summarize_left_behind(self) -> None:
-        """Print the summary after ``exit_grace_seconds``."""
         stopped = [rank.number for rank in self.stopped]
         done = [rank.number for rank in self.ranks if rank.number not in stopped]
         later = f"{name_ranks(stopped)} still ran {self.exit_grace_seconds:g} seconds later"
@@ -328,7 +321,6 @@ class Job:
     # -------------------------------------------------------------------------------------------------- output
 
     def _read(self, pipe: Pipe) -> None:
-        """Read from a pipe; log, hide or show its complete lines."""
         data = os.read(pipe.source.fileno(), 1 << 16)
         if not data:
             self.selector.unregister(pipe.source)
@@ -376,7 +368,6 @@ def signals_caught(caught: list[int]) -> Iterator[None]:
 
 
 def print_line(text: str) -> None:
-    """Print a message of the launcher to stderr."""
     _write(sys.stderr, f"shardwise: {text}\n".encode("utf-8", "backslashreplace"))
 
 

@@ -8,19 +8,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import IO
 
-from shardwise.errors import LaunchError, problem
-from shardwise.hosts import Host, listen
+from shardwise.errors import LaunchError
+from shardwise.hosts import Host, free_port, listen
 from shardwise.launch import bootstrap
 from shardwise.launch.elastic import GenerationRunner, folder_in_memory, folder_of_launcher
 from shardwise.launch.job import Job, signals_caught
-from shardwise.launch.node_agent import GenerationStart, LauncherIdentity, NodeAgent
+from shardwise.launch.node_agent import GenerationStart, NodeAgent
 from shardwise.launch.rank_environment import DEFAULT_PORT
 from shardwise.launch.restart_policy import ElasticConfig
 from shardwise.launch.secret import SECRET, job_secret
@@ -87,25 +87,6 @@ def launch(
     def master() -> tuple[str, int]:
         return _master_addr(hosts, master_addr), _master_port(hosts, master_port, serves=0 in here.ranks)
 
-    def environment(begin: GenerationStart) -> dict[str, str]:
-        """Return the variables that this machine's ranks of a generation share."""
-        slots = begin.slots
-        if elastic is not None and list(slots) != list(range(len(slots))):
-            chosen = ",".join(devices[slot] if devices else str(slot) for slot in slots)
-        else:
-            chosen = ",".join(devices)
-        shared = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", SECRET))},
-            **({"CUDA_VISIBLE_DEVICES": chosen} if chosen else {}),
-            "WORLD_SIZE": str(begin.num_ranks),
-            "LOCAL_WORLD_SIZE": str(len(slots)),
-            "MASTER_ADDR": begin.master[0],
-            "MASTER_PORT": str(begin.master[1]),
-            bootstrap.LAUNCHER_PID: str(os.getpid()),
-        }
-        shared.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // len(slots))))
-        return shared
-
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(folder_of_launcher(tempfile.gettempdir(), "job"))
         logs = _open_logs(stack, log_dir, here.ranks if node_rank < len(hosts) else [])
@@ -115,8 +96,8 @@ def launch(
             logs.update(_open_logs(stack, log_dir, [rank for rank in ranks if rank not in logs]))
             return Job(folder, logs, tag, grace_seconds, exit_grace_seconds, show_all, caught=caught)
 
-        slots = list(range(len(here.ranks)))
-        begin = GenerationStart(0, False, 0, num_ranks, slots, 0, master(), -1)
+        slots, address = list(range(len(here.ranks))), master()
+        environment = partial(_shared_environment, devices)
         stack.enter_context(signals_caught(caught))
         if elastic is not None:
             memory = stack.enter_context(folder_in_memory())
@@ -127,10 +108,9 @@ def launch(
             spares = list(range(len(slots), len(slots) + elastic.spares))
             name = here.name if node_rank < len(hosts) else ""  # a standby machine has no entry in `hosts`
             secret = job_secret(os.environ)
-            identity = LauncherIdentity(node_rank, len(hosts), num_ranks, begin.master, name, slots, spares, secret)
-            member = stack.enter_context(contextlib.closing(NodeAgent(elastic, identity, caught, free_port)))
-            return agent.take_part(member)
-        shared = environment(begin)
+            member = NodeAgent(elastic, node_rank, len(hosts), num_ranks, address, name, slots, spares, secret, caught)
+            return agent.take_part(stack.enter_context(contextlib.closing(member)))
+        shared = environment(GenerationStart(0, False, 0, num_ranks, slots, 0, address, -1))
         job = make_job(scratch, here.ranks)
         if preload:
             zygote = Zygote(shared, preload)
@@ -142,25 +122,42 @@ def launch(
         return job.run()
 
 
+def _shared_environment(devices: Sequence[str], begin: GenerationStart) -> dict[str, str]:
+    """Return the variables that this machine's ranks of a generation share. Without lost slots, ranks see all
+    ``devices``."""
+    slots, chosen = begin.slots, ",".join(devices)
+    if slots != list(range(len(slots))):
+        chosen = ",".join(devices[slot] if devices else str(slot) for slot in slots)
+    shared = {
+        **{name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC_", SECRET))},
+        **({"CUDA_VISIBLE_DEVICES": chosen} if chosen else {}),
+        "WORLD_SIZE": str(begin.num_ranks),
+        "LOCAL_WORLD_SIZE": str(len(slots)),
+        "MASTER_ADDR": begin.master[0],
+        "MASTER_PORT": str(begin.master[1]),
+        bootstrap.LAUNCHER_PID: str(os.getpid()),
+    }
+    shared.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // len(slots))))
+    return shared
+
+
 def _check_slots(hosts: Sequence[Host], devices: Sequence[str], num_slots: int) -> None:
-    """Check the devices and the rank order of an elastic job. Raises LaunchError."""
     if devices and len(devices) < num_slots:
         what = f"{num_slots} ranks and spares need as many devices, and there are {len(devices)}: {', '.join(devices)}"
-        raise LaunchError(problem(what, fix="fewer --spares or ranks, or more devices"))
+        raise LaunchError(what, fix="fewer --spares or ranks, or more devices")
     numbers = [rank for host in hosts for rank in host.ranks]
     if numbers != sorted(numbers):
         what = "--elastic numbers the ranks machine by machine, and this rank table does not"
-        raise LaunchError(problem(what, fix="list the machines in the order of their ranks"))
+        raise LaunchError(what, fix="list the machines in the order of their ranks")
 
 
 def _unnamed_hosts(num_ranks: int | None, nnodes: int) -> tuple[Host, ...]:
-    """Return ``nnodes`` hosts with ``num_ranks`` ranks each and unknown names."""
     if num_ranks is None:
         raise LaunchError(
-            problem("the number of ranks is missing", fix="give it with -n/--num-ranks: shardwise run -n 8 train.py")
+            "the number of ranks is missing", fix="give it with -n/--num-ranks: shardwise run -n 8 train.py"
         )
     if num_ranks < 1:
-        raise LaunchError(problem(f"cannot start {num_ranks} ranks", fix="ask for at least one: -n 8"))
+        raise LaunchError(f"cannot start {num_ranks} ranks", fix="ask for at least one: -n 8")
     return tuple(Host("", tuple(range(node * num_ranks, (node + 1) * num_ranks))) for node in range(nnodes))
 
 
@@ -171,7 +168,7 @@ def _devices(host: Host) -> list[str]:
     devices = ",".join(map(str, host.devices)) or chosen
     if host.devices and chosen and chosen != devices:
         what = f"CUDA_VISIBLE_DEVICES={chosen}, but the rank table says {devices}"
-        raise LaunchError(problem(what, source=host.name, fix="unset CUDA_VISIBLE_DEVICES, or change the rank table"))
+        raise LaunchError(what, source=host.name, fix="unset CUDA_VISIBLE_DEVICES, or change the rank table")
     return [device.strip() for device in devices.split(",") if device.strip()]
 
 
@@ -181,7 +178,7 @@ def _master_addr(hosts: Sequence[Host], chosen: str | None) -> str:
     (master,) = (host.name for host in hosts if 0 in host.ranks)
     if not master:
         what = f"{len(hosts)} nodes cannot meet without the address of node 0"
-        raise LaunchError(problem(what, fix="give the same on every node: --master-addr node0 (or a --hostfile)"))
+        raise LaunchError(what, fix="give the same on every node: --master-addr node0 (or a --hostfile)")
     return master
 
 
@@ -191,14 +188,14 @@ def _master_port(hosts: Sequence[Host], chosen: int | None, serves: bool) -> int
         return free_port()
     if chosen is None and not hosts[0].name:
         what = f"{len(hosts)} nodes cannot meet without a common port"
-        raise LaunchError(problem(what, fix="give the same free port on every node: --master-port 29500"))
+        raise LaunchError(what, fix="give the same free port on every node: --master-port 29500")
     port = DEFAULT_PORT if chosen is None else chosen
     if not 0 < port < 1 << 16:
-        raise LaunchError(problem(f"{port} is not a port", fix="choose one from 1 to 65535: --master-port 29500"))
+        raise LaunchError(f"{port} is not a port", fix="choose one from 1 to 65535: --master-port 29500")
     if serves and (reason := _why_not_free(port)):
         what = f"rank 0 cannot listen on port {port} of this machine: {reason}"
         fix = "choose another --master-port" + (", the same on every node" if len(hosts) > 1 else ", or leave it out")
-        raise LaunchError(problem(what, fix=fix))
+        raise LaunchError(what, fix=fix)
     return port
 
 
@@ -209,14 +206,6 @@ def _why_not_free(port: int) -> str:
     except OSError as error:
         return "another process listens there" if error.errno == errno.EADDRINUSE else str(error.strerror)
     return ""
-
-
-def free_port() -> int:
-    """Return a TCP port that is free at the moment."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def num_cores() -> int:
@@ -231,17 +220,17 @@ def num_cores() -> int:
 
 def _check_command(command: Sequence[str]) -> None:
     if not command or (command[0] == "-m" and len(command) < 2):
-        raise LaunchError(problem("nothing to run", fix="name a script: shardwise run -n 8 train.py"))
+        raise LaunchError("nothing to run", fix="name a script: shardwise run -n 8 train.py")
     if command[0] != "-m" and not os.path.isfile(command[0]):
         fix = "give the path of a Python script, without 'python' before it: shardwise run -n 8 train.py"
-        raise LaunchError(problem(f"there is no script {command[0]!r} in {os.getcwd()}", fix=fix))
+        raise LaunchError(f"there is no script {command[0]!r} in {os.getcwd()}", fix=fix)
 
 
 def _check_node(hosts: Sequence[Host], node_rank: int, *, stands_by: bool) -> None:
     """Check a node rank. ``stands_by``: whether standby machines, beyond those of the job, are allowed."""
     if not node_rank >= 0 or (node_rank >= len(hosts) and (not stands_by or len(hosts) == 1)):
         what = f"node rank {node_rank} is not one of {len(hosts)} nodes"
-        raise LaunchError(problem(what, fix="number the nodes 0, 1, ...: --nnodes 2 --node-rank 1"))
+        raise LaunchError(what, fix="number the nodes 0, 1, ...: --nnodes 2 --node-rank 1")
 
 
 def _open_logs(
@@ -253,4 +242,4 @@ def _open_logs(
         Path(log_dir).mkdir(parents=True, exist_ok=True)
         return {rank: stack.enter_context(open(Path(log_dir, f"rank-{rank}.log"), "wb")) for rank in ranks}
     except OSError as error:
-        raise LaunchError(problem(f"cannot write logs: {error}", fix="choose another --log-dir")) from error
+        raise LaunchError(f"cannot write logs: {error}", fix="choose another --log-dir") from error

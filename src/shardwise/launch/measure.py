@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from shardwise.costs import probe
 from shardwise.costs.fit import CollectiveTime, KernelTime, MatmulTime, Measurements, StreamTime
-from shardwise.errors import LaunchError, problem
+from shardwise.errors import LaunchError
 from shardwise.launch.measure_kernels import KernelSizes, host_bandwidth, kernel_times, launch_seconds
 from shardwise.launch.ranks import init_ranks
 from shardwise.runtime.communicator import adds_rows, exchange_rows, gather_rows, scatter_tensor, sum_received
@@ -186,7 +186,6 @@ def _matmuls(watch: _CollectiveTimer, effort: Effort, device: torch.device) -> I
 
 
 def _streams(watch: _CollectiveTimer, effort: Effort, device: torch.device) -> Iterator[StreamTime]:
-    """Time additions: two tensors read, one written."""
     for num_bytes in effort.streams:
         left, right, out = (torch.ones(num_bytes // 4, device=device) for _ in range(3))
         seconds = watch.seconds(partial(torch.add, left, right, out=out))
@@ -248,7 +247,6 @@ def hidden_part(sent: float, computed: float, both: float) -> float:
 
 
 def _create_groups(sizes: tuple[int, ...]) -> list[tuple[tuple[int, ...], Any]]:
-    """Create the groups to measure. Return (``Span.units``, this rank's group) for each kind of ``groups_of``."""
     members_of = []
     for units, groups in groups_of(sizes):
         group_of = {tuple(members): dist.new_group(members) for members in groups}
@@ -311,7 +309,7 @@ def sizes_of(names: Sequence[str]) -> tuple[int, ...]:
     blocks = [set(names[start : start + inside]) for start in range(0, len(names), inside)]
     if len(names) % inside or any(len(block) > 1 for block in blocks) or len(set(names)) < len(blocks):
         what = f"the ranks are on {', '.join(names[:16])}: a different number per machine, or not consecutive"
-        raise LaunchError(problem(what, fix="start the same number on each, machine by machine"))
+        raise LaunchError(what, fix="start the same number on each, machine by machine")
     return (inside,) if len(blocks) == 1 else (inside, len(blocks))
 
 

@@ -6,20 +6,19 @@ program. ``costs.kernels`` gives the work of every call, as for a plan; then the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.costs.fit import KernelTime
 from shardwise.costs.kernels import KernelCall, KernelWork, work_of
 from shardwise.costs.optimizers import update_of
-from shardwise.dispatch_mode import DispatchMode
+from shardwise.dispatch_mode import OpRecorder
 from shardwise.graph.ir import Ref
 from shardwise.programs.forms import Form
 
@@ -76,24 +75,19 @@ def host_bandwidth(seconds: Seconds, device: torch.device, num_bytes: int) -> fl
     return here.nbytes / slower
 
 
-class _KernelCallRecorder(DispatchMode):
+class _KernelCallRecorder(OpRecorder):
     """Records the calls whose kernel kind a cluster file describes, each with its work."""
 
     def __init__(self) -> None:
         super().__init__()
         self.kernel_calls: list[tuple[Callable[[], Any], KernelWork]] = []
 
-    def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        keywords = dict(kwargs or {})
-        out = func(*args, **keywords)
-        operands, results = _forms((args, keywords)), _forms(out)
-        named: Any = tree_map(lambda leaf: Ref("value") if isinstance(leaf, torch.Tensor) else leaf, (args, keywords))
+    def record(self, func: Any, args: Any, kwargs: dict[str, Any], returned: Any) -> None:
+        operands, results = _forms((args, kwargs)), _forms(returned)
+        named: Any = tree_map(lambda leaf: Ref("value") if isinstance(leaf, torch.Tensor) else leaf, (args, kwargs))
         work = work_of(KernelCall(func, tuple(named[0]), tuple(named[1].items())), operands, results)
         if work.kind:
-            self.kernel_calls.append((partial(func, *args, **keywords), work))
-        return out
+            self.kernel_calls.append((partial(func, *args, **kwargs), work))
 
 
 def _forms(tree: Any) -> Sequence[Form]:
@@ -101,7 +95,6 @@ def _forms(tree: Any) -> Sequence[Form]:
 
 
 def _functions(sizes: KernelSizes) -> list[tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]]:
-    """Return the functions to measure, with the shapes of their arguments."""
     table = (sizes.rows, sizes.width)
     heads = (1, sizes.heads, sizes.positions, sizes.head)
     images, kernel = (sizes.images, 64, sizes.side, sizes.side), (64, 64, 3, 3)
@@ -137,6 +130,3 @@ def _update(seconds: Seconds, device: torch.device, sizes: KernelSizes) -> Kerne
     update = update_of("adamw fused", foreach=device.type == "cuda")
     work = KernelWork("update", num_bytes=float(weight.nbytes * update.passes), scalars=weight.numel() * update.scalars)
     return KernelTime(work, seconds(optimizer.step))
-
-
-__all__ = ["KernelSizes", "host_bandwidth", "kernel_times", "launch_seconds"]

@@ -11,12 +11,12 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from shardwise.errors import LaunchError, problem
-from shardwise.hosts import listen, own_address, route_address
+from shardwise.errors import LaunchError
+from shardwise.hosts import free_port, listen, own_address, route_address
 from shardwise.launch.channel import Channel, as_place, as_text, wait_until_readable, whole
 from shardwise.launch.coordinator import EXIT_ALONE, SURE_SECONDS, Address, Coordinator
 from shardwise.launch.job import EXIT_INTERRUPTED, print_line
@@ -150,11 +150,13 @@ class Listener(threading.Thread):
             channel.close()
 
 
-@dataclass(frozen=True, slots=True)
-class LauncherIdentity:
-    """Identity of a launcher in its job. ``num_machines``, ``num_ranks``: initial size of the job; ``home``: address of
-    machine 0's launcher; ``name``: host name of this machine for others ("": use the listening address)."""
+@dataclass
+class NodeAgent:
+    """This machine's agent in a job. ``num_machines``, ``num_ranks``: initial size of the job; ``home``: address of
+    machine 0's launcher; ``name``: host name of this machine for others ("": use the listening address); ``slots``,
+    ``spares``: of this machine, for the next generation; ``caught``: signals sent to the launcher."""
 
+    settings: ElasticConfig
     node: int
     num_machines: int
     num_ranks: int
@@ -163,17 +165,7 @@ class LauncherIdentity:
     slots: list[int]
     spares: list[int]
     secret: bytes = field(repr=False)
-
-
-@dataclass
-class NodeAgent:
-    """This machine's agent in a job. ``caught``: signals sent to the launcher; ``free_port``: returns a port for the
-    ranks' store."""
-
-    settings: ElasticConfig
-    identity: LauncherIdentity
     caught: list[int]
-    free_port: Callable[[], int]
     station: Listener = field(init=False)
     channel: Channel | None = None
     crew: list[tuple[int, str, int]] = field(default_factory=list)  # (node, address, port) of the generation's machines
@@ -184,19 +176,18 @@ class NodeAgent:
     refused: list[Address] = field(default_factory=list)  # launchers with a different secret
 
     def __post_init__(self) -> None:
-        identity = self.identity
-        self.node, self.home, self.slots, self.spares = identity.node, identity.home, identity.slots, identity.spares
-        self.name = identity.name or (identity.home[0] if identity.node == 0 else "")
+        self.all_slots = {*self.slots, *self.spares}
+        self.name = self.name or (self.home[0] if self.node == 0 else "")
         self.station = self._listen()
         if self.node == 0:
             now = time.monotonic()
-            self._lead(set(range(identity.num_machines)), now + self.settings.wait_seconds, self.settings.wait_seconds)
+            self._lead(set(range(self.num_machines)), now + self.settings.wait_seconds, self.settings.wait_seconds)
         self.station.start()
 
     def _listen(self) -> Listener:
         """Listen at the address by which others reach this machine, on a port that stays the same after a restart. Only
         machine 0 needs that port; others fall back to a free one."""
-        secret, address = self.identity.secret, own_address(self.name) if self.name else ""
+        address = own_address(self.name) if self.name else ""
         if not address and self.node != 0:
             address = route_address(*self.home)
         if not address:
@@ -205,19 +196,16 @@ class NodeAgent:
                 " others can reach"
             )
         try:
-            return Listener((self.home[1] + self.node) % (1 << 16), secret, address)
+            return Listener((self.home[1] + self.node) % (1 << 16), self.secret, address)
         except OSError as error:
             if self.node == 0:
                 what = f"machine 0 cannot listen on port {self.home[1]}: {error.strerror}"
-                raise LaunchError(problem(what, fix="choose another --master-port, the same on every node")) from None
-        return Listener(0, secret, address)
+                raise LaunchError(what, fix="choose another --master-port, the same on every node") from None
+        return Listener(0, self.secret, address)
 
     def _lead(self, awaited: set[int], until_all: float, seconds: float) -> Coordinator:
-        course = RestartPolicy(self.settings, self.identity.num_ranks)
-        deadline = time.monotonic() + seconds
-        head = Coordinator(
-            course, self.node, self.identity.num_machines, awaited, until_all, deadline, self.identity.secret
-        )
+        course, deadline = RestartPolicy(self.settings, self.num_ranks), time.monotonic() + seconds
+        head = Coordinator(course, self.node, self.num_machines, awaited, until_all, deadline, self.secret)
         self.station.lead(head)
         return head
 
@@ -253,7 +241,7 @@ class NodeAgent:
             assert self.channel is not None
             if time.monotonic() > sent_port + _PORT_SECONDS:  # a standby machine may wait for hours
                 sent_port = time.monotonic()
-                self.channel.send(port=self.free_port())
+                self.channel.send(port=free_port())
             messages = self.channel.messages(_TURN_SECONDS)
             if messages:
                 limit = time.monotonic() + self.settings.wait_seconds
@@ -287,7 +275,7 @@ class NodeAgent:
             return None
         first, num_ranks = map(whole, message["ranks"])
         slots, spares = ([whole(slot) for slot in message[name]] for name in ("slots", "spares"))
-        if not slots or not {*slots, *spares} <= {*self.identity.slots, *self.identity.spares}:
+        if not slots or not {*slots, *spares} <= self.all_slots:
             raise ValueError(f"{slots} and {spares} are no slots of this machine")
         whole(first + len(slots), most=num_ranks)
         how, master, step = as_text(message["how"]), as_place(message["master"]), whole(message["step"], -1)
@@ -315,14 +303,12 @@ class NodeAgent:
             failure = None
             if lost is not None:
                 failure = asdict(replace(lost, error=_excerpt(lost.error), traceback=_excerpt(lost.traceback)))
-            port = self.free_port()
             self.channel.send(beat=step)
-            self.channel.send(ended=self.number, code=code, failure=failure, absent=list(absent), rank_port=port)
+            self.channel.send(ended=self.number, code=code, failure=failure, absent=list(absent), rank_port=free_port())
 
     # ------------------------------------------------------------------------------------------------ finding the head
 
     def _meet(self) -> bool:
-        """Look for the head and join it; return whether that succeeded."""
         station = self.station
         if station.head is not None:
             return self._join((station.address or self.name or self.home[0], station.port))
@@ -334,17 +320,17 @@ class NodeAgent:
 
     def _join(self, where: Address) -> bool:
         try:
-            channel = Channel(socket.create_connection(where, timeout=_HELLO_SECONDS), self.identity.secret)
+            channel = Channel(socket.create_connection(where, timeout=_HELLO_SECONDS), self.secret)
         except OSError:
             return False
         channel.send(
             hello=self.node,
-            machines=self.identity.num_machines,
-            ranks=self.identity.num_ranks,
+            machines=self.num_machines,
+            ranks=self.num_ranks,
             slots=self.slots,
             spares=self.spares,
             port=self.station.port,
-            rank_port=self.free_port(),
+            rank_port=free_port(),
             name=self.name or self.station.address or channel.here,
         )
         answer = channel.messages(_HELLO_SECONDS)
@@ -432,6 +418,3 @@ class NodeAgent:
 def _excerpt(content: str) -> str:
     """Return the beginning of a text, in valid UTF-8 and short enough for a message."""
     return content[:_MOST_CHARACTERS].encode("utf-8", "backslashreplace").decode()
-
-
-__all__ = ["GenerationStart", "LauncherIdentity", "Listener", "NodeAgent"]

@@ -159,6 +159,3 @@ def start_process(command: Sequence[str], environment: dict[str, str], stdout: i
         stderr=stderr,
         process_group=0,
     )
-
-
-__all__ = ["Failure", "Pipe", "Process", "RankProcess", "Spawn", "start_process"]

@@ -19,7 +19,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from shardwise.errors import LaunchError, problem
+from shardwise.errors import LaunchError
 from shardwise.hosts import expand_counts, expand_nodelist, read_rank_table
 
 Environment = Mapping[str, str]
@@ -96,7 +96,7 @@ def read_place(environment: Environment) -> RankEnvironment:
         if standard.get(name, launched.values[name]) != launched.values[name]:
             theirs = f"{launched.names[name]}={launched.values[name]}"
             what = f"{name}={standard[name]} in the environment, but {launched.launcher} says {theirs}"
-            raise LaunchError(problem(what, fix=f"unset {name}: the launcher's own variables are read"))
+            raise LaunchError(what, fix=f"unset {name}: the launcher's own variables are read")
     return _place({**launched.values, **standard}, launched.launcher, launched.address_fix)
 
 
@@ -107,12 +107,12 @@ def _place(variables: Mapping[str, str], launcher: str, address_fix: str = "") -
         return RankEnvironment()
     if missing and address_fix:
         what = f"{launcher} started these {variables['WORLD_SIZE']} ranks on several machines without MASTER_ADDR"
-        raise LaunchError(problem(what, fix=address_fix))
+        raise LaunchError(what, fix=address_fix)
     if missing:
         present = ", ".join(sorted(name for name in needed if name in variables))
         what = f"this process has {present} in its environment but not {', '.join(missing)}"
         fix = "start the script with: shardwise run -n 8 train.py (or torchrun), or unset these for a single process"
-        raise LaunchError(problem(what, fix=fix))
+        raise LaunchError(what, fix=fix)
     number, count, port = (_number(name, variables[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     local_rank = _number("LOCAL_RANK", variables.get("LOCAL_RANK", variables["RANK"]))
     local_count = _number("LOCAL_WORLD_SIZE", variables.get("LOCAL_WORLD_SIZE", variables["WORLD_SIZE"]))
@@ -122,9 +122,9 @@ def _place(variables: Mapping[str, str], launcher: str, address_fix: str = "") -
     ):
         if not 0 <= value < bound:
             what = f"{name}={value} is not one of the ranks 0 to {bound - 1} that {bound_name}={bound} makes"
-            raise LaunchError(problem(what, fix="let the launcher set both: shardwise run -n 8 train.py"))
+            raise LaunchError(what, fix="let the launcher set both: shardwise run -n 8 train.py")
     if not 0 < port < 1 << 16:
-        raise LaunchError(problem(f"MASTER_PORT={port} is not a port", fix="choose one from 1 to 65535"))
+        raise LaunchError(f"MASTER_PORT={port} is not a port", fix="choose one from 1 to 65535")
     return RankEnvironment(number, count, local_rank, local_count, (variables["MASTER_ADDR"], port), launcher)
 
 
@@ -162,7 +162,6 @@ def _mpich(environment: Environment) -> _LauncherVariables | None:
 def _on_one_machine(
     launcher: str, variables: dict[str, str], names: Mapping[str, str], port: str, example: str
 ) -> _LauncherVariables:
-    """Add the local address if all ranks are on one machine; otherwise the user must give it."""
     if variables.get("LOCAL_WORLD_SIZE") == variables["WORLD_SIZE"]:
         return _LauncherVariables(launcher, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **variables}, names)
     fix = f"name the machine on which rank 0 runs: {example}"
@@ -187,7 +186,7 @@ def _slurm(environment: Environment) -> _LauncherVariables | None:
         hosts = expand_nodelist(nodelist) or ("",)
     except ValueError:
         what = f"cannot read Slurm's list of machines {nodelist!r}"
-        raise LaunchError(problem(what, fix="name the machine of rank 0: export MASTER_ADDR=node0")) from None
+        raise LaunchError(what, fix="name the machine of rank 0: export MASTER_ADDR=node0") from None
     count = _slurm_local_count(environment, _number(names["WORLD_SIZE"], variables["WORLD_SIZE"]), len(hosts))
     # Jobs get consecutive numbers; a few steps of one job may run side by side.
     address = hosts[0] if len(hosts) > 1 else "127.0.0.1"
@@ -211,7 +210,7 @@ def _slurm_local_count(environment: Environment, world_size: int, num_hosts: int
     if num_hosts == 1:
         return world_size
     what = f"Slurm started {world_size} tasks on {num_hosts} machines and does not give the number on this one"
-    raise LaunchError(problem(what, fix="ask for the same number on each: srun --ntasks-per-node=8 ..."))
+    raise LaunchError(what, fix="ask for the same number on each: srun --ntasks-per-node=8 ...")
 
 
 def _rank_table(environment: Environment) -> _LauncherVariables | None:
@@ -224,7 +223,7 @@ def _rank_table(environment: Environment) -> _LauncherVariables | None:
     size = environment.get("RANK_SIZE", str(world_size))
     if host is None or _number("RANK_SIZE", size) != world_size:
         what = f"RANK_ID={number} and RANK_SIZE={size}, but {path} has the ranks 0 to {world_size - 1}"
-        raise LaunchError(problem(what, fix=f"set RANK_ID to one of them and RANK_SIZE={world_size}"))
+        raise LaunchError(what, fix=f"set RANK_ID to one of them and RANK_SIZE={world_size}")
     master = next(host.name for host in hosts if 0 in host.ranks)
     values = {
         "RANK": str(number),
@@ -254,4 +253,4 @@ def _number(name: str, text: str) -> int:
         return int(text)
     except ValueError:
         what = f"{name}={text!r} in the environment is not a whole number"
-        raise LaunchError(problem(what, fix="let the launcher set it: shardwise run -n 8 train.py")) from None
+        raise LaunchError(what, fix="let the launcher set it: shardwise run -n 8 train.py") from None

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import LaunchError, problem
+from shardwise.errors import LaunchError
 from shardwise.launch.ranks import rank, world_size
 from shardwise.runtime.communicator import gather_tensor, group_timeout, scatter_tensor
 
@@ -45,7 +45,7 @@ class RankGroup:
         """Return this process's index in the group. Raises LaunchError if it is not a member."""
         if rank() not in self.ranks:
             what = f"rank {rank()} is not in the group of the ranks {_dashed(self.ranks)}"
-            raise LaunchError(problem(what, fix="let only members call the collectives of a group"))
+            raise LaunchError(what, fix="let only members call the collectives of a group")
         return self.ranks.index(rank())
 
 
@@ -77,7 +77,6 @@ _groups_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictiona
 
 
 def is_connected() -> bool:
-    """Return whether a process group exists (from ``init_ranks`` or the script's own ``init_process_group``)."""
     return dist.is_initialized()
 
 
@@ -90,7 +89,7 @@ def all_ranks_group() -> RankGroup:
     """Return the group of all ranks. Raises LaunchError if there are several and they are not connected yet."""
     if world_size() > 1 and not dist.is_initialized():
         what = f"this process is rank {rank()} of {world_size()} and has not joined the others yet"
-        raise LaunchError(problem(what, fix="call init() first (shardwise.init_ranks(), or the dialect's own)"))
+        raise LaunchError(what, fix="call init() first (shardwise.init_ranks(), or the dialect's own)")
     return RankGroup(tuple(range(world_size())), dist.group.WORLD if dist.is_initialized() else None)
 
 

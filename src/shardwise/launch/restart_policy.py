@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.errors import LaunchError, problem
+from shardwise.errors import LaunchError
 from shardwise.launch.hang_detector import count_ranks
 from shardwise.launch.processes import Failure
 
@@ -36,15 +36,15 @@ class ElasticConfig:
         """Raise LaunchError for invalid values. ``num_ranks``: of all machines."""
         if self.min_ranks is not None and not 1 <= self.min_ranks <= num_ranks:
             what = f"--min-ranks {self.min_ranks} is not from 1 to the {num_ranks} ranks that start"
-            raise LaunchError(problem(what, fix="give the fewest ranks with which training should go on"))
+            raise LaunchError(what, fix="give the fewest ranks with which training should go on")
         if self.spares < 0 or self.max_failures < 0:
-            raise LaunchError(problem("--spares and --max-failures cannot be negative", fix="give 0 or more"))
+            raise LaunchError("--spares and --max-failures cannot be negative", fix="give 0 or more")
         if not self.silent_seconds > 1 or (self.idle_seconds is not None and not self.idle_seconds > 0):
             what = "ranks send two heartbeats a second: --silent-after must be more than 1, --idle-after more than 0"
-            raise LaunchError(problem(what, fix="leave them out, or give a number of seconds"))
+            raise LaunchError(what, fix="leave them out, or give a number of seconds")
         if not self.wait_seconds > 0:
             what = f"--wait-for-machines must be more than 0, got {self.wait_seconds:g}"
-            raise LaunchError(problem(what, fix="leave it out, or give a number of seconds"))
+            raise LaunchError(what, fix="leave it out, or give a number of seconds")
 
 
 @dataclass(slots=True)
@@ -106,6 +106,3 @@ def lost_rank(cause: Failure, absent: Sequence[int]) -> Failure:
     if lost is None:
         return cause
     return replace(cause, rank=lost, killed_by="", traceback="", hangs="did not come to a collective of the others")
-
-
-__all__ = ["ElasticConfig", "RestartPolicy", "lost_rank"]

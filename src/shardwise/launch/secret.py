@@ -12,7 +12,7 @@ import secrets
 import tempfile
 from collections.abc import Mapping
 
-from shardwise.errors import LaunchError, problem
+from shardwise.errors import LaunchError
 from shardwise.runtime.private import open_own
 
 SECRET = "SHARDWISE_JOB_SECRET"  # variables with this prefix are not passed to the ranks
@@ -34,11 +34,11 @@ def job_secret(environment: Mapping[str, str]) -> bytes:
         with open(descriptor, "rb") as file:
             if os.fstat(descriptor).st_mode & 0o077:
                 what = f"other users may read the job's secret in {path}"
-                raise LaunchError(problem(what, fix=f"chmod 600 {path}, with a new secret in it"))
+                raise LaunchError(what, fix=f"chmod 600 {path}, with a new secret in it")
             return _long_enough(file.read(_MOST_BYTES), path)
     except OSError as error:
         what = f"cannot read or make the job's secret: {error}"
-        raise LaunchError(problem(what, fix=f"set {_FILE} to a file of yours, or {SECRET} to a text")) from error
+        raise LaunchError(what, fix=f"set {_FILE} to a file of yours, or {SECRET} to a text") from error
 
 
 def _make(path: str) -> None:
@@ -57,8 +57,5 @@ def _long_enough(content: bytes, source: str) -> bytes:
     secret = content.strip()
     if len(secret) < _FEWEST_BYTES:
         what = f"the job secret in {source} has {len(secret)} bytes, and needs at least {_FEWEST_BYTES}"
-        raise LaunchError(problem(what, fix="create one: python -c 'import secrets; print(secrets.token_hex(32))'"))
+        raise LaunchError(what, fix="create one: python -c 'import secrets; print(secrets.token_hex(32))'")
     return secret
-
-
-__all__ = ["SECRET", "SECRET_FIX", "job_secret"]

@@ -107,7 +107,6 @@ class Zygote:
         self._socket.close()
 
     def _hear(self, seconds: float) -> bool:
-        """Read the zygote's messages; return whether it is alive."""
         while select.select([self._socket], [], [], seconds)[0]:
             seconds = 0
             try:

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 
-from shardwise.layouts.holdings import held_rows
 from shardwise.layouts.layout import Layout
 
 
@@ -67,27 +66,10 @@ def boxes(layout: Layout, coordinates: Mapping[str, int]) -> tuple[Box, ...]:
 @lru_cache(maxsize=10_000)
 def _boxes(layout: Layout, place: tuple[int, ...]) -> tuple[Box, ...]:
     coordinates = dict(zip(layout.mesh.sub_axes, place, strict=True))
-    runs = [_runs(layout, dim, coordinates) for dim in range(len(layout.dims))]
-    return tuple(
-        Box(
-            tuple(start for start, _, _ in chosen), tuple(size for _, size, _ in chosen), tuple(at for *_, at in chosen)
-        )
-        for chosen in product(*runs)
-    )
-
-
-def _runs(layout: Layout, dim: int, coordinates: Mapping[str, int]) -> list[tuple[int, int, int]]:
-    """(first global row, number of rows, first local row) of the contiguous stretches of a dim."""
-    if len(layout.dims[dim]) == 1:
-        start, length = layout.atom_pieces(dim, 0, coordinates)
-        return [(start, length, 0)] if length else []
-    runs: list[tuple[int, int, int]] = []
-    for at, row in enumerate(held_rows(layout, dim, coordinates)):
-        if runs and row == runs[-1][0] + runs[-1][1]:
-            runs[-1] = (runs[-1][0], runs[-1][1] + 1, runs[-1][2])
-        else:
-            runs.append((row, 1, at))
-    return runs
-
-
-__all__ = ["Box", "boxes", "index_of"]
+    runs: list[list[tuple[int, int, int]]] = []  # per dim: first global row, number of rows, first local row
+    for dim in range(len(layout.dims)):
+        ranges = layout.held_ranges(dim, coordinates)
+        sizes = [stop - start for start, stop in ranges]
+        starts = (start for start, _ in ranges)
+        runs.append(list(zip(starts, sizes, accumulate(sizes, initial=0), strict=False)))
+    return tuple(Box(*zip(*chosen, strict=True)) if chosen else Box((), (), ()) for chosen in product(*runs))

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from shardwise.layouts.holdings import num_exchanged
+from shardwise.layouts.holdings import num_exchanged, num_halo_rows
 from shardwise.layouts.layout import PARTIAL_KINDS, Layout, Windows
-from shardwise.layouts.window_owners import num_halo_rows
 
 Primitive = Literal[
     "none",  # the same tensor
@@ -113,12 +112,18 @@ class Move:
         source, target = self.cell
         return CELLS["P" if source in PARTIAL_KINDS else source, "P" if target in PARTIAL_KINDS else target]
 
+    def primitive(self, backward: bool) -> Primitive:
+        return self.entry.backward if backward else self.entry.forward
+
+    def ends(self, backward: bool) -> tuple[Layout, Layout]:
+        """Return the layouts before and after the move, in one direction."""
+        return (self.target, self.source) if backward else (self.source, self.target)
+
     def num_sent(self, backward: bool = False) -> float:
         """Elements that the busiest rank sends: the bandwidth-optimal (ring, pairwise) algorithm of each collective."""
         if self.reverse is not None:
             return self.reverse.num_sent(not backward)
-        primitive = self.entry.backward if backward else self.entry.forward
-        before, after = (self.target, self.source) if backward else (self.source, self.target)
+        primitive, (before, after) = self.primitive(backward), self.ends(backward)
         if primitive == "all_to_all":
             return num_exchanged(before, after)[0]
         if self.cut is not None:
@@ -163,12 +168,11 @@ def collective_of(move: Move, itemsize: int, *, backward: bool = False) -> Colle
     """Return the collective that a move performs in forward or backward, or None."""
     if move.reverse is not None:
         return collective_of(move.reverse, itemsize, backward=not backward)
-    primitive = move.entry.backward if backward else move.entry.forward
+    primitive, (before, after) = move.primitive(backward), move.ends(backward)
     if primitive not in COLLECTIVES:
         return None
     if move.cut is not None:
         return Collective("halo_exchange", move.axes, move.num_halo(backward) * itemsize)
-    before, after = (move.target, move.source) if backward else (move.source, move.target)
     whole = after if primitive == "all_gather" else before
     kind: str = primitive
     if primitive == "all_to_all" and num_exchanged(before, after)[1]:

@@ -13,7 +13,7 @@ at most, and not factorially many. The direct route makes one choice after the o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from shardwise.layouts.layout import PARTIAL_KINDS
 from shardwise.layouts.redistribution_steps import (
@@ -67,7 +67,8 @@ class Directed:
                 return self._enter(arrangement, states, current, units, self.largest[0])
         for (current, letter), units in groups.items():
             return self._change(arrangement, states, current, letter, units)
-        if self._stripped(arrangement) != self.places:
+        leaving = {*self.letters} - {"S"}
+        if tuple(self._without_last(sharding, leaving) for sharding in arrangement) != self.places:
             return next(self._exchange(arrangement, states))
         return next(step for letter in LEAVING for step in self._leave(arrangement, states, letter))
 
@@ -123,7 +124,7 @@ class Directed:
 
     def _leave(self, arrangement: Arrangement, states: tuple[str, ...], letter: str) -> Iterator[RedistributionStep]:
         """Yield the step in which all units that end their atoms go to one state."""
-        rest = tuple(self._without_last(sharding, letter) for sharding in arrangement)
+        rest = tuple(self._without_last(sharding, (letter,)) for sharding in arrangement)
         units = tuple(
             sorted(u for sharding, kept in zip(arrangement, rest, strict=True) for u in sharding[len(kept) :])
         )
@@ -159,18 +160,9 @@ class Directed:
             *(other for other in before if other in units),
         )
 
-    def _without_last(self, sharding: tuple[int, ...], letter: str) -> tuple[int, ...]:
+    def _without_last(self, sharding: tuple[int, ...], letters: Collection[str]) -> tuple[int, ...]:
+        """Return what shards an atom without the units at its end that go to one of these states."""
         kept = len(sharding)
-        while kept and self.letters[sharding[kept - 1]] == letter:
+        while kept and self.letters[sharding[kept - 1]] in letters:
             kept -= 1
         return sharding[:kept]
-
-    def _stripped(self, arrangement: Arrangement) -> Arrangement:
-        """Return the arrangement without the units that end their atoms and do not stay."""
-        stripped = []
-        for sharding in arrangement:
-            kept = len(sharding)
-            while kept and self.letters[sharding[kept - 1]] != "S":
-                kept -= 1
-            stripped.append(sharding[:kept])
-        return tuple(stripped)

@@ -1,4 +1,9 @@
-"""What devices hold under a layout, as sets of rows, and what two devices have in common under two layouts."""
+"""What devices hold under a layout, as sets of rows, and what two devices have in common under two layouts.
+
+A convolution whose output rows are split reads, on every device, the rows of its input that lie under them and a margin
+(the *halo*) that mostly its neighbours hold. The input is first brought into slices over the same axes; then the rows
+are exchanged. A window may be wider than the neighbours' slices, and consist of several ranges (``roll`` wraps).
+"""
 
 from __future__ import annotations
 
@@ -7,18 +12,14 @@ from functools import lru_cache
 from itertools import product
 from math import prod
 
-from shardwise.layouts.layout import Layout
+from shardwise.layouts.layout import Layout, Ranges, Windows
 
 COUNTED_UP_TO = 1024  # devices that are looked at one by one, where sizes do not divide evenly
 
 
 def held_rows(layout: Layout, dim: int, coordinates: Mapping[str, int]) -> list[int]:
     """Return the global rows of a dim that a device holds, in the order in which it holds them."""
-    indices = [0]
-    for position, atom in enumerate(layout.dims[dim]):
-        start, length = layout.atom_pieces(dim, position, coordinates)
-        indices = [row * atom.size + index for row in indices for index in range(start, start + length)]
-    return indices
+    return [row for start, stop in layout.held_ranges(dim, coordinates) for row in range(start, stop)]
 
 
 def _common(have: Layout, holder: Mapping[str, int], other: Layout, member: Mapping[str, int], dim: int) -> int:
@@ -88,3 +89,40 @@ def _places(layout: Layout, axes: list[str]) -> Iterator[dict[str, int]]:
     """Yield all coordinates along some axes, 0 along the others."""
     for values in product(*(range(layout.mesh.sizes[axis]) for axis in axes)):
         yield {**dict.fromkeys(layout.mesh.sub_axes, 0), **dict(zip(axes, values, strict=True))}
+
+
+# (device that holds them, first row, one after the last row), in the order of the window.
+Segments = tuple[tuple[int, int, int], ...]
+
+
+@lru_cache(maxsize=100_000)
+def segments(ranges: Ranges, size: int, count: int) -> Segments:
+    """Return the ranges of a window, cut where the slices of ``size`` rows over ``count`` devices end."""
+    result = []
+    for start, stop in ranges:
+        while start < stop:
+            # The device whose slice [i n / N, (i+1) n / N) a row is in.
+            owner = ((start + 1) * count - 1) // size
+            end = min(stop, (owner + 1) * size // count)
+            result.append((owner, start, end))
+            start = end
+    return tuple(result)
+
+
+def num_halo_rows(source: Layout, windows: Windows) -> tuple[int, int]:
+    """Rows that the busiest device sends when windows are cut from ``source``, and when they are added back: nothing
+    where the atom is whole on every device."""
+    atom = source.dims[windows.dim][windows.atom]
+    return _num_halo_rows(atom.size, windows) if atom.axes else (0, 0)
+
+
+@lru_cache(maxsize=10_000)
+def _num_halo_rows(size: int, windows: Windows) -> tuple[int, int]:
+    count = len(windows.ranges)
+    sent, received = [0] * count, [0] * count
+    for device, ranges in enumerate(windows.ranges):
+        for owner, start, stop in segments(ranges, size, count):
+            if owner != device:
+                sent[owner] += stop - start
+                received[device] += stop - start
+    return max(sent), max(received)

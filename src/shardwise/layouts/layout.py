@@ -109,7 +109,6 @@ class Layout:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The global shape."""
         return tuple(prod(atom.size for atom in dim) for dim in self.dims)
 
     @cached_property
@@ -126,23 +125,36 @@ class Layout:
         return by_axis
 
     @cached_property
+    def _window_at(self) -> dict[tuple[int, int], Windows]:
+        return {(window.dim, window.atom): window for window in self.windows}
+
+    @cached_property
     def partial_axes(self) -> tuple[str, ...]:
         return tuple(axis for axis, state in self.states if state in PARTIAL_KINDS)
 
     def atom_pieces(self, dim: int, atom: int, coordinates: Mapping[str, int]) -> tuple[int, int]:
         """Return (offset, length) of an atom on the device at ``coordinates``, which holds one range of it."""
-        for window in self.windows:
-            if (window.dim, window.atom) == (dim, atom):
-                ranges = window.ranges[self.index_along(dim, atom, coordinates)]
-                assert len(ranges) <= 1, f"several ranges are no piece: {self}"
-                return (ranges[0][0], num_rows(ranges)) if ranges else (0, 0)
-        size, axes = self.dims[dim][atom].size, self.dims[dim][atom].axes
-        count, index = 1, 0
-        for axis in axes:
-            count *= self.mesh.sizes[axis]
-            index = index * self.mesh.sizes[axis] + coordinates[axis]
+        index = self.index_along(dim, atom, coordinates)
+        if (window := self._window_at.get((dim, atom))) is not None:
+            ranges = window.ranges[index]
+            assert len(ranges) <= 1, f"several ranges are no piece: {self}"
+            return (ranges[0][0], num_rows(ranges)) if ranges else (0, 0)
+        size, count = self.dims[dim][atom].size, self.mesh.size_of(self.dims[dim][atom].axes)
         start = index * size // count
         return start, (index + 1) * size // count - start
+
+    def held_ranges(self, dim: int, coordinates: Mapping[str, int]) -> Ranges:
+        """Return the global rows [start, stop) of a dim on the device at ``coordinates``, in the order in which it
+        holds them."""
+        held: Ranges = ((0, 1),)
+        for position, atom in enumerate(self.dims[dim]):
+            start, length = self.atom_pieces(dim, position, coordinates)
+            if length == atom.size:
+                held = tuple((first * atom.size, last * atom.size) for first, last in held)
+            else:
+                outer = (row * atom.size + start for first, last in held for row in range(first, last))
+                held = tuple((row, row + length) for row in outer if length)
+        return held
 
     def index_along(self, dim: int, atom: int, coordinates: Mapping[str, int]) -> int:
         """Return the position of a device among those that share an atom."""
@@ -155,14 +167,11 @@ class Layout:
         """Return the sizes of all atoms on a device, per dim."""
         plain = self.without_windows
         sizes = [[plain.atom_pieces(d, i, coordinates)[1] for i in range(len(dim))] for d, dim in enumerate(self.dims)]
-        for window in self.windows:
-            sizes[window.dim][window.atom] = num_rows(
-                window.ranges[self.index_along(window.dim, window.atom, coordinates)]
-            )
+        for (d, i), window in self._window_at.items():
+            sizes[d][i] = num_rows(window.ranges[self.index_along(d, i, coordinates)])
         return tuple(map(tuple, sizes))
 
     def local_shape(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of the local tensor on a device."""
         return tuple(prod(sizes) for sizes in self.local_atoms(coordinates))
 
     @cached_property
@@ -172,9 +181,8 @@ class Layout:
 
     def max_rows(self, dim: int, atom: int) -> int:
         """Return the rows of an atom on the device that holds most."""
-        for window in self.windows:
-            if (window.dim, window.atom) == (dim, atom):
-                return window.largest
+        if (window := self._window_at.get((dim, atom))) is not None:
+            return window.largest
         return -(-self.dims[dim][atom].size // self.mesh.size_of(self.dims[dim][atom].axes))
 
     @cached_property
@@ -222,11 +230,9 @@ class Layout:
 
     def canonical(self) -> Layout:
         """Merge atoms wherever the merged dim places its elements in the same way."""
-        if self.windows:
-            kept = {window.dim for window in self.windows}
-            dims = (dim if d in kept else _merge(dim, self.mesh) for d, dim in enumerate(self.dims))
-            return replace(self, dims=tuple(dims))
-        return replace(self, dims=tuple(_merge(dim, self.mesh) for dim in self.dims))
+        kept = {window.dim for window in self.windows}
+        dims = (dim if d in kept else _merge(dim, self.mesh) for d, dim in enumerate(self.dims))
+        return replace(self, dims=tuple(dims))
 
     def refine(self, atoms: tuple[tuple[int, ...], ...]) -> Layout:
         """Return the same placement over finer atoms.
@@ -250,10 +256,30 @@ class Layout:
         """The global sizes of the atoms, per dim."""
         return tuple(tuple(atom.size for atom in dim) for dim in self.dims)
 
-    def __str__(self) -> str:
-        from shardwise.layouts.text import format_layout
+    @property
+    def text(self) -> str:
+        """The layout as ``parse_layout`` reads it, with its atoms as they are."""
+        dims = [[self._atom_text(d, i) for i in range(len(dim))] for d, dim in enumerate(self.dims)]
+        text = "[" + ", ".join(dim[0] if len(dim) == 1 else "(" + " ".join(dim) + ")" for dim in dims) + "]"
+        for state in ("R", *PARTIAL_KINDS):
+            axes = tuple(axis for axis, on_axis in self.states if on_axis == state)
+            if axes:
+                names = self.mesh.format_axes(axes).strip("()")
+                text += f" replicated({names})" if state == "R" else f" partial({PARTIAL_KINDS[state]}@{names})"
+        return text
 
-        return format_layout(self)
+    def _atom_text(self, dim: int, atom: int) -> str:
+        size, axes = self.dims[dim][atom].size, self.dims[dim][atom].axes
+        if not axes:
+            return str(size)
+        text = f"{size}@{self.mesh.format_axes(axes)}"
+        if (window := self._window_at.get((dim, atom))) is None:
+            return text
+        ranges = ("+".join(f"{start}:{stop}" for start, stop in ranges) for ranges in window.ranges)
+        return text + "{" + "|".join(ranges) + "}"
+
+    def __str__(self) -> str:
+        return self.canonical().text
 
     __repr__ = __str__
 

@@ -13,35 +13,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise, takewhile
 from math import prod
-from typing import Literal, Protocol, runtime_checkable
 
 from shardwise.errors import LayoutError
-from shardwise.layouts.conversions import COLLECTIVES, Move, Primitive
+from shardwise.layouts.conversions import Move, Primitive
 from shardwise.layouts.layout import Atom, Layout, common_atoms
-from shardwise.layouts.redistribution_steps import EXACT_UP_TO, Space, State, communicates, moved_units
+from shardwise.layouts.redistribution_steps import EXACT_UP_TO, Arrangement, Space, State, communicates, moved_units
 from shardwise.layouts.shortest_path import Cost, Path, solve
-
-# How sizes become proportions: those that divide evenly (exact, but each uneven size is a search of its own: small
-# tensors only), or all (as if all divided evenly).
-Rounding = Literal["even", "all"]
 
 PROPORTIONAL = -1  # the size of an atom of which only proportions matter
 
 # (primitive, sub-axes, elements that the busiest rank sends) -> what one direction of a move costs (not less than
 # nothing), summed over directions and moves component by component. Compared by value: answers are remembered.
 Price = Callable[[Primitive, tuple[str, ...], float], Cost]
-
-
-@runtime_checkable
-class BoundedPrice(Protocol):
-    """A price that also tells a lower bound, which makes searches by it several times faster."""
-
-    def __call__(self, primitive: Primitive, axes: tuple[str, ...], elements: float) -> Cost: ...
-
-    def at_least(self, elements: float) -> Cost:
-        """At least what sending so many elements costs, in any number of collectives over any sub-axes: for example
-        elements through the fastest link, without latency."""
-        ...
 
 
 def redistribute(
@@ -134,29 +117,6 @@ def window_moves(current: Layout, target: Layout) -> tuple[Move, ...]:
     return tuple(moves)
 
 
-def price_of_redistribution(
-    source: Layout, target: Layout, *, differentiable: bool = True, price: Price | None = None
-) -> Cost:
-    """Return the cost of ``redistribute`` without the moves: the sum over moves and directions, component by component.
-    Empty for equal layouts. By default (elements sent by the busiest rank, messages); uneven tensors that are searched
-    as if they divided evenly are priced so, too."""
-    if source.windows or target.windows:
-        moves = _through_windows(source, target, differentiable, price)
-        if not moves:
-            return ()
-        directions = [(move, back) for move in moves for back in ((False, True) if differentiable else (False,))]
-        prices = [_price_of_move(move, back, price) for move, back in directions]
-        return tuple(map(sum, zip(*prices, strict=True)))
-    return _search(source, target, differentiable, price)[2]
-
-
-def _price_of_move(move: Move, backward: bool, price: Price | None) -> Cost:
-    primitive = move.entry.backward if backward else move.entry.forward
-    if price is not None:
-        return price(primitive, move.axes, move.num_sent(backward))
-    return move.num_sent(backward), primitive in COLLECTIVES
-
-
 @lru_cache(maxsize=100_000)
 def _redistribute(source: Layout, target: Layout, differentiable: bool, price: Price | None) -> tuple[Move, ...]:
     task, path, _ = _search(source, target, differentiable, price)
@@ -176,21 +136,14 @@ def _search(
     task = _Task.of(source, target)
     ends = task.state_of(task.source), task.state_of(task.target)
     exact = len(task.units) <= EXACT_UP_TO
-    space = Space(
-        tuple(source.mesh.size_of(unit) for unit in task.units),
-        task.dims,
-        tuple(
-            letter
-            for letter in ("I", "R", "P")
-            if letter != "R" or differentiable or any(letter in end[1] for end in ends)
-        )
-        if exact
-        else (),
-        _allowed(ends, [size for divisions in task.dims for sizes in divisions for size in sizes], len(task.units))
-        if exact
-        else (),
-        differentiable,
-    )
+    sizes = tuple(source.mesh.size_of(unit) for unit in task.units)
+    others: tuple[str, ...] = ()
+    allowed: Arrangement = ()
+    if exact:
+        others = ("I", "R", "P") if differentiable or any("R" in states for _, states in ends) else ("I", "P")
+        atoms = [size for divisions in task.dims for division in divisions for size in division]
+        allowed = _allowed(ends, atoms, len(task.units))
+    space = Space(sizes, task.dims, others, allowed, differentiable)
     path = solve(space, *ends, None if price is None else _UnitPrice(price, task.units, task.elements))
     if path is None:
         raise LayoutError(f"no redistribution from {source} to {target}")
@@ -206,7 +159,7 @@ class _UnitPrice:
     units: tuple[tuple[str, ...], ...]
     elements: float
 
-    def of(self, primitive: Primitive, units: tuple[int, ...], elements: float) -> Cost:
+    def __call__(self, primitive: Primitive, units: tuple[int, ...], elements: float) -> Cost:
         key = primitive, units, elements
         cost = self._costs.get(key)
         if cost is None:
@@ -214,17 +167,12 @@ class _UnitPrice:
             cost = self._costs[key] = self.price(primitive, axes, elements * self.elements)
         return cost
 
-    def at_least(self, elements: float) -> Cost:
-        if isinstance(self.price, BoundedPrice):
-            return self.price.at_least(elements * self.elements)
-        return (0.0,) * len(self.price("none", (), 0.0))
-
     @cached_property
     def _costs(self) -> dict[tuple[Primitive, tuple[int, ...], float], Cost]:
         return {}
 
 
-def _allowed(ends: tuple[State, State], sizes: list[int], num_units: int) -> tuple[tuple[int, ...], ...]:
+def _allowed(ends: tuple[State, State], sizes: list[int], num_units: int) -> Arrangement:
     """Per position the units that may shard it: an atom of a single row only those that do at one of the ends."""
     (first, _), (second, _) = ends
     at_ends = [set(old) | set(other) for old, other in zip(first, second, strict=True)]
@@ -263,16 +211,15 @@ class _Task:
         units = _units(source, target)
         num_atoms = sum(len(sizes) for divisions in divisions_of for sizes in divisions)
         small = len(source.mesh.sub_axes) <= 3 and num_atoms <= 3 and len(source.mesh.sub_axes) + num_atoms <= 5
-        rounding: Rounding = "even" if small else "all"
         num_moving = len(units) if len(units) <= EXACT_UP_TO else 0
-        positions, seen, is_even = _positions(source, target, tuple(divisions_of), num_moving, rounding)
-        if rounding == "even" and not is_even:
+        positions, seen, is_even = _positions(source, target, tuple(divisions_of), num_moving, exactly=small)
+        if small and not is_even:
             units = tuple((axis,) for axis in source.mesh.sub_axes)
         fixed: list[tuple[str, ...]] = []
         for d, division, atom in positions:
             same: tuple[str, ...] = ()
             size = divisions_of[d][division][atom]
-            if len(divisions_of[d]) == 1 and (rounding == "all" or size % source.mesh.num_devices == 0):
+            if len(divisions_of[d]) == 1 and (not small or size % source.mesh.num_devices == 0):
                 both = zip(source.dims[d][atom].axes, target.dims[d][atom].axes, strict=False)
                 same = tuple(axis for axis, _ in takewhile(lambda pair: pair[0] == pair[1], both))
                 same = tuple(axis for unit in units if set(unit) <= set(same) for axis in unit)
@@ -400,15 +347,17 @@ def _positions(
     target: Layout,
     divisions: tuple[tuple[tuple[int, ...], ...], ...],
     num_moving: int,
-    rounding: Rounding,
+    *,
+    exactly: bool,
 ) -> tuple[tuple[tuple[int, int, int], ...], tuple[tuple[tuple[int, ...], ...], ...], bool]:
     """Return the atoms that matter to the search, their sizes as it sees them (per dim and division), and whether all
     divide evenly.
 
-    An atom that the number of devices divides stands for all such atoms: its size is PROPORTIONAL. Where ``rounding``
-    is "all", so is the size of one that does not divide evenly. First come the atoms that an end shards. Then others,
-    which may be sharded in between: even ones first, then the largest. They make three in all, or one less than
-    ``num_moving``, the units, if that is more (0, many units: one, where no end shards any).
+    An atom that the number of devices divides stands for all such atoms: its size is PROPORTIONAL. So is the size of
+    one that does not divide evenly, unless ``exactly``, where each uneven size is a search of its own. First come the
+    atoms that an end shards. Then others, which may be sharded in between: even ones first, then the largest. They make
+    three in all, or one less than ``num_moving``, the units, if that is more (0, many units: one, where no end shards
+    any).
     """
     num_devices = source.mesh.num_devices
 
@@ -439,7 +388,7 @@ def _positions(
         (d, division, i): PROPORTIONAL
         if len(divisions[d]) == 1
         and divisions[d][division][i] > 1
-        and (rounding == "all" or is_even(divisions[d][division][i]))
+        and (not exactly or is_even(divisions[d][division][i]))
         else divisions[d][division][i]
         for d, division, i in positions
     }

@@ -105,7 +105,6 @@ class RedistributionSteps:
     # -------------------------------------------------------------------------------------------------- all of them
 
     def _exchanges(self, state: State) -> list[RedistributionStep]:
-        """The units that shard change places."""
         exchanges = self._exchanges_of.get(state[0])
         if exchanges is None:
             sharding = tuple(sorted(unit for units in state[0] for unit in units))
@@ -195,7 +194,6 @@ class RedistributionSteps:
         return cached
 
     def _largest(self, p: int, units: tuple[int, ...]) -> int:
-        """Rows of an atom on the device that holds most."""
         return -(-self.atoms[p] // prod(self.sizes[unit] for unit in units))
 
     def _exchanged(self, before: Arrangement, after: Arrangement) -> tuple[int, int]:
@@ -276,7 +274,6 @@ def _numbers_of_rows(
 
 
 def _rows(sharded: Sharded, sizes: dict[int, int], coordinates: dict[int, int]) -> range | list[int]:
-    """Return the rows of a dim that a device holds."""
     rows: range | list[int] = range(1)
     for size, units in sharded:
         n, index = 1, 0

@@ -33,6 +33,3 @@ class Renaming:
         factors = tuple((factor, self.axes(axes)) for factor, axes in strategy.factors)
         rest = sorted((self._names[axis], choice) for axis, choice in strategy.rest)
         return replace(strategy, factors=factors, rest=tuple(rest))
-
-
-__all__ = ["Renaming"]

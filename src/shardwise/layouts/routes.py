@@ -184,7 +184,6 @@ class Routes:
         return layout.moved({axis: "I" for axis, state in layout.states if state == "R"})
 
     def layout(self, node: int) -> Layout:
-        """Return the layout of a node."""
         codes = zip(self.axes.groups, self.codes[node].tolist(), strict=True)
         where = {axis: self.where(code) for group, code in codes for axis in group}
         return layout_of(where, self.tensor.atoms, self.axes.mesh)
@@ -237,7 +236,6 @@ class Routes:
 
     @cached_property
     def _edges(self) -> _Edges:
-        """Every single step."""
         groups = self._steps()
         if not groups:
             none = np.zeros(0, dtype=np.int64)

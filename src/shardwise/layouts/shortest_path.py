@@ -22,13 +22,12 @@ Each single conversion of the table meets the bound exactly. Exchanges are not s
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from math import prod
 from operator import add
-from typing import Protocol
 
 from shardwise.layouts.conversions import COLLECTIVES, Primitive
 from shardwise.layouts.directed import Directed
@@ -47,17 +46,9 @@ Cost = tuple[float, ...]
 SETTLED_UP_TO = 128  # states, over more than EXACT_UP_TO units; then a direct route from one of them is taken
 
 
-class StepPrice(Protocol):
-    """Prices in the terms of the search, compared by value."""
-
-    def of(self, primitive: Primitive, units: tuple[int, ...], elements: float) -> Cost:
-        """Return the cost of one direction of a step in which the busiest rank sends so many elements (times the
-        devices). Summed component by component."""
-        ...
-
-    def at_least(self, elements: float) -> Cost:
-        """At least what sending so many elements costs, by any collectives over any units."""
-        ...
+# (primitive, units, elements that the busiest rank sends, times the devices) -> the cost of one direction of a step.
+# Compared by value; costs are summed component by component.
+StepPrice = Callable[[Primitive, tuple[int, ...], float], Cost]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,17 +136,20 @@ class _AStar:
                 return (step.sent_forward + step.sent_backward, step.num_messages, step.largest_local, 1)
             return (step.sent_forward, step.forward in COLLECTIVES, step.largest_local, 1)
         units = step.units or moved_units(before[0], step.after[0])
-        cost = self.price.of(step.forward, units, step.sent_forward)
+        cost = self.price(step.forward, units, step.sent_forward)
         if self.differentiable:
-            cost = tuple(map(add, cost, self.price.of(step.backward, units, step.sent_backward)))
+            cost = tuple(map(add, cost, self.price(step.backward, units, step.sent_backward)))
         return (*cost, step.largest_local, 1)
 
     def _bound(self, state: State) -> Cost:
         """At least what is left to pay, and its tie-breakers."""
         bound = self._bounds.get(state[1])
         if bound is None:
-            elements = self._least_sent(state)
-            bound = self.price.at_least(elements) if self.price else (elements, 1 if elements else 0)
+            if self.price is None:
+                elements = self._least_sent(state)
+                bound = elements, 1 if elements else 0
+            else:  # a message may cost nothing
+                bound = (0.0,) * len(self.price("none", (), 0.0))
             self._bounds[state[1]] = bound
         return (*bound, 0, 0) if state == self.target else (*bound, *self.last)
 

@@ -218,7 +218,6 @@ def apply_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> Applied:
 
 
 def _cut(dims: Dims, plain: Layout, strategy: Strategy) -> Layout:
-    """Return the layout with the parts of factors that are split by hand."""
     cuts = dict(strategy.cuts)
     windows = []
     for d, dim in enumerate(dims):

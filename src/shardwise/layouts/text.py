@@ -43,38 +43,13 @@ def parse_dtype(name: str) -> torch.dtype:
     raise NotationError(f"{shorten_repr(name)} is not a dtype: use one of {', '.join(DTYPE_NAMES.values())}")
 
 
-def format_layout(layout: Layout, dtype: torch.dtype | None = None, *, merged: bool = True) -> str:
-    """Return the layout as a type. Atoms are merged where that changes nothing (``merged=False``: they stay as they
-    are, so that the same layout is parsed back)."""
-    mesh = layout.mesh
-    if merged:
-        layout = layout.canonical()
-
-    windows = {(window.dim, window.atom): window.ranges for window in layout.windows}
-
-    def atom_text(d: int, i: int, atom: Atom) -> str:
-        if not atom.axes:
-            return str(atom.size)
-        text = f"{atom.size}@{mesh.format_axes(atom.axes)}"
-        if (d, i) not in windows:
-            return text
-        texts = ("+".join(f"{start}:{stop}" for start, stop in ranges) for ranges in windows[d, i])
-        return text + "{" + "|".join(texts) + "}"
-
-    atoms = [[atom_text(d, i, atom) for i, atom in enumerate(dim)] for d, dim in enumerate(layout.dims)]
-    dims = [dim[0] if len(dim) == 1 else "(" + " ".join(dim) + ")" for dim in atoms]
-    text = (format_dtype(dtype) if dtype else "") + "[" + ", ".join(dims) + "]"
-    for state in ("R", *PARTIAL_KINDS):
-        axes = tuple(axis for axis, on_axis in layout.states if on_axis == state)
-        if axes:
-            names = mesh.format_axes(axes).strip("()")
-            text += f" replicated({names})" if state == "R" else f" partial({PARTIAL_KINDS[state]}@{names})"
-    return text
+def format_layout(layout: Layout, dtype: torch.dtype | None = None) -> str:
+    """Return the layout as a type, with atoms merged where that changes nothing."""
+    return (format_dtype(dtype) if dtype else "") + str(layout)
 
 
 def parse_layout(text: str, mesh: Mesh) -> Layout:
-    """Invert ``format_layout``; a leading dtype is ignored. Raises NotationError (with a caret) or
-    LayoutError."""
+    """Invert ``format_layout``; a leading dtype is ignored. Raises NotationError (with a caret) or LayoutError."""
     match = _HEAD.match(check_notation(text, _READS))
     if match is None:
         raise NotationError(caret(text, 0, _READS))
@@ -130,7 +105,6 @@ def _parse_states(text: str, column: int, mesh: Mesh) -> dict[str, str]:
 
 
 def _check_windows(text: str, window: Windows, atom: Atom, mesh: Mesh) -> None:
-    """Raise LayoutError unless the windows are of rows that the atom has."""
     for start, stop in chain.from_iterable(window.ranges):
         if not start < stop <= atom.size:
             what = f"the window {start}:{stop} of {atom.size}@{mesh.format_axes(atom.axes)} in {shorten_repr(text)}"
@@ -139,8 +113,7 @@ def _check_windows(text: str, window: Windows, atom: Atom, mesh: Mesh) -> None:
 
 def format_move(move: Move) -> str:
     """``tp: [16@tp, 8] -> [16, 8]``: one step of a conversion, with its atoms as they are."""
-    ends = (format_layout(layout, merged=False) for layout in (move.source, move.target))
-    return f"{move.source.mesh.format_axes(move.axes)}: {' -> '.join(ends)}"
+    return f"{move.source.mesh.format_axes(move.axes)}: {move.source.text} -> {move.target.text}"
 
 
 def parse_move(text: str, mesh: Mesh) -> Move:
@@ -167,7 +140,6 @@ def _split_dims(text: str) -> list[str]:
 
 
 def _parse_dim(text: str, column: int, item: str, mesh: Mesh) -> tuple[tuple[Atom, ...], dict[int, tuple[Ranges, ...]]]:
-    """Return the atoms, and the windows of those that have any."""
     column += len(item) - len(item.lstrip())
     inner = item.strip()
     if inner.startswith("(") and inner.endswith(")"):

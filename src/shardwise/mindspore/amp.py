@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from shardwise.errors import problem
-from shardwise.launch import rank_groups
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import as_gradient, parameter_of
+from shardwise.mindspore.library import rank_groups
 from shardwise.mindspore.named import bound_to
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.tensor import Tensor as Number

@@ -11,8 +11,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.graph.to_float64 import in_reference_mode
 from shardwise.mindspore import context
+from shardwise.mindspore.library import in_reference_mode
 from shardwise.mindspore.tensor import as_ours
 
 _INSIDE: ContextVar[bool] = ContextVar("shardwise_inside_cell", default=False)

@@ -21,9 +21,6 @@ from torch.utils import _pytree as pytree
 
 import shardwise as sw
 from shardwise.errors import problem
-from shardwise.graph.trees import leaf_name
-from shardwise.launch.ranks import group_file
-from shardwise.layouts.layout import Layout
 from shardwise.mindspore import context, staged
 from shardwise.mindspore.calls import inside, is_split
 from shardwise.mindspore.common.seed import data_seed
@@ -37,6 +34,7 @@ from shardwise.mindspore.holding import (
     whole_shape,
     with_whole_parameters,
 )
+from shardwise.mindspore.library import Layout, from_rank_zero, leaf_name, ranks, shard
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.own_rows import own_rows, rows_of
 from shardwise.mindspore.planning import (
@@ -49,16 +47,13 @@ from shardwise.mindspore.planning import (
 )
 from shardwise.mindspore.storage import copied_axes
 from shardwise.mindspore.tensor import as_ours, plain
-from shardwise.runtime.agree import from_rank_zero
-from shardwise.runtime.local_shards import shard
-from shardwise.runtime.pipeline import Pipeline
 
 
 @dataclass
 class Split:
     """A split cell on this rank. ``local``: ranks feed their own parts of a batch."""
 
-    par: sw.Parallel | Pipeline
+    par: sw.Parallel
     local: bool
     written: int = 0  # number of programs whose IR has been written
 
@@ -83,7 +78,7 @@ def call(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if torch.is_grad_enabled() and any(x.requires_grad for x in leaves if isinstance(x, torch.Tensor)):
         return pytree.tree_map(as_ours, _of_computed(cell, args, kwargs))
     split, result = run(cell, args, kwargs)
-    if split.local and isinstance(split.par, sw.Parallel):
+    if split.local and not split.par.plan.is_pipeline:
         result = pytree.tree_map(partial(own_rows, rows=rows_of(split.par)), result)
     return pytree.tree_map(as_ours, result)
 
@@ -140,7 +135,7 @@ def run(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], scale: f
     if split.par.training != cell.training:
         split.par.train(cell.training)
     with inside():
-        if isinstance(split.par, Pipeline):
+        if split.par.plan.is_pipeline:
             return split, staged.loss_of(split.par, args, micro_size, scale)
         result = split.par(*args, **kwargs)
     if context.settings().save_graphs and split.written < len(split.par.compiled):
@@ -193,7 +188,6 @@ def plan_of(cell: nn.Module) -> sw.Plan:
 
 def own_part(split: Split, index: int, whole: torch.Tensor) -> torch.Tensor:
     """Return the part of the ``index``-th output that this rank had computed before it was gathered."""
-    assert isinstance(split.par, sw.Parallel), "a loss of stages is one number"
     layout = split.par.output_layout(index)
     part: torch.Tensor = shard(whole, layout, split.par.plan.mesh.coordinates(dist.get_rank()))
     return part
@@ -230,7 +224,7 @@ def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
     plan = from_rank_zero(lambda: decided(cell, model, meta_args, meta_kwargs, counts, options))
     if save := options.strategy_ckpt_save_file if cell.training else "":
         _save(plan, Path(save))
-    if groups := options.group_ckpt_save_file or group_file():
+    if groups := options.group_ckpt_save_file or ranks.group_file():
         from shardwise.mindspore.train.transforms import save_group
 
         save_group(plan, dist.get_rank(), groups)
@@ -276,7 +270,7 @@ def _values(cell: nn.Module) -> Any:
     return value
 
 
-def _install(par: sw.Parallel | Pipeline, cell: nn.Module) -> None:
+def _install(par: sw.Parallel, cell: nn.Module) -> None:
     """Make the cell's own parameters and buffers those of the program, with its shards."""
     plan, program_tensors, own_names = par.plan, _named(par), _named(cell)
     tied: dict[int, list[str]] = {}

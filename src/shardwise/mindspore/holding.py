@@ -12,10 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.launch import rank_groups
-from shardwise.layouts.layout import Layout
 from shardwise.mindspore import context
-from shardwise.runtime.local_shards import shard
+from shardwise.mindspore.library import Layout, rank_groups, shard
 
 _HELD = "_shardwise_held"  # the attribute of a split parameter
 _AVERAGED = "_shardwise_averaged"  # the attribute of the number of ranks whose gradients it sums

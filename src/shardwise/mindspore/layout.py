@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
+from shardwise import Mesh
 from shardwise.errors import LayoutError, problem
-from shardwise.layouts.layout import Atom
-from shardwise.layouts.layout import Layout as TensorLayout
-from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.text import format_layout
 from shardwise.mindspore.checks import closest
+from shardwise.mindspore.library import Atom, format_layout
+from shardwise.mindspore.library import Layout as TensorLayout
 
 AXIS = "data"  # axis of all devices; by this name operators without strategy split their batch over it
 Counts = tuple[tuple[int, ...], ...]

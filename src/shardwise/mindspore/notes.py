@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from shardwise.launch.ranks import rank
+from shardwise import rank
 
 _told: set[str] = set()  # texts and topics printed by this process
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
+from shardwise import Zero, rank, world_size
 from shardwise.errors import problem
-from shardwise.launch.ranks import rank, world_size
 from shardwise.mindspore.checks import (
     Check,
     closest,
@@ -25,9 +25,8 @@ from shardwise.mindspore.checks import (
     text,
     whole,
 )
+from shardwise.mindspore.library import BUCKET_BYTES
 from shardwise.mindspore.notes import note
-from shardwise.programs.buckets import BUCKET_BYTES
-from shardwise.search.zero import Zero
 
 DATA_PARALLEL, FULL_BATCH = "data_parallel", "full_batch"  # values of dataset_strategy
 DatasetStrategy = str | tuple[tuple[int, ...], ...]

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.layouts.layout import Atom, Layout
 from shardwise.mindspore import context
-from shardwise.runtime.local_shards import shard
+from shardwise.mindspore.library import Atom, Layout, shard
 
 
 def rows_of(par: sw.Parallel) -> list[tuple[int, int]]:

@@ -14,15 +14,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import shardwise as sw
+from shardwise import Mesh
 from shardwise.errors import problem
-from shardwise.graph.capture import capture
-from shardwise.graph.trees import leaf_name
-from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.text import format_layout
 from shardwise.mindspore import context, staged, strict
 from shardwise.mindspore.calls import inside
 from shardwise.mindspore.holding import holding_of, whole_shape
 from shardwise.mindspore.layout import AXIS
+from shardwise.mindspore.library import capture, format_layout, leaf_name
 from shardwise.mindspore.options import Options
 from shardwise.mindspore.storage import parameter_plans, shard_axes
 

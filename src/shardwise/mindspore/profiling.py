@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from shardwise import rank
 from shardwise.errors import problem
-from shardwise.launch.ranks import rank
 from shardwise.mindspore.notes import note
 
 

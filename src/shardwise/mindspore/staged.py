@@ -12,11 +12,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import listed, problem
-from shardwise.launch import rank_groups
 from shardwise.mindspore import context, strict
+from shardwise.mindspore.library import APART, rank_groups
 from shardwise.mindspore.options import FULL_BATCH, Options
-from shardwise.programs.micro_batches import APART
-from shardwise.runtime.pipeline import Pipeline
 
 # The reference's name -> torch's schedule.
 SCHEDULES = {"gpipe": "GPipe", "1f1b": "1F1B", "zero_bubble_v": "ZBVZeroBubble"}
@@ -150,7 +148,7 @@ def fed(inputs: tuple[torch.Tensor, ...], micro_size: int, options: Options) -> 
     return tuple(batches)
 
 
-def loss_of(par: Pipeline, inputs: tuple[torch.Tensor, ...], micro_size: int, scale: float) -> torch.Tensor:
+def loss_of(par: sw.Parallel, inputs: tuple[torch.Tensor, ...], micro_size: int, scale: float) -> torch.Tensor:
     """Return the sum of the micro-batches' losses, on all ranks. In training it is differentiable: the step has run."""
     factor = torch.tensor(scale)
     if not (par.training and torch.is_grad_enabled()):

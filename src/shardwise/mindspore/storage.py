@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
+from shardwise import Plan
 from shardwise.errors import problem
-from shardwise.layouts.text import parse_layout
 from shardwise.mindspore.checks import closest
-from shardwise.plans.plan import Plan
+from shardwise.mindspore.library import parse_layout
 
 PARAMETERS = "_shardwise_parameter_plan"  # the attribute that holds ms.shard's parameter_plan
 

@@ -1,7 +1,7 @@
 """Joint search over the number of stages, the schedule and the micro-batch size.
 
 For every such *setting* the price-based searches choose the rest: the mesh of a stage, strategies, storage layouts,
-recomputation and offloading. Where the stages of a setting begin is decided in ``plans.pipelines``.
+recomputation and offloading. Where the stages of a setting begin is decided in ``search.stage_partition``.
 
 Settings are planned in the order of an estimate of their step. A setting is skipped if its *lower bound* is not below
 the best step so far. The bound is the time of the step's products at the peak of all devices together. A pipeline adds
@@ -166,7 +166,7 @@ class LowerBound:
         kernels: Operators of a micro-batch, forward and backward.
         parameter_bytes: Bytes of all parameters.
         blocks: Number of repeated blocks. ``estimate`` assumes that every stage has whole blocks. ``bound`` does not,
-            because a cut may split a block (``plans.pipelines._balanced``).
+            because a cut may split a block (``search.stage_partition``).
     """
 
     seconds: float
@@ -301,7 +301,7 @@ def settings_of(
     The number of pipeline ranks divides the devices, and the micro-batches fill the schedule. There are at most as many
     stages as repeated blocks, plus one each for the operators before and after them if these read parameters. In a
     model without blocks, the limit is the number of operators that read parameters. It limits the number only: where
-    stages begin is decided later (``plans.pipelines``).
+    stages begin is decided later (``search.stage_partition``).
 
     Args:
         graph: The model's graph.

@@ -26,7 +26,7 @@ from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.renaming import Renaming
 from shardwise.layouts.strategy import Strategy
-from shardwise.layouts.text import format_layout, format_move, parse_layout, parse_move
+from shardwise.layouts.text import format_move, parse_layout, parse_move
 from shardwise.plans.entries import CollectiveEntry, ConversionEntry, SharedEntry, Stage, TensorEntry
 from shardwise.rules.rule import OpRule
 
@@ -159,7 +159,7 @@ class _RenamedEntries:
 
     def _other_layout(self, text: str) -> str:
         dtype = text[: text.index("[")]
-        return dtype + format_layout(self.names.layout(parse_layout(text, self.names.source)), merged=False)
+        return dtype + self.names.layout(parse_layout(text, self.names.source)).text
 
     def _other_move(self, text: str) -> str:
         move = parse_move(text, self.names.source)

@@ -27,9 +27,9 @@ from shardwise.programs.lower import lowered_operators
 from shardwise.programs.spmd import Choice, Lifetimes, SpmdProgram, fill, insert_conversions, place_ops, with_buckets
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import OpRule
+from shardwise.search.decide import with_cuts
 from shardwise.search.modes import choose, spread_axes
 from shardwise.search.rules import rules_of, variant
-from shardwise.search.uneven_splits import with_cuts
 from shardwise.search.user_strategies import splittable
 
 _NUM_SHOWN = 8  # faults in one message
@@ -386,10 +386,8 @@ def _raise_faults(faults: list[str]) -> None:
     if faults:
         shown = sorted(faults)[:_NUM_SHOWN]
         more = [f"  and {len(faults) - len(shown)} more"] if len(faults) > len(shown) else []
-        fix = "  fix:    make a plan for this model and these inputs with sw.plan"
-        raise PlanError(
-            "\n".join(["the plan is for another model or other inputs:", *(f"  {f}" for f in shown), *more, fix])
-        )
+        what = "\n".join(["the plan is for another model or other inputs:", *(f"  {f}" for f in shown), *more])
+        raise PlanError(problem(what, fix="make a plan for this model and these inputs with sw.plan"))
 
 
 def input_faults(

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from shardwise.errors import LayoutError, PlanError, problem
 from shardwise.graph.cut import GraphCut, cut_apart
 from shardwise.graph.dead_code import eliminate_dead_code
-from shardwise.graph.ir import Graph, Ref, Source
+from shardwise.graph.ir import Graph, Ref, Source, refs
 from shardwise.graph.stage_marks import with_stages
 from shardwise.layouts.choice import layout_of, where_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import parse_layout
 from shardwise.layouts.transfer import boundary_layout, on_mesh
-from shardwise.plans.bind import bind, for_call, is_planned_for, program_of_choice
+from shardwise.plans.bind import bind, for_call, is_planned_for, program_of, program_of_choice
 from shardwise.plans.entries import Stage
 from shardwise.plans.plan import Plan
 from shardwise.programs.micro_batches import whole_sources
@@ -107,6 +107,9 @@ def bound(
     """Return the programs of all stages of a plan for a graph of its model: of a micro-batch of its step, or of another
     call. ``original``: the graph in the model's own dtypes, where ``graph`` computes in float64; ``constants``: as
     there. Raises PlanError as ``plans.bind.program_of`` does, and if other values cross than the plan lists."""
+    if not plan.is_pipeline:  # one stage, of which nothing crosses
+        spmd = program_of(plan, graph, training=training, original=original, constants=constants)
+        return BoundStages(GraphCut((graph,), (), tuple((name, 0) for name in refs(graph.outputs))), (spmd,))
     return for_call(plan, constants, training, lambda mode: _bound(plan, graph, prelude, mode, original))
 
 

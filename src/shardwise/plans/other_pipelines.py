@@ -4,7 +4,9 @@ other settings of a joint search."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
+from math import inf
 from typing import NamedTuple
 
 from shardwise.errors import PlanError, problem
@@ -14,6 +16,7 @@ from shardwise.graph.segments import block_of
 from shardwise.plans.auto_stages import AutoStagesReport, figures
 from shardwise.plans.pipelines import PipelineResult
 from shardwise.plans.plan import Plan
+from shardwise.plans.stage_planner import StagesDoNotFit
 from shardwise.search.constants import MAX_CUT_MOVES
 
 
@@ -37,6 +40,8 @@ def rank_pipelines(
     are enough. Raises PlanError if nothing was chosen by price."""
     if pipeline.plan.pipeline is None:
         raise PlanError(problem("no stage was chosen by price", fix='plan with search="dynamic_programming"'))
+    config = pipeline.planner.config  # plan slower ones to the end, too
+    planner = replace(pipeline.planner, config=replace(config, settings=replace(config.settings, known=inf)), known={})
     others = [_ranked(plan, _size(plan)) for plan in pipeline.others]
     refused = 0
     if joint is not None:
@@ -48,8 +53,8 @@ def rank_pipelines(
             break
         for changed, parts in _moved(pipeline, distance):
             try:
-                others.append(_ranked(pipeline.replan(parts).plan, changed))
-            except PlanError:
+                others.append(_ranked(planner.of_cut(parts)[0].plan, changed))
+            except (PlanError, StagesDoNotFit):
                 refused += 1
     best = sorted(others, key=lambda other: other.step_seconds)[: k - 1]
     return (_ranked(pipeline.plan, ""), *best), len(others) + refused, refused
@@ -67,7 +72,7 @@ def _size(plan: Plan) -> str:
 def _moved(pipeline: PipelineResult, distance: int) -> Iterator[tuple[str, list[list[str]]]]:
     """Yield a text and the operators of every stage, with one cut moved by ``distance`` starts of blocks. Stages that
     the user marked are not changed."""
-    if pipeline.is_marked:
+    if pipeline.planner.config.marks is not None:
         return
     names = [op.name for op in pipeline.graph.ops]
     at = {name: i for i, name in enumerate(names)}

@@ -13,8 +13,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.plans.schedule import Schedule
 from shardwise.search.config import SearchConfig
-from shardwise.search.memory_policy import Offload
-from shardwise.search.recompute_spec import ReshardMode
+from shardwise.search.memory_policy import Offload, ReshardMode
 
 # Returns the actions of a schedule for a number of pipeline ranks and of micro-batches.
 OrderOf = Callable[[Schedule, int, int], Order]

@@ -1,11 +1,9 @@
 """Plans pipelines: cuts the model into stages, plans every stage, and simulates the step.
 
-Start here to see who decides where a stage begins (``plan_pipeline``):
+Start here to see who decides where a stage begins (``PipelinePlanner.plan``):
 
 * the user, with ``stages="marked"`` (``graph.stage_marks``);
-* else ``search.stage_partition``, before any operator, if memory costs no time or there are no prices;
-* else ``plans.stage_estimator``, between repeated blocks, by time and memory. If that finds no cut, e.g. in a model
-  without repeated blocks, ``search.stage_partition`` decides as above.
+* else ``search.stage_partition``. Its cuts are planned, best first, until no other can be better.
 
 ``plans.auto_stages`` chooses only the number of stages, the schedule and the micro-batch.
 
@@ -15,9 +13,9 @@ to agree. A value crosses in the receiver's layout. A parameter of several stage
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import ceil, inf
 from statistics import fmean
 
@@ -41,7 +39,6 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.layouts.transfer import on_mesh
-from shardwise.plans.auto_stages import StageConfig
 from shardwise.plans.axis_names import AxisUsage, name_axes_by_role
 from shardwise.plans.bind_stages import check_last, cut_for_stages, delivered_layouts, meeting, refined, step_graph
 from shardwise.plans.entries import PricingEntry, Stage, TensorEntry
@@ -52,19 +49,31 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes
 from shardwise.plans.request import PlanRequest, TrainingConfig
 from shardwise.plans.schedule import SCHEDULES, Schedule, format_order, schedule_of
-from shardwise.plans.stage_estimator import StageEstimator, estimated_policies_of
-from shardwise.plans.stage_planner import StagePlan, StagePlanner, StageSearchResult, annotated_in_parts
+from shardwise.plans.stage_planner import (
+    KnownStages,
+    StagePlan,
+    StagePlanner,
+    StagesDoNotFit,
+    StageSearchResult,
+    annotated_in_parts,
+)
 from shardwise.plans.stage_timing import StageTiming, timed_stages
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.spmd import Choice, SpmdProgram, build_spmd
 from shardwise.programs.vjp import VjpCache
 from shardwise.search.config import SearchConfig
-from shardwise.search.constants import MAX_BOUNDARY_TRIES
+from shardwise.search.constants import (
+    MAX_BOUNDARY_TRIES,
+    MAX_FASTER_CUTS,
+    MAX_PLANNED_CUTS,
+    OVER_LIMIT_PENALTY,
+    PARTITION_TOLERANCE,
+)
 from shardwise.search.memory_policy import MemoryPolicy
 from shardwise.search.mesh_shapes import candidate_meshes
 from shardwise.search.micro_batch import batches_of
 from shardwise.search.orders import OrderProblem, least_seconds, solve_order
-from shardwise.search.stage_partition import balanced_parts
+from shardwise.search.stage_partition import StageCut, StagePartition
 from shardwise.search.stored_program import as_grad_accum
 
 
@@ -125,33 +134,36 @@ def plan_captured_pipeline(
     best: PipelineResult | None = None
     others: list[Plan] = []
     failure: PlanError | None = None
-    statistics: frozenset[str] = frozenset()
+    refused: PipelinePlanner | None = None
     for passes in _divided(call, captured.graph, request.training, config):
-        sizes = passes.sizes
-        config_of_size = replace(config, settings=replace(settings, passes=len(sizes)))
+        num_passes = len(passes.sizes)
+        config_of_size = replace(config, settings=replace(settings, passes=num_passes))
+        planner = PipelinePlanner(config_of_size, passes, replace(template, micro_batches=num_passes), vjp_cache)
         try:
-            template_of_size = replace(template, micro_batches=len(sizes))
-            planned = plan_pipeline(config_of_size, passes.graphs[sizes[0]], passes, template_of_size, vjp_cache)
+            planned = planner.plan()
         except PlanError as error:
             failure = failure or error
-            if not by_price:
+            refused = planner if isinstance(error, NothingFits) else refused
+        else:
+            if best is not None and step_seconds(planned.plan) >= step_seconds(best.plan):
+                others.append(planned.plan)
                 break
-            continue
-        if best is not None and _seconds(planned.plan) >= _seconds(best.plan):
-            others.append(planned.plan)
-            break
-        others += [] if best is None else [best.plan]
-        best, statistics = planned, passes.statistics
+            others += [] if best is None else [best.plan]
+            best = planned
         if not by_price:
             break
     if best is None:
+        if refused is not None:
+            refused.plan(exact_refusal=True)
         assert failure is not None, "something was tried"
         raise failure
+    statistics = best.planner.passes.statistics
     announce_statistics(sorted(statistics))
     return replace(best, others=tuple(others))
 
 
-def _seconds(plan: Plan) -> float:
+def step_seconds(plan: Plan) -> float:
+    """Return the simulated seconds of a step; 0 if it was not chosen by price."""
     return 0.0 if plan.pipeline is None else plan.pipeline.step_seconds
 
 
@@ -210,113 +222,185 @@ def _divided(call: Example, graph: Graph, training: TrainingConfig, config: Pipe
 
 @dataclass(frozen=True, eq=False)
 class PipelineResult:
-    """A plan and the search for each of its stages. ``graph``: of a micro-batch of its step; ``prelude``: what the step
-    computes ahead of its micro-batches; ``parts``: the operators of every stage; ``others``: plans with other
-    micro-batch sizes that were considered; ``replan``: plans the same step with other operators in the stages."""
+    """A plan and the search for each of its stages. ``planner``: of the step, for other cuts; ``parts``: the operators
+    of every stage; ``others``: plans with other micro-batch sizes that were considered."""
 
     plan: Plan
     searched: tuple[StageSearchResult | None, ...]
-    graph: Graph
-    prelude: Graph | None
+    planner: PipelinePlanner
     parts: tuple[tuple[str, ...], ...]
-    is_marked: bool
-    replan: Callable[[Sequence[Sequence[str]]], PipelineResult]
     others: tuple[Plan, ...] = ()
 
+    @property
+    def graph(self) -> Graph:
+        """The graph of a micro-batch."""
+        return self.planner.graph
 
-def plan_pipeline(
-    config: PipelineConfig,
-    graph: Graph,
-    passes: Passes,
-    template: Plan,
-    vjp_cache: VjpCache,
-    parts: Sequence[Sequence[str]] | None = None,
-) -> PipelineResult:
-    """Return the plan of a step's micro-batches, in stages. ``template``: a plan with all settings, whose stages are
-    ignored; ``parts``: the operators of every stage, if they are given. Raises PlanError if there is none."""
-    num_passes = len(passes.sizes)
-    if fault := config.schedule.fault(config.num_places, num_passes):
-        raise PlanError(
-            problem(fault, fix="choose a smaller micro_batch, or another schedule (GPipe takes any number)")
+    @property
+    def prelude(self) -> Graph | None:
+        """The graph of what a step computes ahead of its micro-batches."""
+        return self.planner.passes.prelude
+
+
+@dataclass(frozen=True, eq=False)
+class PipelinePlanner:
+    """Planner of a step's micro-batches in stages. ``template``: a plan with all settings, whose stages are ignored;
+    ``known``: the stages that were planned for any cut."""
+
+    config: PipelineConfig
+    passes: Passes
+    template: Plan
+    vjp_cache: VjpCache
+    known: KnownStages = field(default_factory=dict)
+
+    @cached_property
+    def graph(self) -> Graph:
+        return self.passes.graphs[self.passes.sizes[0]]
+
+    @property
+    def num_passes(self) -> int:
+        return len(self.passes.sizes)
+
+    @cached_property
+    def order(self) -> Order:
+        """The order of all actions. Raises PlanError if the schedule cannot run so many micro-batches."""
+        config = self.config
+        if fault := config.schedule.fault(config.num_places, self.num_passes):
+            raise PlanError(
+                problem(fault, fix="choose a smaller micro_batch, or another schedule (GPipe takes any number)")
+            )
+        return config.order(config.schedule, config.num_places, self.num_passes)
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        return _in_flight(self.config, self.order)
+
+    def plan(self, *, exact_refusal: bool = False) -> PipelineResult:
+        """Return the plan of the best cut (``search.stage_partition``), or of the marked one. Raises PlanError if there
+        is none. If no cut fits, the error has the least memory over all cuts if ``exact_refusal``, which takes longer,
+        else that of some."""
+        config = self.config
+        if config.marks is not None:
+            parts = marked_parts(self.graph, dict(config.marks), config.num_stages)
+            try:
+                return self.of_cut(parts)[0]
+            except StagesDoNotFit as error:
+                raise error.most[1] from None
+        schedule, devices = config.schedule, config.stage_cluster.num_devices
+        prices = Prices(Links(config.stage_cluster, config.meshes[0]), config.settings.optimizer, self.num_passes)
+        limit = config.limit / schedule.stages_per_place
+        partition = StagePartition.of(self.graph, prices, limit, self.in_flight)
+        best: PipelineResult | None = None
+        best_cut: StageCut | None = None
+        planned: set[tuple[int, ...]] = set()
+        failure: tuple[float, NothingFits] | None = None
+        value, left = inf, MAX_PLANNED_CUTS
+        while left:
+            cut = partition.next_cut()
+            if failure is not None and cut.value >= OVER_LIMIT_PENALTY and not exact_refusal:
+                break
+            if partition.is_settled(cut, value):
+                near = [] if best_cut is None else [c for c in partition.moved(best_cut) if c.starts not in planned]
+                if best_cut is None or not near:
+                    break
+                cut = min(near, key=lambda moved: self._estimate(partition, moved))
+                if self._estimate(partition, cut) >= (1 + PARTITION_TOLERANCE) * self._estimate(partition, best_cut):
+                    break
+            planned.add(cut.starts)
+            left -= 1
+            try:
+                result, seconds = self.of_cut(partition.parts(cut))
+            except StagesDoNotFit as error:
+                partition.refuse(cut, {stage: devices * need for stage, (need, _) in error.needs.items()})
+                failure = min([error.most, *([] if failure is None else [failure])], key=lambda need: need[0])
+                value = OVER_LIMIT_PENALTY * failure[0] / limit if best is None else value
+                continue
+            except PlanError:  # not faster than a plan that is known
+                if best is None:
+                    raise
+                break
+            if not config.by_price:
+                return result
+            value = min(value, partition.learn(cut, seconds))
+            if best is None or step_seconds(result.plan) < step_seconds(best.plan):
+                best, best_cut = result, cut
+            left = min(left, MAX_FASTER_CUTS) if partition.memory_binds(cut) else 0
+        if best is None:
+            assert failure is not None, "a cut was planned"
+            raise failure[1]
+        return best
+
+    def _estimate(self, partition: StagePartition, cut: StageCut) -> float:
+        """Return the seconds of a step of a cut, by what is known of its stages. Forward is a third of them."""
+        thirds = [seconds / 3 for seconds in partition.stage_values(cut.starts)]
+        return simulate_pipeline(self.order, [StageSeconds(part, part, part, 0.0, 0.0) for part in thirds]).seconds
+
+    def of_cut(self, parts: Sequence[Sequence[str]]) -> tuple[PipelineResult, list[float]]:
+        """Return the plan of stages with these operators, and the seconds of a micro-batch in each. Raises PlanError if
+        they cannot be stages, and StagesDoNotFit."""
+        config = self.config
+        cut = cut_for_stages(self.graph, parts, self.passes.prelude)
+        check_last(cut, self.graph)
+        _check_parameters(cut)
+        meant = annotated_in_parts(self.graph, cut.parts, config.annotations)
+        stage_planner = StagePlanner(config, self.vjp_cache, meant, self.known)
+        chosen, choices, spmds, timed = self._joined(cut, stage_planner)
+        ends = zip(chosen, choices, spmds, strict=True)
+        stages = tuple(_listed(config, cut, number, *end) for number, end in enumerate(ends))
+        if config.chooses_mesh:
+            usages = [
+                AxisUsage(part, stage.factored.rules, choice.strategies)
+                for part, stage, choice in zip(cut.parts, chosen, choices, strict=True)
+            ]
+            stages = name_axes_by_role(stages, usages)
+        schedule, order, pipeline, pricing = config.schedule, self.order, None, None
+        if schedule.is_solved:
+            schedule = _solved(config, timed, self.num_passes)
+            order = schedule.actions
+        if config.by_price:
+            pipeline = _predicted(config, timed, order, self.num_passes)
+            pricing = PricingEntry.of(config.cluster, config.settings.memory_bytes)
+        lines = format_order(schedule.actions)
+        plan = replace(
+            self.template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing
         )
-    order = config.order(config.schedule, config.num_places, num_passes)
-    flying = _in_flight(config, order)
-    prices = Prices(Links(config.stage_cluster, config.meshes[0]), config.settings.optimizer, num_passes)
-    if parts is not None:
-        parts = [list(names) for names in parts]
-    elif config.marks is not None:
-        parts = marked_parts(graph, dict(config.marks), config.num_stages)
-    else:
-        parts = _balanced(config, graph, prices, flying)
-    cut = cut_for_stages(graph, parts, passes.prelude)
-    check_last(cut, graph)
-    _check_parameters(cut)
-    limits = [config.limit / config.schedule.stages_per_place] * config.num_stages
-    chooser = StagePlanner(config, vjp_cache, annotated_in_parts(graph, cut.parts, config.annotations))
-    chosen = chooser.of_all(cut.parts, flying, limits[0])
-    for left in reversed(range(MAX_BOUNDARY_TRIES)):
-        choices, spmds = _together(cut, chosen, config.settings)
-        needs_times = config.by_price or config.schedule.is_solved
-        timed = timed_stages(config, cut, choices, spmds, vjp_cache) if needs_times else []
-        over = _excess(config, timed, order, num_passes) if config.by_price else {}
-        if not over:
-            break
-        if not left:
-            raise _too_much(config, cut, flying, over)
-        # The stages of a pipeline rank first share its excess; if that is not enough, each is reduced by all of it. A
-        # stage sends in the layouts of the latest choice for the next one.
-        sharing = config.schedule.stages_per_place if left == MAX_BOUNDARY_TRIES - 1 else 1
-        for number, num_bytes in sorted(over.items(), reverse=True):
-            limits[number] -= num_bytes / sharing
-            following = chosen[number + 1] if number + 1 < len(chosen) else None
-            chosen[number] = chooser.of(cut.parts[number], flying[number], limits[number], following)
-    ends = zip(chosen, choices, spmds, strict=True)
-    stages = tuple(_listed(config, cut, number, *end) for number, end in enumerate(ends))
-    if config.chooses_mesh:
-        doings = zip(cut.parts, chosen, choices, strict=True)
-        stages = name_axes_by_role(
-            stages,
-            [AxisUsage(part, part_choice.factored.rules, choice.strategies) for part, part_choice, choice in doings],
-        )
-    schedule = config.schedule
-    if schedule.is_solved:
-        schedule = _solved(config, timed, num_passes)
-        order = schedule.actions
-    pipeline = _predicted(config, timed, order, num_passes) if config.by_price else None
-    lines = format_order(schedule.actions)
-    pricing = PricingEntry.of(config.cluster, config.settings.memory_bytes) if config.by_price else None
-    plan = replace(template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing)
-    config_of_others = replace(config, settings=replace(config.settings, known=inf))  # plan slower ones to the end, too
-    replan = partial(plan_pipeline, config_of_others, graph, passes, template, vjp_cache)
-    searched = tuple(part_choice.searched for part_choice in chosen)
-    operators, is_marked = tuple(map(tuple, parts)), config.marks is not None
-    return PipelineResult(plan, searched, graph, passes.prelude, operators, is_marked, replan)
+        searched, operators = tuple(stage.searched for stage in chosen), tuple(map(tuple, parts))
+        seconds = [stage.seconds.forward + stage.seconds.input + stage.seconds.weight for stage in timed]
+        return PipelineResult(plan, searched, self, operators), seconds
 
+    def _joined(
+        self, cut: GraphCut, stage_planner: StagePlanner
+    ) -> tuple[list[StagePlan], list[Choice], list[SpmdProgram], list[StageTiming]]:
+        """Return plans of the stages, and choices and programs whose ends agree, with their timings.
 
-def _balanced(config: PipelineConfig, graph: Graph, prices: Prices, flying: Sequence[int]) -> list[list[str]]:
-    """Return the operators of every stage, if the user has not marked them.
-
-    If memory costs no time, or without prices, a cut may be before any operator, also inside a repeated block. If
-    memory binds, cuts are between blocks, by the time / memory fronts of stages. If no such cut is found, a cut may
-    again be before any operator.
-    """
-    per_place = config.schedule.stages_per_place
-    parts, fits = balanced_parts(graph, config.num_stages, prices, config.limit, flying, per_place)
-    if fits or not config.by_price:
-        return parts
-    settings = replace(config.settings, zero=None)
-    policies = estimated_policies_of("auto" if config.fits_itself else config.recompute, config.reshard_mode)
-    fronts = StageEstimator(
-        graph,
-        lambda short, size: short,
-        lambda stage_cluster: config.meshes,
-        config.cluster,
-        settings,
-        config.segments,
-        policies,
-    )
-    setting = StageConfig(config.num_stages, config.schedule.name, 0, config.settings.passes)
-    return fronts.parts(setting, flying) or parts
+        What the ends add may break the limit. The stages are then planned under lower limits, and in the end for the
+        least memory. Raises StagesDoNotFit.
+        """
+        config, flying, per_place = self.config, self.in_flight, self.config.schedule.stages_per_place
+        limits = [config.limit / per_place] * config.num_stages
+        chosen = stage_planner.of_all(cut.parts, flying, limits[0])
+        for left in reversed(range(MAX_BOUNDARY_TRIES + 1)):
+            choices, spmds = _together(cut, chosen, config.settings)
+            needs_times = config.by_price or config.schedule.is_solved
+            timed = timed_stages(config, cut, choices, spmds, self.vjp_cache) if needs_times else []
+            over = _excess(config, timed, self.order, self.num_passes) if config.by_price else {}
+            if not over:
+                break
+            if not left:
+                number = max(over, key=over.__getitem__)
+                need = (config.limit + over[number]) / per_place
+                raise StagesDoNotFit({number: (need, _too_much(config, cut, flying, over))})
+            if left == 1:
+                chosen = [stage_planner.of(*pair, 0.0, None) for pair in zip(cut.parts, flying, strict=True)]
+                continue
+            # The stages of a pipeline rank first share its excess; if that is not enough, each is reduced by all of it.
+            # A stage sends in the layouts of the latest choice for the next one.
+            sharing = per_place if left == MAX_BOUNDARY_TRIES else 1
+            for number, num_bytes in sorted(over.items(), reverse=True):
+                limits[number] = max(0.0, limits[number] - num_bytes / sharing)
+                following = chosen[number + 1] if number + 1 < len(chosen) else None
+                chosen[number] = stage_planner.of(cut.parts[number], flying[number], limits[number], following)
+        return chosen, choices, spmds, timed
 
 
 def _in_flight(config: PipelineConfig, order: Order) -> tuple[int, ...]:
@@ -494,4 +578,4 @@ def _predicted(
     return PipelinePrediction(step.seconds, step.bubbles, bound, stages, max(peaks))
 
 
-__all__ = ["PipelineConfig", "plan_pipeline"]
+__all__ = ["PipelinePlanner", "PipelineResult", "plan_captured_pipeline", "step_seconds"]

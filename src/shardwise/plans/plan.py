@@ -300,7 +300,9 @@ class Plan:
         try:
             plan = Plan(**settings_of(body))
         except ShardwiseError as error:
-            raise PlanError(f"{name}: {error}") from error
+            what, where = f"{name}: {error.what}", error.source
+            text = problem(what, op=error.op, source=where, fix=error.fix, facts=error.facts, section=error.section)
+            raise PlanError(text) from error
         plan.check(name)
         return replace(plan, stages=tuple(replace(s, conversions=None) for s in plan.stages)) if edited else plan
 

@@ -17,8 +17,8 @@ stages, which together have the first j blocks::
 
     T(s, j) = min over i of max(T(s - 1, i), stage(s, i, j - 1))
 
-Estimates choose which settings are planned, and in which order (``plans.auto_stages``). They also place the cuts of a
-pipeline if memory binds (``plans.pipelines``). Plans themselves are searched, built and simulated as a whole.
+Estimates choose which settings are planned, and in which order (``plans.auto_stages``), and nothing else. Where the
+stages of a setting begin is decided in ``search.stage_partition``.
 """
 
 from __future__ import annotations
@@ -43,28 +43,20 @@ from shardwise.search.constants import (
     ESTIMATED_BYTE_PRICES,
     ESTIMATED_MEMORY_SHARE,
     ESTIMATED_TRAFFIC_WEIGHTS,
-    EVEN_STAGE_SLACK,
 )
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, CostWeights
 from shardwise.search.elimination import Scope, TooWide
-from shardwise.search.memory_policy import MemoryPolicy, blocks_of, ends_of
+from shardwise.search.memory_policy import MEMORY_POLICIES, MemoryPolicy, ReshardMode, blocks_of, ends_of
 from shardwise.search.planner import Planner
-from shardwise.search.recompute_spec import ReshardMode
 from shardwise.search.solving import minimise
 from shardwise.search.variables import StorageVariable
 
-# A memory policy: what is recomputed, and when parameters are gathered (``search.recompute_spec``).
-EstimatedPolicy = tuple[How | None, ReshardMode]
-EstimatedPolicies = tuple[EstimatedPolicy, ...]
-ESTIMATED_POLICIES: EstimatedPolicies = (
-    (None, "held"),
-    (None, "once"),
-    ("gathers", "once"),
-    ("cheap", "once"),
-    ("cheap+gathers", "once"),
-    (None, "again"),
-    ("full", "once"),
-    ("full", "again"),
+# In a stage "once" stands for "held" too, and the last blocks decide nothing.
+ESTIMATED_POLICIES = tuple(
+    policy
+    for policy in MEMORY_POLICIES
+    if policy in (MemoryPolicy(None, "held"), MemoryPolicy(None, "again"), MemoryPolicy("full", "again"))
+    or (policy.reshard_mode == "once" and policy.recompute != "offload")
 )
 # Columns of a point, after EXPOSED, COMPUTE and TRAFFIC. They divide the component BYTES.
 STAYS, KEPT = 3, 4
@@ -174,13 +166,6 @@ class ParetoFront:
             for way in {way for way in taken if way.others is not None} or self.ways:
                 way.price()
 
-    def settled(self) -> ParetoFront:
-        """Compute all points of all options, and return this front."""
-        self._make_others()
-        for way in self.ways:
-            way.price()
-        return self
-
     def _make_others(self) -> None:
         if self.others is not None:
             self.ways, self.others = [*self.ways, *self.others()], None
@@ -215,30 +200,18 @@ class StageCuts:
 
     @staticmethod
     def of(spans: Sequence[Floats]) -> StageCuts:
-        """Return the most even cut whose slowest stage is nearly as fast as possible.
-
-        Two dynamic programs over (stage s, number of blocks j in the first s stages)::
-
-            slowest(s, j) = min over i of max(slowest(s - 1, i), spans[s][i, j - 1])
-            squares(s, j) = min over i of squares(s - 1, i) + spans[s][i, j - 1] ** 2
-
-        The second admits only stages within EVEN_STAGE_SLACK of the first one's result. The least sum of squares is the
-        most even division.
+        """Return the cut whose slowest stage is as fast as possible: T above.
 
         Args:
             spans: For every stage, [first block, last block] its seconds.
         """
-        slowest = np.array([0.0, *[inf] * len(spans[0])])
-        for seconds_of_place in spans:
-            slowest = np.concatenate([[inf], np.maximum(slowest[:-1, None], seconds_of_place).min(axis=0)])
-        most = EVEN_STAGE_SLACK * slowest[-1]
-        if most == inf:
+        slowest, chosen = np.array([0.0, *[inf] * len(spans[0])]), []
+        for seconds_of_stage in spans:
+            ends = np.maximum(slowest[:-1, None], seconds_of_stage)
+            chosen.append(ends.argmin(axis=0))
+            slowest = np.concatenate([[inf], ends.min(axis=0)])
+        if slowest[-1] == inf:
             return StageCuts(inf, ())
-        total, chosen = np.array([0.0, *[inf] * len(spans[0])]), []
-        for seconds_of_place in spans:
-            squares = total[:-1, None] + np.where(seconds_of_place <= most, seconds_of_place, inf) ** 2
-            chosen.append(squares.argmin(axis=0))
-            total = np.concatenate([[inf], squares.min(axis=0)])
         at, starts = len(spans[0]), []
         for back in reversed(chosen):
             at = int(back[at - 1])
@@ -248,7 +221,7 @@ class StageCuts:
 
 @dataclass
 class StageEstimator:
-    """Estimates the steps of settings, and places the cuts between their stages.
+    """Estimates the steps of settings.
 
     Attributes:
         whole: The training graph of a step.
@@ -269,7 +242,7 @@ class StageEstimator:
     cluster: Cluster
     settings: SearchConfig
     segments: tuple[Segment, ...] = ()
-    policies: EstimatedPolicies = ESTIMATED_POLICIES
+    policies: tuple[MemoryPolicy, ...] = ESTIMATED_POLICIES
     known: dict[tuple[int, ...], ParetoFront | None] = field(default_factory=dict)
     graphs: dict[int, Graph | None] = field(default_factory=dict)
 
@@ -284,9 +257,6 @@ class StageEstimator:
         if short is None:
             self.ends = [(block.path, block.path) for block in self.blocks]
         self.apart = ends_of(self.whole)
-        ahead, behind = self.apart
-        firsts = [*ahead[:1], *(block.ops[0] for block in self.blocks), *behind[:1]]
-        self.starts = [op.name for op in firsts]  # the operators before which a stage may begin
 
     def least(self, setting: StageConfig) -> float:
         """Return a lower bound of ``seconds``, faster to compute: it searches only the weakest memory policies.
@@ -307,30 +277,6 @@ class StageEstimator:
         limit = ESTIMATED_MEMORY_SHARE * (self.cluster.device.usable_bytes if memory_bytes is None else memory_bytes)
         return limit * setting.places / setting.stages
 
-    def parts(self, setting: StageConfig, flying: Sequence[float]) -> list[list[str]] | None:
-        """Return the operators of every stage, cut between blocks. The ends of the model may be stages of their own.
-
-        Returns None if there are fewer places to begin than stages, or if nothing seems to fit. A model without
-        repeated blocks has no such places.
-
-        Args:
-            setting: The setting.
-            flying: For every stage, the number of micro-batches that it keeps at once.
-        """
-        if len(self.starts) < setting.stages:
-            return None
-        front = self._front(setting)
-        cut = None if front is None else front.settled().cut(self._limit(setting), flying)
-        if cut is None or not cut.starts:
-            return None
-        begins = {self.starts[start]: number for number, start in enumerate(cut.starts) if number}
-        parts: list[list[str]] = [[] for _ in cut.starts]
-        current = 0
-        for op in self.whole.ops:
-            current = begins.get(op.name, current)
-            parts[current].append(op.name)
-        return parts
-
     def _front(self, setting: StageConfig) -> ParetoFront | None:
         """Return the front of a setting, or None if the loss is no sum over such micro-batches.
 
@@ -346,27 +292,29 @@ class StageEstimator:
         stage_cluster = self.cluster.with_devices(self.cluster.num_devices // setting.places)
         meshes, settings = self.meshes(stage_cluster), replace(self.settings, passes=setting.passes)
         planner = Planner.of(graph, (), stage_cluster, meshes, settings)
-        weakest, _ = self.policies[0]
-        first = [policy for policy in self.policies if policy[0] == weakest and policy[1] != "again"]
+        weakest = self.policies[0].recompute
+        first = [policy for policy in self.policies if policy.recompute == weakest and policy.reshard_mode != "again"]
         first = first or [self.policies[0]]
         others = [policy for policy in self.policies if policy not in first]
         ways = self._ways(planner, first, setting)
         return ParetoFront(ways, lambda: self._ways(planner, others, setting)) if ways else None
 
-    def _ways(self, planner: Planner, policies: Sequence[EstimatedPolicy], setting: StageConfig) -> list[MeshOption]:
+    def _ways(self, planner: Planner, policies: Sequence[MemoryPolicy], setting: StageConfig) -> list[MeshOption]:
         """Return the options of every mesh under each of ``policies``."""
-        graph, settings = planner.graph, planner.settings
+        graph = planner.graph
         has_blocks = bool(blocks_of(graph))
         names = graph.op_by_name.keys()
         segments = [replace(segment, operators=segment.operators & names) for segment in self.segments]
         ways = []
-        for how, reshard_mode in policies:
+        for policy in policies:
+            how, reshard_mode = policy.recompute, policy.reshard_mode
             if how not in (None, "none") and not has_blocks:
                 continue
-            if reshard_mode == "held" and setting.passes == 1 and (how, "once") in self.policies:  # same as "once"
+            if (
+                reshard_mode == "held" and setting.passes == 1 and MemoryPolicy(how, "once") in self.policies
+            ):  # same as "once"
                 continue
-            memory_policy = MemoryPolicy.of(graph, segments, how, reshard_mode)
-            with_policy = replace(planner, settings=replace(settings, memory_policy=memory_policy))
+            with_policy = planner.under(MemoryPolicy.of(graph, segments, how, reshard_mode))
             ways += [self._way(with_policy.cost_graph(mesh), setting.stages) for mesh in planner.meshes]
         return [way for way in ways if way is not None]
 
@@ -456,16 +404,16 @@ def _stays(cost: CostGraph, scope: Scope, components: Floats) -> bool:
 
 def estimated_policies_of(
     recompute: How | Literal["auto"] | None, reshard_mode: ReshardMode | None
-) -> EstimatedPolicies:
+) -> tuple[MemoryPolicy, ...]:
     """Return the memory policies to try: all of ESTIMATED_POLICIES, except where the user has chosen.
 
     ``recompute``: "auto" if the user left it free. ``reshard_mode``: None if the user left it free. If only
     ``recompute`` was chosen, gathered parameters are held.
     """
     if recompute != "auto":
-        return ((recompute, reshard_mode or "held"),)
-    ways = dict.fromkeys(how for how, _ in ESTIMATED_POLICIES)
-    return ESTIMATED_POLICIES if reshard_mode is None else tuple((how, reshard_mode) for how in ways)
+        return (MemoryPolicy(recompute, reshard_mode or "held"),)
+    ways = dict.fromkeys(policy.recompute for policy in ESTIMATED_POLICIES)
+    return ESTIMATED_POLICIES if reshard_mode is None else tuple(MemoryPolicy(how, reshard_mode) for how in ways)
 
 
 def _turns(setting: StageConfig) -> int:

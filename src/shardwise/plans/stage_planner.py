@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from shardwise.costs.routing import Router
+from shardwise.errors import NothingFits, listed
 from shardwise.graph.annotate import Annotation
 from shardwise.graph.form import GraphForm
 from shardwise.graph.ir import Graph
@@ -22,9 +23,10 @@ from shardwise.progress import report_progress
 from shardwise.rules.atoms import Factored
 from shardwise.search.auto import MeshSearch
 from shardwise.search.decide import decide
-from shardwise.search.fit_memory import fit_memory
+from shardwise.search.fit_memory import fit_memory, least_memory
 from shardwise.search.memory_policy import MemoryPolicy, blocks_of
 from shardwise.search.planner import Planner
+from shardwise.search.ranking import CandidateRanking
 from shardwise.search.stored_program import build_program
 from shardwise.search.user_choices import annotated_ops, annotated_rules, no_operator_error
 from shardwise.search.user_layouts import apply_layouts
@@ -41,21 +43,43 @@ class StageSearchResult:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The choice for a part by itself, its program and memory policy. ``searched``: None if nothing was searched."""
+    """The choice for a part by itself, its program and memory policy. ``searched``, ``ranking``: None if nothing was
+    searched."""
 
     factored: Factored
     choice: Choice
     spmd: SpmdProgram
     memory_policy: MemoryPolicy
     searched: StageSearchResult | None = None
+    ranking: CandidateRanking | None = None
 
     @property
     def mesh(self) -> Mesh:
         return self.spmd.mesh
 
+    def excess(self, limit: float) -> float:
+        """Return the bytes of a device beyond a limit."""
+        return 0.0 if self.ranking is None else max(0.0, self.ranking.best.num_bytes - limit)
+
+
+class StagesDoNotFit(Exception):
+    """Raised if stages of a cut do not fit. ``needs``: stage -> the least bytes of a device that were found for it, and
+    the error that says so."""
+
+    def __init__(self, needs: Mapping[int, tuple[float, NothingFits]]) -> None:
+        super().__init__(f"stages {listed([str(number) for number in needs])} do not fit")
+        self.needs = needs
+
+    @property
+    def most(self) -> tuple[float, NothingFits]:
+        """Return the largest need, and its error."""
+        return max(self.needs.values(), key=lambda need: need[0])
+
 
 # Annotations whose scope a cut divides -> the operators of the whole graph that they apply to.
 Meant = Mapping[Annotation, frozenset[str]]
+# Key of a part's plan -> the first part with it, and its choice.
+KnownStages = dict[Hashable, tuple[GraphForm, StagePlan]]
 
 
 def annotated_in_parts(graph: Graph, parts: Sequence[Graph], annotations: Sequence[Annotation]) -> Meant:
@@ -84,11 +108,12 @@ class StagePlanner:
     config: PipelineConfig
     vjp_cache: VjpCache
     meant: Meant
-    known: dict[Hashable, tuple[GraphForm, StagePlan]] = field(default_factory=dict)
+    known: KnownStages = field(default_factory=dict)
     together: dict[Hashable, int] = field(default_factory=dict)
 
     def of_all(self, parts: tuple[Graph, ...], in_flight: tuple[int, ...], limit: float) -> list[StagePlan]:
-        """Return the choices for all parts. ``in_flight``: the micro-batches that each keeps at once."""
+        """Return the choices for all parts. ``in_flight``: the micro-batches that each keeps at once. Raises
+        StagesDoNotFit, with the needs of all stages."""
         forms = [GraphForm.of(part) for part in parts]
         most: dict[Hashable, int] = {}
         for form, count in zip(forms, in_flight, strict=True):
@@ -98,14 +123,25 @@ class StagePlanner:
         for (key, _), count in counts.items():
             self.together[key] = max(self.together.get(key, 0), count)
         chosen: list[StagePlan] = []
-        for part, form in zip(reversed(parts), reversed(forms), strict=True):
+        needs: dict[int, tuple[float, NothingFits]] = {}
+        for number in reversed(range(len(parts))):
             report_progress("planning a stage", len(chosen), len(parts))
-            chosen.insert(0, self.of(part, most[form.key], limit, chosen[0] if chosen else None))
+            part, following = parts[number], chosen[0] if chosen else None
+            stage = self.of(part, most[forms[number].key], limit, following)
+            if stage.excess(limit):
+                least = self.of(part, in_flight[number], 0.0, None)
+                assert least.ranking is not None, "its bytes are known"
+                if least.excess(limit):
+                    ranking = replace(least.ranking, limit=limit)
+                    needs[number] = least.ranking.best.num_bytes, nothing_fits(ranking)
+            chosen.insert(0, stage)
+        if needs:
+            raise StagesDoNotFit(needs)
         return chosen
 
     def of(self, part: Graph, in_flight: int, limit: float, following: StagePlan | None) -> StagePlan:
-        """Return the choice for a part. ``limit``: the bytes of a device for it; ``following``: the choice for the next
-        part, in whose layouts values are sent."""
+        """Return the choice for a part; of the least memory if nothing fits. ``limit``: the bytes of a device for it;
+        ``following``: the choice for the next part, in whose layouts values are sent."""
         form = GraphForm.of(part)
         sources = {} if following is None else following.choice.sources
         taken = {name: boundary_layout(sources[name]) for name in part.cotangents or () if name in sources}
@@ -124,6 +160,8 @@ class StagePlanner:
             settings = replace(self.config.settings, in_flight=in_flight, turns=turns, taken=taken, together=together)
             config = replace(self.config, settings=settings, annotations=annotations)
             chosen = _choose(config, part, limit, self.vjp_cache)
+            if limit and chosen.excess(limit):
+                chosen = self.of(part, in_flight, 0.0, None)
             self.known[key] = form, chosen
             return chosen
         first, chosen = self.known[key]
@@ -166,7 +204,8 @@ class StagePlanner:
             searched = StageSearchResult(chosen.searched.search, names)
         bucket_bytes, by_block = self.config.settings.bucket_bytes, memory_policy.reshard_mode == "again"
         spmd = build_spmd(part, rules, choice, chosen.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
-        return StagePlan(factored, choice, _with_lifetimes(chosen.spmd, spmd), memory_policy, searched)
+        spmd = _with_lifetimes(chosen.spmd, spmd)
+        return StagePlan(factored, choice, spmd, memory_policy, searched, chosen.ranking)
 
 
 def _with_lifetimes(first: SpmdProgram, spmd: SpmdProgram) -> SpmdProgram:
@@ -184,7 +223,7 @@ def _with_lifetimes(first: SpmdProgram, spmd: SpmdProgram) -> SpmdProgram:
 
 
 def _choose(config: PipelineConfig, part: Graph, limit: float, vjp_cache: VjpCache) -> StagePlan:
-    """Search for the choice of a part. ``limit``: the bytes of a device for it."""
+    """Search for the choice of a part. ``limit``: the bytes of a device for it; 0: search for the least memory."""
     names, annotations = set(part.op_by_name), config.annotations
     segments = [replace(s, operators=s.operators & names) for s in config.segments if s.operators & names]
     source_names = {name for source in part.sources for name in source.names}
@@ -202,12 +241,15 @@ def _choose(config: PipelineConfig, part: Graph, limit: float, vjp_cache: VjpCac
         return StagePlan(factored, program.choice, program.spmd, memory_policy)
     planner = Planner.of(part, annotations, config.stage_cluster, config.meshes, replace(settings, memory_bytes=limit))
     planner = replace(planner, vjp_cache=vjp_cache)
-    planned = fit_memory(planner, segments, config.reshard_mode, offload) if config.fits_itself else planner.plan()
-    if planned.ranking.excess:
-        raise nothing_fits(planned.ranking)
+    if not config.fits_itself:
+        planned = planner.plan()
+    elif limit:
+        planned = fit_memory(planner, segments, config.reshard_mode, offload)
+    else:
+        planned = least_memory(planner, segments, config.reshard_mode, offload)
     called = [*(op.name for op in part.ops), *(source.names[0] for source in part.sources)]
     searched = StageSearchResult(planned.search, {name: name for name in called})
-    return StagePlan(planned.factored, planned.choice, planned.spmd, planned.memory_policy, searched)
+    return StagePlan(planned.factored, planned.choice, planned.spmd, planned.memory_policy, searched, planned.ranking)
 
 
-__all__ = ["StagePlan", "StagePlanner", "StageSearchResult", "annotated_in_parts"]
+__all__ = ["KnownStages", "StagePlan", "StagePlanner", "StageSearchResult", "StagesDoNotFit", "annotated_in_parts"]

@@ -18,11 +18,11 @@ from shardwise.programs.instructions import (
     Land,
     Origin,
     forms_of,
+    memories,
     shares_of,
     with_operands,
     with_results,
 )
-from shardwise.programs.pass_list import memories
 from shardwise.programs.rank_program import RankProgram
 
 ON_HOST = "@waiting"  # name suffix of a copy on the host
@@ -68,8 +68,7 @@ def _waiting(program: RankProgram) -> tuple[_OffloadedMemory, ...]:
     forward, moved = program.forward, program.spmd.lifetimes.offloaded
     maker = {name: i for i, instruction in enumerate(forward) for name in instruction.results}
     root = memories(forward, program.spmd.graph.source_of)
-    stay = {*program.spmd.graph.source_of, *program.delivered, *(value for _, value in program.mutations)}
-    stay = {root[name] for name in stay}
+    stay = {root[name] for name in (*program.spmd.graph.source_of, *program.ends)}
     read: dict[str, list[str]] = {}
     for name in program.saved:
         if name in maker and root[name] not in stay:
@@ -81,7 +80,7 @@ def _waiting(program: RankProgram) -> tuple[_OffloadedMemory, ...]:
             continue
         value = names[0] if len(names) == 1 else memory
         views = _views(forward, maker, names, value)
-        if views is not None and _is_dense(program, value) and program.forms[value].num_bytes >= SMALLEST_BYTES:
+        if views is not None and program.forms[value].is_dense and program.forms[value].num_bytes >= SMALLEST_BYTES:
             waiting.append(_OffloadedMemory(value, views, producer.origin))
     return tuple(sorted(waiting, key=lambda item: maker[item.value]))
 
@@ -101,16 +100,6 @@ def _views(
             positions.add(maker[name])
             name = shared
     return tuple(sorted(positions))
-
-
-def _is_dense(program: RankProgram, name: str) -> bool:
-    """Return whether a copy has the strides of the value: it has no gaps and no repeated elements."""
-    form, step = program.forms[name], 1
-    for stride, size in sorted(zip(form.stride, form.shape, strict=True)):
-        if size != 1 and stride != step:
-            return False
-        step *= size
-    return True
 
 
 def _names(forward: Sequence[Instruction], positions: Sequence[int]) -> Iterator[str]:
@@ -184,11 +173,11 @@ def _coming(
             back[order[number].value] = copies[number].result
             for position in order[number].views:
                 view = program.forward[position]
-                rebuilt = with_operands(view, lambda name: back.get(name, name))
+                rebuilt = with_operands(view, back)
                 rebuilt = with_results(rebuilt, [name + BACK for name in view.results])
                 rebuilt = replace(rebuilt, origin=replace(view.origin, again=True))
                 back.update(zip(view.results, rebuilt.results, strict=True))
                 forms.update(zip(rebuilt.results, forms_of(rebuilt), strict=True))
                 listed.append(rebuilt)
-        listed.append(with_operands(instruction, lambda name: back.get(name, name)))
+        listed.append(with_operands(instruction, back))
     return tuple(listed)

@@ -14,7 +14,7 @@ soon as it is large enough for a message.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardwise.graph.ir import Value
@@ -84,7 +84,7 @@ def fill_buckets(
         if (
             not isinstance(step, Conversion)
             or step.value not in sources
-            or _cuts_windows(step)
+            or cuts_windows([step])
             or not _sends(step, receives_gradient)
         ):
             continue
@@ -107,7 +107,7 @@ def fill_buckets(
     for position, step in enumerate(steps):
         made_at.update(dict.fromkeys(step.placed.op.results if isinstance(step, OpStep) else [step.result], position))
     for position, step in enumerate(steps):
-        if position in taken or not isinstance(step, Conversion) or not any(_both(step)) or _cuts_windows(step):
+        if position in taken or not isinstance(step, Conversion) or not any(_both(step)) or cuts_windows([step]):
             continue
         positions = [position]
         positions += [
@@ -119,6 +119,14 @@ def fill_buckets(
         ]
         members[position] = positions
         taken.update(positions)
+    return _in_buckets(steps, members, of_parameters)
+
+
+def _in_buckets(
+    steps: Sequence[OpStep | Conversion], members: Mapping[int, Sequence[int]], of_parameters: Collection[int]
+) -> tuple[OpStep | Conversion | Bucket, ...]:
+    """Return the steps with buckets. ``members``: position of a bucket's first conversion -> positions of all."""
+    taken = {position for positions in members.values() for position in positions}
     result: list[OpStep | Conversion | Bucket] = []
     for position, step in enumerate(steps):
         if position in of_parameters or len(members.get(position, ())) > 1:
@@ -159,9 +167,10 @@ def _both(conversion: Conversion) -> tuple[tuple[Collective, ...], tuple[Collect
     return conversion.collectives(), conversion.collectives(backward=True)
 
 
-def _cuts_windows(conversion: Conversion) -> bool:
-    """Return whether a conversion moves windows. Halos and rows split by hand are small and do not share messages."""
-    return any(move.cut is not None or move.reverse is not None for move in conversion.moves)
+def cuts_windows(conversions: Iterable[Conversion]) -> bool:
+    """Return whether any conversion moves windows (halos, rows split by hand). These are small, and need the rank's own
+    tensor on arrival: they share no messages, and block."""
+    return any(move.cut is not None or move.reverse is not None for c in conversions for move in c.moves)
 
 
 def _sends(conversion: Conversion, receives_gradient: Callable[[Conversion], bool]) -> bool:

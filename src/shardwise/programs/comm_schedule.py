@@ -99,6 +99,3 @@ class GradientReduceQueue(Generic[Leg]):
                 if len(flight.legs) == most:
                     yield flight.legs.pop(0)
             self.flights = [flight for flight in self.flights if flight.legs]
-
-
-__all__ = ["GradientReduceQueue", "legs_ahead"]

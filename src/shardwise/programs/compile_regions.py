@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,12 +27,13 @@ from shardwise.programs.instructions import (
     Instruction,
     Land,
     forms_of,
+    memories,
     sent_by,
     shares_of,
     with_operands,
+    writes_of,
 )
 from shardwise.programs.invariants import BrokenProgram
-from shardwise.programs.pass_list import memories
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.vjp import numbered, typed_key
 
@@ -116,7 +117,7 @@ def kind_of(region: CompileRegion, program: RankProgram) -> object:
         content = _content(instruction)
         operands = numbers(dict.fromkeys(instruction.operands))
         shares = numbers(name for name in shares_of(instruction) if name is not None)
-        writes = numbers(_writes(instruction))
+        writes = numbers(writes_of(instruction))
         return content, operands, numbers(instruction.results), shares, writes
 
     outside = tuple((program.forms[name], name in static) for name in (*region.inputs, *region.late))
@@ -247,7 +248,7 @@ def _with_common(program: RankProgram, labels: Sequence[int], last: int) -> tupl
         if label == 0 and not _of_parameters(instruction):
             ahead.update(instruction.results)
     available = set(ahead)
-    written = {name for instruction in program.forward for name in _writes(instruction)}
+    written = {name for instruction in program.forward for name in writes_of(instruction)}
     twins_of: dict[object, list[int]] = {}
     same: dict[str, str] = {}
 
@@ -259,7 +260,7 @@ def _with_common(program: RankProgram, labels: Sequence[int], last: int) -> tupl
         if not 0 < labels[i] < last or not isinstance(instruction, Compute):
             continue
         seeded = torch.Tag.nondeterministic_seeded in getattr(instruction.target, "tags", ())
-        if seeded or _writes(instruction) or written.intersection((*instruction.results, *instruction.operands)):
+        if seeded or writes_of(instruction) or written.intersection((*instruction.results, *instruction.operands)):
             continue
         if ahead.issuperset(same.get(name, name) for name in instruction.operands):
             twins = twins_of.setdefault(key(instruction), [])
@@ -278,40 +279,28 @@ def _with_common(program: RankProgram, labels: Sequence[int], last: int) -> tupl
     kept = {name for i in moved for name in program.forward[i].results}
     names = {name: other for name, other in same.items() if other in kept and name != other}
     start = next((i for i, label in enumerate(labels) if label > 0), len(labels))
-    order = [
-        *range(start),
-        *moved,
-        *(i for i in range(start, len(labels)) if i not in gone and i not in moved),
-    ]
+    order = [*range(start), *moved, *(i for i in range(start, len(labels)) if i not in gone and i not in moved)]
     forward = tuple(program.forward[i] for i in order)
     merged = replace(program, forward=forward, aliases={**program.aliases, **names})
     return _renamed(merged, names), [0 if i in moved else labels[i] for i in order]
 
 
-def _renamed(program: RankProgram, names: dict[str, str]) -> RankProgram:
-    """Return the program with some values renamed wherever they are read."""
+def _renamed(program: RankProgram, names: Mapping[str, str]) -> RankProgram:
     if not names:
         return program
 
-    def name_of(name: str) -> str:
-        return names.get(name, name)
-
-    def renamed(instruction: Instruction) -> Instruction:
-        return with_operands(instruction, name_of) if set(instruction.operands) & names.keys() else instruction
+    def all_of(values: Iterable[str]) -> tuple[str, ...]:
+        return tuple(names.get(name, name) for name in values)
 
     return replace(
         program,
-        forward=tuple(map(renamed, program.forward)),
-        backward=tuple(map(renamed, program.backward)),
-        saved=tuple(dict.fromkeys(map(name_of, program.saved))),
-        delivered=tuple(map(name_of, program.delivered)),
-        mutations=tuple((buffer, name_of(value)) for buffer, value in program.mutations),
-        gradients={source: name_of(name) for source, name in program.gradients.items()},
+        forward=tuple(with_operands(instruction, names) for instruction in program.forward),
+        backward=tuple(with_operands(instruction, names) for instruction in program.backward),
+        saved=tuple(dict.fromkeys(all_of(program.saved))),
+        delivered=all_of(program.delivered),
+        mutations=tuple((buffer, names.get(value, value)) for buffer, value in program.mutations),
+        gradients={source: names.get(name, name) for source, name in program.gradients.items()},
     )
-
-
-def _writes(instruction: Instruction) -> tuple[str, ...]:
-    return instruction.writes if isinstance(instruction, Compute) else ()
 
 
 def _backward_labels(program: RankProgram, of_op: dict[str, int], last: int) -> list[int]:
@@ -395,18 +384,11 @@ def _sections(
 def _regions(
     program: RankProgram, halves: Sequence[tuple[Sequence[Section], Sequence[Section]]]
 ) -> tuple[CompileRegion, ...]:
-    """Build the regions from their sections, with their inputs and outputs."""
     home: dict[str, tuple[int, int]] = {}  # name -> (region, half)
     for number, both in enumerate(halves):
         for side, sections in enumerate(both):
             home.update({name: (number, side) for section in sections for k in section for name in k.results})
-    outside: dict[str, None] = dict.fromkeys(
-        (
-            *program.delivered,
-            *(value for _, value in program.mutations),
-            *program.gradients.values(),
-        )
-    )
+    outside: dict[str, None] = dict.fromkeys((*program.ends, *program.gradients.values()))
     mine = {id(k) for both in halves for sections in both for section in sections for k in section}
     for instruction in (*program.forward, *program.backward):
         if id(instruction) not in mine:
@@ -439,13 +421,9 @@ def _regions(
 
 def _check_writes(program: RankProgram, home: dict[str, tuple[int, int]]) -> None:
     """Raise BrokenProgram if a kernel overwrites memory that its own region did not allocate."""
-    names = [*program.taken, *(name for name in program.cotangents if name)]
-    root = memories([*program.forward, *program.backward], names)
+    root = memories([*program.forward, *program.backward], (*program.taken, *program.handed))
     for instruction in (*program.forward, *program.backward):
-        for name in _writes(instruction):
+        for name in writes_of(instruction):
             maker = home.get(root[name])
             if instruction.results and maker != home.get(instruction.results[0], maker):
                 raise BrokenProgram(f"{instruction.origin.op} overwrites {name!r} of another region")
-
-
-__all__ = ["CompileRegion", "RegionProgram", "SectionIndex", "divide", "kind_of"]

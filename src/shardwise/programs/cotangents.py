@@ -46,6 +46,3 @@ class Cotangents:
         kwargs = (("dtype", form.dtype), ("device", None))
         into.append(Compute(aten.zeros.default, (form.shape,), kwargs, (name,), ((),), (form,), (None,), origin))
         return name
-
-
-__all__ = ["Cotangents"]

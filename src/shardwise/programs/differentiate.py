@@ -17,30 +17,29 @@ A conversion that changes nothing on this rank adds no instruction. Its result b
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from shardwise.graph.ir import Ref, refs
-from shardwise.programs.buckets import Bucket
+from shardwise.graph.ir import Ref, map_refs, refs
+from shardwise.programs.buckets import Bucket, cuts_windows
 from shardwise.programs.casts import before_first_use, cast, computed_name
 from shardwise.programs.comm_schedule import GradientReduceQueue, legs_ahead
 from shardwise.programs.cotangents import Cotangents
-from shardwise.programs.exchanges import ExchangeWriter, FusedConversions
+from shardwise.programs.exchanges import ExchangeWriter
 from shardwise.programs.forms import Form
 from shardwise.programs.fuse_bias import with_biases
 from shardwise.programs.gradients import gradients_of
-from shardwise.programs.instructions import Arrive, Compute, Depart, Instruction, Origin
+from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction, Origin, with_operands
 from shardwise.programs.lifetimes import with_lifetimes
-from shardwise.programs.local_steps import ConversionGroup, LocalCall, cuts_windows, in_backward_order, renamed
 from shardwise.programs.moves import converted_form
 from shardwise.programs.opaque import Differentiate, Record
-from shardwise.programs.pass_list import mark_overwrites
+from shardwise.programs.pass_list import mark_overwrites, with_saved
 from shardwise.programs.program import LocalOp, LocalProgram
 from shardwise.programs.rank_program import RankProgram, delivered_values
-from shardwise.programs.spmd import conversions_of
-from shardwise.programs.spmd_steps import Conversion, collectives_of
-from shardwise.programs.vjp import BackwardTrace, ForwardTrace, Kernel, VjpCache, needed_kernels, numbered
+from shardwise.programs.spmd import backward_order, conversions_of
+from shardwise.programs.spmd_steps import Conversion, OpStep, collectives_of
+from shardwise.programs.vjp import BackwardTrace, Call, ForwardTrace, VjpCache, needed_kernels, numbered
 
 aten = torch.ops.aten
 
@@ -85,6 +84,34 @@ def finished(program: RankProgram) -> RankProgram:
     Also mark what its exchanges may overwrite.
     """
     return mark_overwrites(with_lifetimes(program))
+
+
+@dataclass(eq=False)
+class _LocalCall:
+    """The call of an operator on this rank. ``names``: its operands in the Spmd program."""
+
+    local: LocalOp
+    call: Call
+    names: tuple[str, ...]
+    kind: ForwardTrace
+    backward: BackwardTrace | None = None
+
+
+def _in_backward_order(
+    entries: Sequence[_LocalCall | Bucket], steps: Sequence[OpStep | Conversion | Bucket]
+) -> list[_LocalCall | Bucket]:
+    """Return the entries in the order that ``spmd.backward_order`` gives to their steps. It depends only on the program
+    that all ranks share, not on this rank."""
+    by_result: dict[str, _LocalCall | Bucket] = {}
+    for entry in entries:
+        results = entry.local.results if isinstance(entry, _LocalCall) else [c.result for c in entry.conversions]
+        by_result.update(dict.fromkeys(results, entry))
+    ordered: dict[int, _LocalCall | Bucket] = {}
+    for step in backward_order(steps):
+        for result in step.placed.op.results if isinstance(step, OpStep) else [c.result for c in conversions_of(step)]:
+            if result in by_result:
+                ordered.setdefault(id(by_result[result]), by_result[result])
+    return list(ordered.values())
 
 
 @dataclass
@@ -142,14 +169,12 @@ class _StepWriter:
         used = dict.fromkeys(name for instruction in self.backward for name in instruction.operands)
         ends = (*map(self.resolve, delivered), *(value for _, value in mutations), *used)
         forward = before_first_use(written, self.casts, ends)
-        available = {name for instruction in forward for name in instruction.results} | set(self.graph.source_of)
-        saved = tuple(name for name in used if name in available)
-        return RankProgram(
+        program = RankProgram(
             self.local.rank,
             self.spmd,
             tuple(forward),
             tuple(self.backward),
-            saved,
+            (),
             tuple(map(self.resolve, delivered)),
             mutations,
             tuple(seeds),
@@ -158,6 +183,7 @@ class _StepWriter:
             self.forms | self.stored,
             dict(self.vjp_cache.untraceable),
         )
+        return with_saved(program)
 
     def resolve(self, name: str) -> str:
         return self.aliases.get(name, name)
@@ -180,15 +206,12 @@ class _StepWriter:
                 self.parameter_values.add(source.value)
 
     def _needed(self, delivered: Iterable[str]) -> list[LocalOp | Conversion | Bucket]:
-        """Return the local instructions on which the delivered values and the mutations depend."""
         needed = {*delivered, *(value for _, value in self.spmd.mutations)}
         kept: list[LocalOp | Conversion | Bucket] = []
         for instruction in reversed(with_biases(self.local)):
             if isinstance(instruction, LocalOp):
                 results: Iterable[str] = instruction.results
-                operands: Iterable[str] = refs(
-                    (instruction.call.args, tuple(value for _, value in instruction.call.kwargs))
-                )
+                operands: Iterable[str] = refs((instruction.call.args, instruction.call.kwargs))
             else:
                 results = [conversion.result for conversion in conversions_of(instruction)]
                 operands = [conversion.value for conversion in conversions_of(instruction)]
@@ -199,21 +222,19 @@ class _StepWriter:
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
-    def _entries(self, instructions: Iterable[LocalOp | Conversion | Bucket]) -> list[LocalCall | ConversionGroup]:
-        """Return the instructions as entries, and record the form of each result in ``forms``."""
-        entries: list[LocalCall | ConversionGroup] = []
+    def _entries(self, instructions: Iterable[LocalOp | Conversion | Bucket]) -> list[_LocalCall | Bucket]:
+        entries: list[_LocalCall | Bucket] = []
         for instruction in instructions:
             if isinstance(instruction, LocalOp):
                 entries.append(self._call(instruction))
             else:
-                of_parameters = isinstance(instruction, Bucket) and instruction.of_parameters
-                entry = ConversionGroup(conversions_of(instruction), of_parameters)
+                entry = instruction if isinstance(instruction, Bucket) else Bucket((instruction,), False)
                 for conversion in entry.conversions:
                     self._converted(conversion)
                 entries.append(entry)
         return entries
 
-    def _call(self, local: LocalOp) -> LocalCall:
+    def _call(self, local: LocalOp) -> _LocalCall:
         call, names = numbered(local.call.target, local.call.args, local.call.kwargs)
         kind = self.vjp_cache.forward(call, tuple(self.forms[name] for name in names))
         assert len(kind.results) == len(local.results), f"{local.op}: {len(kind.results)} results"
@@ -224,7 +245,7 @@ class _StepWriter:
                 self._alias(result, names[int(name)])
         if names and all(name in self.parameter_values for name in names):
             self.parameter_values.update(local.results)
-        return LocalCall(local, call, names, kind, local.results)
+        return _LocalCall(local, call, names, kind)
 
     def _alias(self, name: str, other: str) -> None:
         """Record that ``name`` is the same tensor as ``other``. Only ``requires_grad`` may differ."""
@@ -240,20 +261,20 @@ class _StepWriter:
         if conversion.value in self.parameter_values:
             self.parameter_values.add(conversion.result)
 
-    def _write_forward(self, entries: Sequence[LocalCall | ConversionGroup]) -> list[Instruction]:
+    def _write_forward(self, entries: Sequence[_LocalCall | Bucket]) -> list[Instruction]:
         forward: list[Instruction] = []
         departing = [
             entry
             for entry in entries
-            if self.overlap and isinstance(entry, ConversionGroup) and entry.of_parameters and self._sends(entry, False)
+            if self.overlap and isinstance(entry, Bucket) and entry.of_parameters and self._sends(entry, False)
         ]
-        flights = [self.exchanges.on_its_way(self._travellers(entry, backward=False)) for entry in departing]
+        flights = [self.exchanges.on_its_way(self._exchange(entry, backward=False)) for entry in departing]
         places = [self.spmd.place_of(entry.conversions) for entry in departing]
         start, *slots = legs_ahead([len(legs) - 1 for legs in flights], places)
         needed = {id(entry): (slot, legs[-1]) for entry, slot, legs in zip(departing, slots, flights, strict=True)}
         forward += [instruction for flight, leg in start for instruction in flights[flight][leg]]
         for entry in entries:
-            if isinstance(entry, LocalCall):
+            if isinstance(entry, _LocalCall):
                 forward += self._forward_of(entry)
             elif id(entry) in needed:  # depart the messages of later entries before waiting for this one
                 slot, arrival = needed[id(entry)]
@@ -263,34 +284,34 @@ class _StepWriter:
                 forward += self._exchanged(entry, backward=False)
         return forward
 
-    def _forward_of(self, entry: LocalCall) -> list[Instruction]:
+    def _forward_of(self, entry: _LocalCall) -> list[Instruction]:
         local, kind = entry.local, entry.kind
         origin = Origin(local.op, local.source, "forward")
         operands = tuple(map(self.resolve, entry.names))
         if entry.backward is not None and entry.backward.opaque:
             requires_grad = tuple(self.forms[name].requires_grad for name in entry.names)
-            tape = f"{entry.results[0]}.tape"
+            tape = f"{entry.local.results[0]}.tape"
             self.forms[tape] = Form((), (), torch.uint8, False)
-            forms = (*(self.forms[result] for result in entry.results), self.forms[tape])
+            forms = (*(self.forms[result] for result in entry.local.results), self.forms[tape])
             places = tuple((i,) for i in range(len(forms)))
             target, args = Record(entry.call, requires_grad), tuple(map(Ref, operands))
             shares = (None,) * len(forms)
-            return [Compute(target, args, (), (*entry.results, tape), places, forms, shares, origin)]
+            return [Compute(target, args, (), (*entry.local.results, tape), places, forms, shares, origin)]
         if entry.backward is None or entry.backward.whole:
             names = dict(zip(map(str, range(len(operands))), operands, strict=True))
             kept = [i for i, name in enumerate(kind.results) if not name.isdigit()]
             if not kept:
                 return []  # it returns its operand
-            named = dict(zip(kind.results, entry.results, strict=True))
-            args, kwargs = renamed(entry.call[1], entry.call[2], names)
+            named = dict(zip(kind.results, entry.local.results, strict=True))
+            args, kwargs = map_refs(entry.call[1:], lambda name: Ref(names[name]))
             return [
                 Compute(
                     entry.call[0],
                     args,
                     kwargs,
-                    tuple(entry.results[i] for i in kept),
+                    tuple(entry.local.results[i] for i in kept),
                     tuple(kind.places[i] for i in kept),
-                    tuple(self.forms[entry.results[i]] for i in kept),
+                    tuple(self.forms[entry.local.results[i]] for i in kept),
                     tuple(
                         None if (shared := kind.shares[i]) is None else names.get(shared) or named[shared] for i in kept
                     ),
@@ -301,44 +322,43 @@ class _StepWriter:
         return self._kernels_of(entry, kind, entry.backward, origin)
 
     def _kernels_of(
-        self, entry: LocalCall, kind: ForwardTrace, backward: BackwardTrace, origin: Origin
+        self, entry: _LocalCall, kind: ForwardTrace, backward: BackwardTrace, origin: Origin
     ) -> list[Instruction]:
         """Return one instruction per kernel that the results or the backward of a call need."""
         kept = needed_kernels(kind.kernels, {*kind.results, *backward.needs})
         names = self._forward_names(entry)
         return [self._compute(kernel, names, origin) for kernel in kept]
 
-    def _forward_names(self, entry: LocalCall) -> dict[str, str]:
+    def _forward_names(self, entry: _LocalCall) -> dict[str, str]:
         """Map the forward names of the call's trace (``programs.vjp``) to names of the program."""
         names = {str(i): self.resolve(name) for i, name in enumerate(entry.names)}
-        names |= {name: self.resolve(result) for name, result in zip(entry.kind.results, entry.results, strict=True)}
+        names |= {
+            name: self.resolve(result) for name, result in zip(entry.kind.results, entry.local.results, strict=True)
+        }
         for kernel in entry.kind.kernels:
             for name in kernel.results:
-                names.setdefault(name, f"{entry.results[0]}.{name}")
+                names.setdefault(name, f"{entry.local.results[0]}.{name}")
         return names
 
-    def _compute(self, kernel: Kernel, names: Mapping[str, str], origin: Origin) -> Compute:
-        args, kwargs = renamed(kernel.args, kernel.kwargs, names)
+    def _compute(self, kernel: Compute, names: Mapping[str, str], origin: Origin) -> Compute:
         results = tuple(names[name] for name in kernel.results)
         for name, form in zip(results, kernel.forms, strict=True):
             self.forms.setdefault(name, form.with_gradient(False))
-        shares = tuple(None if shared is None else names[shared] for shared in kernel.shares)
-        writes = tuple(names[name] for name in kernel.writes)
         forms = tuple(self.forms[name] for name in results)
-        return Compute(kernel.target, args, kwargs, results, kernel.places, forms, shares, origin, writes)
+        return replace(with_operands(kernel, names), results=results, forms=forms, origin=origin)
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def _write_backward(self, entries: Sequence[LocalCall | ConversionGroup]) -> None:
+    def _write_backward(self, entries: Sequence[_LocalCall | Bucket]) -> None:
         """Write backward, from the last entry to the first.
 
-        Of the conversions before a call, those of values come before those of parameters (``in_backward_order``).
+        Of the conversions before a call, those of values come before those of parameters (``_in_backward_order``).
         ``late`` holds the parameter gradients of the call visited last. They are written before the next call, or
         between departure and arrival of a message.
         """
         late: list[Instruction] = []
-        for entry in in_backward_order(entries, self.spmd.steps):
-            if isinstance(entry, LocalCall):
+        for entry in _in_backward_order(entries, self.spmd.steps):
+            if isinstance(entry, _LocalCall):
                 self.backward += late
                 late = self._backward_of(entry)
                 continue
@@ -351,12 +371,12 @@ class _StepWriter:
                 self.backward += late
                 late = []
             if entry.of_parameters and sends and self.overlap:
-                legs = self.exchanges.on_its_way(self._travellers(entry, backward=True))
+                legs = self.exchanges.on_its_way(self._exchange(entry, backward=True))
                 place = self.spmd.place_of(entry.conversions)
                 for leg in self.returning.leave(place, self._sends(entry, False) > 0, legs):
                     self._go_on(leg)
             elif sends == 1 and self.overlap and late and not cuts_windows(entry.conversions):
-                departure, arrival = self.exchanges.on_its_way(self._travellers(entry, backward=True))
+                departure, arrival = self.exchanges.on_its_way(self._exchange(entry, backward=True))
                 self._go_on(departure)
                 self.backward += late
                 late = []
@@ -373,11 +393,11 @@ class _StepWriter:
         """Append a leg of an exchange of cotangents. A leg that ends with an arrival is final: record its results."""
         self.backward += leg
         if isinstance(leg[-1], Arrive):
-            self._arrived(leg[-1], self.backward)
+            self._arrived(leg[-1].conversions, leg[-1].results, self.backward)
 
-    def _backward_of(self, entry: LocalCall) -> list[Instruction]:
+    def _backward_of(self, entry: _LocalCall) -> list[Instruction]:
         """Append the kernels for the cotangents of values. Return those for the gradients of parameters."""
-        cotangents = tuple(self.cotangents.names.get(result) for result in entry.results)
+        cotangents = tuple(self.cotangents.names.get(result) for result in entry.local.results)
         if not any(cotangents):
             return []
         operands = tuple(self.forms[name] for name in entry.names)
@@ -393,7 +413,7 @@ class _StepWriter:
             self._differentiate(entry, kind, cotangents, origin, names)
         else:
             for name in {name for kernel in kind.kernels for name in kernel.results}:
-                names[name] = f"{entry.results[0]}'{name}"
+                names[name] = f"{entry.local.results[0]}'{name}"
             first = kind.kernels_beside(weights)
             for kernel in kind.kernels:
                 if kernel in first:
@@ -405,7 +425,7 @@ class _StepWriter:
                 continue
             into, why = (late, late_origin) if i in weights else (self.backward, origin)
             if cotangent is None:  # PyTorch returns no zeros; but all ranks must run the same exchanges
-                name = self.cotangents.zeros(f"{entry.results[0]}'0:{i}", operands[i], why, into)
+                name = self.cotangents.zeros(f"{entry.local.results[0]}'0:{i}", operands[i], why, into)
             else:
                 name = names[cotangent]
             self.cotangents.add(entry.names[i], name, why, into)
@@ -413,7 +433,7 @@ class _StepWriter:
 
     def _differentiate(
         self,
-        entry: LocalCall,
+        entry: _LocalCall,
         kind: BackwardTrace,
         cotangents: Sequence[str | None],
         origin: Origin,
@@ -421,11 +441,11 @@ class _StepWriter:
     ) -> None:
         """Write the backward of a call that only autograd can differentiate."""
         requested = [(i, name) for i, name in enumerate(kind.cotangents) if name is not None]
-        results = tuple(f"{entry.results[0]}'{name}" for _, name in requested)
+        results = tuple(f"{entry.local.results[0]}'{name}" for _, name in requested)
         names.update({name: result for (_, name), result in zip(requested, results, strict=True)})
         forms = tuple(form for form in kind.forms if form is not None)
         self.forms.update(zip(results, forms, strict=True))
-        args = (Ref(f"{entry.results[0]}.tape"), *(Ref(name) for name in cotangents if name is not None))
+        args = (Ref(f"{entry.local.results[0]}.tape"), *(Ref(name) for name in cotangents if name is not None))
         places = tuple((i,) for i in range(len(results)))
         target = Differentiate(tuple(name is not None for name in cotangents))
         shares = (None,) * len(results)
@@ -433,17 +453,16 @@ class _StepWriter:
 
     # -- exchanges -----------------------------------------------------------------------------------------------------
 
-    def _travelling(self, entry: ConversionGroup, *, backward: bool) -> tuple[Conversion, ...]:
+    def _travelling(self, entry: Bucket, *, backward: bool) -> tuple[Conversion, ...]:
         """Return the conversions of an exchange that run in a direction: in backward, those with a cotangent."""
         if not backward:
             return entry.conversions
         return tuple(conversion for conversion in entry.conversions if conversion.result in self.cotangents.names)
 
-    def _sends(self, entry: ConversionGroup, backward: bool) -> int:
-        """Return the number of messages of an exchange."""
+    def _sends(self, entry: Bucket, backward: bool) -> int:
         return len(collectives_of(self._travelling(entry, backward=backward), backward=backward))
 
-    def _travellers(self, entry: ConversionGroup, *, backward: bool) -> FusedConversions:
+    def _exchange(self, entry: Bucket, *, backward: bool) -> Convert:
         conversions = self._travelling(entry, backward=backward)
         if backward:
             operands = tuple(map(self._to_reduce, conversions))
@@ -453,7 +472,9 @@ class _StepWriter:
         else:
             operands = tuple(self.resolve(conversion.value) for conversion in conversions)
             results = tuple(conversion.result for conversion in conversions)
-        return FusedConversions(conversions, operands, results, backward, entry.of_parameters)
+        return self.exchanges.convert(
+            conversions, operands, results, backward=backward, of_parameters=entry.of_parameters
+        )
 
     def _to_reduce(self, conversion: Conversion) -> str:
         """Return the name of a conversion's cotangent in its reduction dtype. Append the cast if needed."""
@@ -465,21 +486,20 @@ class _StepWriter:
             self.backward.append(self.exchanges.cast(name, dtype, conversion))
         return result
 
-    def _exchanged(self, entry: ConversionGroup, *, backward: bool) -> list[Instruction]:
+    def _exchanged(self, entry: Bucket, *, backward: bool) -> list[Instruction]:
         """Return the instructions of a blocking exchange. Without messages these are local conversions only."""
         written: list[Instruction] = []
         if self._sends(entry, backward):
-            together = self._travellers(entry, backward=backward)
-            written.append(self.exchanges.on_the_spot(together))
+            written.append(exchange := self._exchange(entry, backward=backward))
             if backward:
-                self._arrived(together, written)
+                self._arrived(exchange.conversions, exchange.results, written)
             return written
         for conversion in self._travelling(entry, backward=backward):
             if backward:
                 self._convert_back(conversion, written)
             elif conversion.result not in self.aliases:
                 operands, results = (self.resolve(conversion.value),), (conversion.result,)
-                written.append(self.exchanges.on_the_spot(FusedConversions((conversion,), operands, results, False)))
+                written.append(self.exchanges.convert((conversion,), operands, results, backward=False))
         return written
 
     def _convert_back(self, conversion: Conversion, written: list[Instruction]) -> None:
@@ -489,13 +509,12 @@ class _StepWriter:
         cotangent = self.cotangents.names[conversion.result]
         _, _, identity = converted_form(conversion.moves, self.coordinates, self.forms[cotangent], backward=True)
         result = cotangent if identity else f"{cotangent}>{conversion.value}"
-        together = FusedConversions((conversion,), (cotangent,), (result,), True)
         if not identity:
-            written.append(self.exchanges.on_the_spot(together))
-        self._arrived(together, written)
+            written.append(self.exchanges.convert((conversion,), (cotangent,), (result,), backward=True))
+        self._arrived((conversion,), (result,), written)
 
-    def _arrived(self, exchange: FusedConversions | Arrive, into: list[Instruction]) -> None:
-        for conversion, result in zip(exchange.conversions, exchange.results, strict=True):
+    def _arrived(self, conversions: Sequence[Conversion], results: Sequence[str], into: list[Instruction]) -> None:
+        for conversion, result in zip(conversions, results, strict=True):
             origin, value = self.exchanges.origin(conversion, True), self.graph.by_name[conversion.origin]
             if conversion.origin not in self.graph.source_of and self.forms[result].dtype != value.dtype:
                 # It was reduced in another dtype; the backward of the value's producer needs the value's dtype.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,20 +11,9 @@ from shardwise.graph.ir import Graph
 from shardwise.layouts.text import format_dtype
 from shardwise.programs.casts import cast
 from shardwise.programs.forms import Form
-from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Origin, Part
+from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Origin, Part, in_flight
 from shardwise.programs.moves import converted_form
 from shardwise.programs.spmd_steps import Conversion, legs_of
-
-
-@dataclass(frozen=True)
-class FusedConversions:
-    """Conversions that share messages in one direction, with the names of their operands and results."""
-
-    conversions: tuple[Conversion, ...]
-    operands: tuple[str, ...]
-    results: tuple[str, ...]
-    backward: bool
-    of_parameters: bool = False
 
 
 @dataclass
@@ -36,44 +25,37 @@ class ExchangeWriter:
     forms: dict[str, Form]
     _flights: int = field(default=0)
 
-    def on_the_spot(self, travellers: FusedConversions) -> Convert:
-        forms, shares = self._forms_and_shares(travellers)
-        return Convert(
-            travellers.conversions,
-            travellers.backward,
-            travellers.operands,
-            travellers.results,
-            forms,
-            shares,
-            self.origin(travellers.conversions[0], travellers.backward),
-            travellers.of_parameters,
-        )
+    def convert(
+        self,
+        conversions: tuple[Conversion, ...],
+        operands: tuple[str, ...],
+        results: tuple[str, ...],
+        *,
+        backward: bool,
+        of_parameters: bool = False,
+    ) -> Convert:
+        """Return conversions that share their messages as one blocking instruction."""
+        forms, shares = self.forms_and_shares(conversions, operands, results, backward=backward)
+        origin = self.origin(conversions[0], backward)
+        return Convert(conversions, backward, operands, results, forms, shares, origin, of_parameters)
 
-    def on_its_way(self, travellers: FusedConversions) -> list[tuple[Depart | Arrive, ...]]:
+    def on_its_way(self, whole: Convert) -> list[tuple[Depart | Arrive, ...]]:
         """Return the legs of an exchange (``programs.comm_schedule``); every message is a flight of its own."""
         legs: list[tuple[Depart | Arrive, ...]] = [()]
-        parts = legs_of(travellers.conversions, backward=travellers.backward)
-        operands = travellers.operands
+        parts = legs_of(whole.conversions, backward=whole.backward)
+        operands = whole.operands
         for number, conversions in enumerate(parts, 1):
             is_last = number == len(parts)
-            results = travellers.results if is_last else tuple(f"{name}+{number}" for name in travellers.results)
-            part = replace(travellers, conversions=conversions, operands=operands, results=results)
-            departure, arrival = self._flight(part)
+            results = whole.results if is_last else tuple(f"{name}+{number}" for name in whole.results)
+            part = self.convert(
+                conversions, operands, results, backward=whole.backward, of_parameters=whole.of_parameters
+            )
+            departure, arrival = in_flight(part, f"flight {self._flights}")
+            self._flights += 1
             legs[-1] += (departure,)
             legs.append((arrival,))
             operands = results
         return legs
-
-    def _flight(self, travellers: FusedConversions) -> tuple[Depart, Arrive]:
-        """Return the departure and the arrival of one message."""
-        flight = f"flight {self._flights}"
-        self._flights += 1
-        forms, shares = self._forms_and_shares(travellers)
-        conversions, backward = travellers.conversions, travellers.backward
-        origin, of_parameters = self.origin(conversions[0], backward), travellers.of_parameters
-        departure = Depart(flight, conversions, backward, travellers.operands, origin, of_parameters)
-        arrival = Arrive(flight, conversions, backward, travellers.results, forms, shares, origin, of_parameters)
-        return departure, arrival
 
     def cast(self, name: str, dtype: torch.dtype, conversion: Conversion) -> Compute:
         """Return the cast of a conversion's cotangent to another dtype, before or after its reduction."""
@@ -90,14 +72,19 @@ class ExchangeWriter:
         part: Part = "input" if backward else "forward"
         return Origin(op.name if op else conversion.op, op.source if op else "", part)
 
-    def _forms_and_shares(self, travellers: FusedConversions) -> tuple[tuple[Form, ...], tuple[str | None, ...]]:
+    def forms_and_shares(
+        self,
+        conversions: Sequence[Conversion],
+        operands: Sequence[str],
+        results: Sequence[str],
+        *,
+        backward: bool,
+    ) -> tuple[tuple[Form, ...], tuple[str | None, ...]]:
         """Return the form of each result, and the operand whose memory it shares, or None."""
         forms, shares = [], []
-        named = zip(travellers.conversions, travellers.operands, travellers.results, strict=True)
-        for conversion, operand, result in named:
-            form, shared, _ = converted_form(
-                conversion.moves, self.coordinates, self.forms[operand], backward=travellers.backward
-            )
+        for conversion, operand, result in zip(conversions, operands, results, strict=True):
+            moves, form = conversion.moves, self.forms[operand]
+            form, shared, _ = converted_form(moves, self.coordinates, form, backward=backward)
             before = self.forms.get(result)
             form = self.forms[result] = form.with_gradient(before is not None and before.requires_grad)
             forms.append(form)

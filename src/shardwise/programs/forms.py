@@ -57,6 +57,16 @@ class Form:
         return self.stride == Form.contiguous(self.shape, self.dtype).stride or 0 in self.shape
 
     @property
+    def is_dense(self) -> bool:
+        """Return whether a copy has the same strides: there are no gaps and no repeated elements."""
+        step = 1
+        for stride, size in sorted(zip(self.stride, self.shape, strict=True)):
+            if size != 1 and stride != step:
+                return False
+            step *= size
+        return True
+
+    @property
     def num_bytes(self) -> int:
         """Return the bytes of a tensor that shares its memory with no other. Expanded dims count once."""
         count = self.dtype.itemsize
@@ -70,7 +80,6 @@ class Form:
 
 @lru_cache(maxsize=16384)
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

@@ -64,7 +64,7 @@ def _uses(program: LocalProgram) -> Counter[str]:
     uses: Counter[str] = Counter()
     for instruction in program.instructions:
         if isinstance(instruction, LocalOp):
-            uses.update(refs((instruction.call.args, tuple(value for _, value in instruction.call.kwargs))))
+            uses.update(refs((instruction.call.args, instruction.call.kwargs)))
         else:
             uses.update(conversion.value for conversion in conversions_of(instruction))
     spmd = program.spmd

@@ -13,13 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.layouts.text import format_dtype
-from shardwise.programs.casts import CAST, cast, computed_name
+from shardwise.programs.casts import CAST, computed_name
+from shardwise.programs.exchanges import ExchangeWriter
 from shardwise.programs.forms import Form
 from shardwise.programs.gradients import gradients_of
 from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction, converts_only
-from shardwise.programs.moves import converted_form
-from shardwise.programs.pass_list import mark_overwrites
+from shardwise.programs.pass_list import mark_overwrites, part_of, with_saved
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.spmd import SpmdProgram, conversions_of
 from shardwise.programs.spmd_steps import Conversion, OpStep
@@ -77,36 +76,26 @@ def converted_once(spmd: SpmdProgram, predicate: Callable[[str, Conversion | Non
 def repeated(program: RankProgram) -> GradAccumProgram:
     """Divide ``program``, the step of one micro-batch, into the part of every micro-batch and the parts done once."""
     once = program.spmd.lifetimes.once
-    empty = replace(program, forward=(), backward=(), saved=(), delivered=(), mutations=(), cotangents=(), gradients={})
     ahead, rest = _divided(program.forward, once)
-    backward, behind, forms = _Reductions(program, once).apart()
-    made_ahead = [name for instruction in ahead for name in instruction.results]
-    read = {name for instruction in (*rest, *backward.instructions) for name in instruction.operands}
-    read |= {*program.delivered, *(value for _, value in program.mutations)}
-    ahead_names = tuple(name for name in made_ahead if name in read)
-    available = {*program.spmd.graph.source_of, *ahead_names, *(name for i in rest for name in i.results)}
-    made_late = {name for instruction in backward.instructions for name in instruction.results}
-    read_late = dict.fromkeys(name for instruction in backward.instructions for name in instruction.operands)
+    reductions = _Reductions(program, once)
+    (backward, gradients), (behind, final) = reductions.apart()
+    read = {name for instruction in (*rest, *backward) for name in instruction.operands} | {*program.ends}
+    made_ahead = tuple(name for instruction in ahead for name in instruction.results if name in read)
     each = replace(
         program,
         forward=tuple(rest),
-        backward=backward.instructions,
-        saved=tuple(name for name in read_late if name in available and name not in made_late),
-        gradients=backward.gradients,
-        forms=forms,
-        given=ahead_names,
+        backward=tuple(backward),
+        gradients=gradients,
+        forms=reductions.forms,
+        given=made_ahead,
     )
-    first = replace(empty, forward=tuple(ahead), delivered=ahead_names, cotangents=(None,) * len(ahead_names))
-    sums = tuple(backward.gradients[source] for source in behind.gradients)
-    last = replace(
-        empty,
-        backward=behind.instructions,
-        given=sums,
-        saved=sums,
-        gradients=behind.gradients,
-        forms=forms,
+    sums = tuple(gradients[source] for source in final)
+    after = {"backward": tuple(behind), "gradients": final, "forms": reductions.forms}
+    return GradAccumProgram(
+        mark_overwrites(part_of(program, forward=tuple(ahead), delivered=made_ahead)),
+        mark_overwrites(with_saved(each)),
+        mark_overwrites(part_of(program, **after, given=sums, saved=sums)),
     )
-    return GradAccumProgram(mark_overwrites(first), mark_overwrites(each), mark_overwrites(last))
 
 
 def _divided(instructions: Sequence[Instruction], once: frozenset[str]) -> tuple[list[Instruction], list[Instruction]]:
@@ -120,12 +109,7 @@ def _divided(instructions: Sequence[Instruction], once: frozenset[str]) -> tuple
     return chosen, rest
 
 
-@dataclass(frozen=True)
-class _BackwardHalf:
-    """Instructions of backward. ``gradients``: source -> the name of its gradient."""
-
-    instructions: tuple[Instruction, ...]
-    gradients: Mapping[str, str]
+_Half = tuple[list[Instruction], dict[str, str]]  # instructions of backward, and source -> its gradient
 
 
 class _Reductions:
@@ -134,21 +118,20 @@ class _Reductions:
     def __init__(self, program: RankProgram, once: frozenset[str]) -> None:
         self.program, self.once = program, once
         self.graph, self.forms = program.spmd.graph, dict(program.forms)
-        self.coordinates = program.spmd.mesh.coordinates(program.rank)
+        self.exchanges = ExchangeWriter(self.graph, program.spmd.mesh.coordinates(program.rank), self.forms)
 
-    def apart(self) -> tuple[_BackwardHalf, _BackwardHalf, Mapping[str, Form]]:
-        """Return the backward of a micro-batch, that after the last one, and the forms of all names."""
+    def apart(self) -> tuple[_Half, _Half]:
+        """Return the backward of a micro-batch, and that after the last one."""
         repeated, reductions = self._divided()
         taken = self._reduced_cotangents(repeated, reductions)  # source -> the cotangent that is reduced
         final = {source: name for source, name in self.program.gradients.items() if source in taken}
         cotangents = {**self.program.gradients, **taken}
         read = {name for instruction in repeated for name in instruction.operands} | set(cotangents.values())
         left = [i for i in repeated if not _is_cast(i) or read.intersection(i.results)]
-        written, gradients = gradients_of(self.graph, cotangents, left, self.forms)
-        behind = self._of_sums(reductions, {source: gradients[source] for source in final})
+        each = gradients_of(self.graph, cotangents, left, self.forms)
+        behind = self._of_sums(reductions, {source: each[1][source] for source in final})
         # A reduction may return a view of the sum, which then needs a copy.
-        reduced, final = gradients_of(self.graph, final, behind, self.forms)
-        return _BackwardHalf(tuple(written), gradients), _BackwardHalf(tuple(reduced), final), self.forms
+        return each, gradients_of(self.graph, final, behind, self.forms)
 
     def _divided(self) -> tuple[list[Instruction], list[Instruction]]:
         """Return the instructions of every micro-batch, and the reductions with what depends on them alone."""
@@ -193,40 +176,28 @@ class _Reductions:
                     sent[instruction.flight] = operands
                     written.append(replace(instruction, operands=operands))
                 else:
-                    forms, shares = self._forms_and_shares(instruction, operands)
-                    written.append(replace(instruction, operands=operands, forms=forms, shares=shares))
+                    written.append(self._reduced(instruction, operands))
             elif isinstance(instruction, Arrive):
-                forms, shares = self._forms_and_shares(instruction, sent[instruction.flight])
-                written.append(replace(instruction, forms=forms, shares=shares))
+                written.append(self._reduced(instruction, sent[instruction.flight]))
             else:
                 written.append(instruction)
         return written
 
-    def _to_reduce(self, total: str, form: Form, reduction: Instruction, written: list[Instruction]) -> str:
+    def _reduced(self, instruction: Convert | Arrive, operands: tuple[str, ...]) -> Instruction:
+        """Return the instruction with the forms of its results for these operands."""
+        forms, shares = self.exchanges.forms_and_shares(
+            instruction.conversions, operands, instruction.results, backward=True
+        )
+        changed = replace(instruction, forms=forms, shares=shares)
+        return replace(changed, operands=operands) if isinstance(changed, Convert) else changed
+
+    def _to_reduce(self, total: str, form: Form, reduction: Convert | Depart, written: list[Instruction]) -> str:
         """Return the sum in the dtype of the reduction's operand; append the cast if needed."""
         if self.forms[total].dtype == form.dtype:
             return total
-        result = f"{total}~{format_dtype(form.dtype)}"
-        self.forms[result] = Form.contiguous(form.shape, form.dtype)
-        written.append(cast(total, result, self.forms[result], reduction.origin))
-        return result
-
-    def _forms_and_shares(
-        self, instruction: Convert | Arrive, operands: Sequence[str]
-    ) -> tuple[tuple[Form, ...], tuple[str | None, ...]]:
-        """Return the forms and shares of the results for some operands, and record the forms."""
-        forms: list[Form] = []
-        shares: list[str | None] = []
-        for conversion, operand, result in zip(instruction.conversions, operands, instruction.results, strict=True):
-            form, shared, _ = converted_form(conversion.moves, self.coordinates, self.forms[operand], backward=True)
-            forms.append(form)
-            shares.append(operand if shared else None)
-            self.forms[result] = form
-        return tuple(forms), tuple(shares)
+        written.append(self.exchanges.cast(total, form.dtype, reduction.conversions[0]))
+        return written[-1].results[0]
 
 
 def _is_cast(instruction: Instruction) -> bool:
     return isinstance(instruction, Compute) and instruction.target == CAST and instruction.origin.part == "cast"
-
-
-__all__ = ["GradAccumProgram", "converted_once", "repeated", "with_once"]

@@ -11,8 +11,7 @@ import torch
 from shardwise.graph.ir import Graph, Ref
 from shardwise.programs.casts import cast
 from shardwise.programs.forms import Form
-from shardwise.programs.instructions import Compute, Instruction, Origin
-from shardwise.programs.pass_list import memories
+from shardwise.programs.instructions import Compute, Instruction, Origin, memories, writes_of
 
 aten = torch.ops.aten
 
@@ -60,6 +59,6 @@ def _last_writes(instructions: Sequence[Instruction], root: Mapping[str, str]) -
     """Map each memory to the position of the last instruction that defines a name for it, or writes to it."""
     last: dict[str, int] = {}
     for position, instruction in enumerate(instructions):
-        writes = instruction.writes if isinstance(instruction, Compute) else ()
-        last.update((root.get(name, name), position) for name in (*instruction.results, *writes))
+        written = (*instruction.results, *writes_of(instruction))
+        last.update((root.get(name, name), position) for name in written)
     return last

@@ -29,14 +29,14 @@ from shardwise.programs.instructions import (
     Convert,
     Copy,
     Instruction,
+    memories,
     sent_by,
-    shares_of,
     with_operands,
     with_results,
 )
 from shardwise.programs.lifetimes import AGAIN
 from shardwise.programs.micro_batches import is_of_step
-from shardwise.programs.pass_list import mark_overwrites, memories
+from shardwise.programs.pass_list import mark_overwrites, part_of, with_saved
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.spmd import SpmdProgram, conversions_of
 from shardwise.programs.spmd_steps import Conversion, OpStep
@@ -208,13 +208,6 @@ def _may_be_view(step: OpStep | Conversion) -> bool:
 # ----------------------------------------------------------------------------------------------- the program of a rank
 
 
-def _reading(instruction: Instruction, names: Mapping[str, str]) -> Instruction:
-    """Return the instruction with some names renamed that it reads or shares memory with."""
-    if names.keys().isdisjoint((*instruction.operands, *(name for name in shares_of(instruction) if name is not None))):
-        return instruction
-    return with_operands(instruction, lambda name: names.get(name, name))
-
-
 @dataclass
 class _Dividing:
     program: RankProgram
@@ -234,33 +227,26 @@ class _Dividing:
         same |= {name + AGAIN: kept for name, kept in same.items()}
         forward = [instruction for instruction in program.forward if not used.intersection(instruction.results)]
         forward, backward = (
-            [_reading(instruction, same) if same else instruction for instruction in half]
-            for half in (forward, program.backward)
+            [with_operands(instruction, same) for instruction in half] for half in (forward, program.backward)
         )
         forward, backward = self._without_unread(forward, backward, set(makers))
-        read = {name for instruction in (*forward, *backward) for name in instruction.operands} | self._ends
+        read = {name for instruction in (*forward, *backward) for name in instruction.operands}.union(program.ends)
         constants = tuple(
             name for instruction in program.forward for name in instruction.results if name in used and name in read
         )
-        available = {*program.taken, *constants, *(name for instruction in forward for name in instruction.results)}
-        late = dict.fromkeys(name for instruction in backward for name in instruction.operands)
         step = replace(
             program,
             forward=tuple(forward),
             backward=tuple(backward),
-            saved=tuple(name for name in late if name in available),
             aliases={name: same.get(other, other) for name, other in program.aliases.items()} | same,
             given=(*program.given, *constants),
         )
-        return HoistedProgram(self._making(constants, makers), mark_overwrites(step) if constants else program)
+        step = mark_overwrites(with_saved(step)) if constants else program
+        return HoistedProgram(self._making(constants, makers), step)
 
     @property
     def spmd(self) -> SpmdProgram:
         return self.program.spmd
-
-    @property
-    def _ends(self) -> set[str]:
-        return {*self.program.delivered, *(value for _, value in self.program.mutations)}
 
     def _constants(self, analysis: _Analysis) -> dict[str, Instruction]:
         """Map names to the instructions of forward that compute them from constants."""
@@ -277,7 +263,7 @@ class _Dividing:
         self, forward: Sequence[Instruction], backward: Sequence[Instruction], constants: set[str]
     ) -> tuple[list[Instruction], list[Instruction]]:
         """Return both halves without constants, also recomputed ones, that no instruction reads any more."""
-        read = set(self._ends)
+        read = set(self.program.ends)
         constants = constants | {name + AGAIN for name in constants}
         left: tuple[list[Instruction], list[Instruction]] = [], []
         for half, instructions in ((1, backward), (0, forward)):
@@ -290,7 +276,6 @@ class _Dividing:
         return left[0][::-1], left[1][::-1]
 
     def _making(self, names: Sequence[str], makers: Mapping[str, Instruction]) -> RankProgram:
-        """Return the program that delivers some constants."""
         needed: set[str] = set()
         waiting = list(names)
         while waiting:
@@ -301,18 +286,8 @@ class _Dividing:
         program = self.program
         forward = [instruction for instruction in program.forward if needed.intersection(instruction.results)]
         forms = dict(program.forms)
-        return replace(
-            program,
-            forward=tuple(_of_their_own(forward, names, program, forms)),
-            backward=(),
-            saved=(),
-            delivered=tuple(names),
-            mutations=(),
-            cotangents=(None,) * len(names),
-            gradients={},
-            forms=forms,
-            given=(),
-        )
+        forward = _of_their_own(forward, names, program, forms)
+        return part_of(program, forward=tuple(forward), delivered=tuple(names), forms=forms, given=())
 
 
 def _is_steady(kernel: Compute) -> bool:
@@ -323,7 +298,6 @@ def _is_steady(kernel: Compute) -> bool:
 def _of_their_own(
     forward: Sequence[Instruction], constants: Sequence[str], program: RankProgram, forms: dict[str, Form]
 ) -> list[Instruction]:
-    """Return the instructions with copies of kept parts of a larger memory, which would otherwise stay allocated."""
     root = memories(forward, program.spmd.graph.source_of)
     of_root: dict[str, list[str]] = {}
     for name in constants:
@@ -334,7 +308,7 @@ def _of_their_own(
         for base, names in of_root.items()
         for name in names
         if sum(forms[part].num_bytes for part in names) < forms[base].num_bytes
-        and all(_is_dense(forms[n]) for n in names)
+        and all(forms[n].is_dense for n in names)
     }
     written: list[Instruction] = []
     for instruction in forward:
@@ -349,17 +323,3 @@ def _of_their_own(
                 Compute(_COPY, (Ref(whole),), (), (name,), ((),), (forms[name],), (None,), instruction.origin)
             )
     return written
-
-
-def _is_dense(form: Form) -> bool:
-    """Return whether a copy has the same strides."""
-    step = 1
-    for size, stride in sorted(zip(form.shape, form.stride, strict=True), key=lambda pair: pair[1]):
-        if size != 1:
-            if stride != step:
-                return False
-            step *= size
-    return True
-
-
-__all__ = ["SHARE", "HoistedProgram", "constant_values", "fixed_sources", "with_constants_apart"]

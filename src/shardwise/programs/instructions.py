@@ -7,10 +7,10 @@ another value declare this as well (``shares``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from shardwise.graph.ir import Arg, Ref, map_refs, refs
 from shardwise.layouts.conversions import Collective
@@ -52,7 +52,12 @@ class Compute:
 
     @cached_property
     def operands(self) -> tuple[str, ...]:
-        return tuple(refs((self.args, tuple(value for _, value in self.kwargs))))
+        return tuple(refs((self.args, self.kwargs)))
+
+    @property
+    def is_view(self) -> bool:
+        """Return whether all results are views, and nothing is overwritten."""
+        return bool(self.results) and None not in self.shares and not self.writes
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +151,7 @@ class Land:
 
 
 Instruction = Compute | Convert | Depart | Arrive | Copy | Land
+Changed = TypeVar("Changed", bound=Instruction)
 
 
 def forms_of(instruction: Instruction) -> tuple[Form, ...]:
@@ -162,38 +168,33 @@ def shares_of(instruction: Instruction) -> tuple[str | None, ...]:
     return () if isinstance(instruction, (Depart, Land)) else instruction.shares
 
 
-def is_view(instruction: Compute) -> bool:
-    """Return whether all results of a kernel are views, and it overwrites nothing."""
-    return bool(instruction.results) and None not in instruction.shares and not instruction.writes
+def writes_of(instruction: Instruction) -> tuple[str, ...]:
+    """Return the names whose memory a kernel overwrites."""
+    return instruction.writes if isinstance(instruction, Compute) else ()
 
 
-def with_operands(instruction: Instruction, name_of: Callable[[str], str]) -> Instruction:
-    """Return the instruction with the names that it reads replaced."""
+def with_operands(instruction: Changed, names: Mapping[str, str]) -> Changed:
+    """Return the instruction with the names replaced that it reads, writes to or shares memory with."""
+    shares = shares_of(instruction)
+    if names.keys().isdisjoint((*instruction.operands, *writes_of(instruction), *filter(None, shares))):
+        return instruction
+    fields: dict[str, Any] = {}
     if isinstance(instruction, Compute):
-        named = (*instruction.operands, *instruction.writes, *(name for name in instruction.shares if name is not None))
-        if all(name_of(name) == name for name in named):
-            return instruction
+        read = map_refs((instruction.args, instruction.kwargs), lambda name: Ref(names.get(name, name)))
+        fields = {"args": read[0], "kwargs": read[1], "writes": _renamed(instruction.writes, names)}
+    elif isinstance(instruction, (Convert, Depart)):
+        fields = {"operands": _renamed(instruction.operands, names)}
+    elif isinstance(instruction, Copy):
+        fields = {"value": names[instruction.value]}
+    elif isinstance(instruction, Land):
+        fields = {"on_device": names[instruction.on_device]}
+    if isinstance(instruction, (Compute, Convert, Arrive)):
+        fields["shares"] = tuple(None if name is None else names.get(name, name) for name in shares)
+    return replace(instruction, **fields)
 
-        def renamed(name: str) -> Arg:
-            return Ref(name_of(name))
 
-        return replace(
-            instruction,
-            args=tuple(map_refs(arg, renamed) for arg in instruction.args),
-            kwargs=tuple((key, map_refs(arg, renamed)) for key, arg in instruction.kwargs),
-            shares=_renamed_shares(instruction.shares, name_of),
-            writes=tuple(map(name_of, instruction.writes)),
-        )
-    if isinstance(instruction, Copy):
-        return replace(instruction, value=name_of(instruction.value))
-    if isinstance(instruction, Land):
-        return replace(instruction, on_device=name_of(instruction.on_device))
-    if isinstance(instruction, Arrive):
-        return replace(instruction, shares=_renamed_shares(instruction.shares, name_of))
-    operands = tuple(map(name_of, instruction.operands))
-    if isinstance(instruction, Depart):
-        return replace(instruction, operands=operands)
-    return replace(instruction, operands=operands, shares=_renamed_shares(instruction.shares, name_of))
+def _renamed(values: Iterable[str], names: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(names.get(name, name) for name in values)
 
 
 def with_results(instruction: Instruction, names: Sequence[str]) -> Instruction:
@@ -203,10 +204,6 @@ def with_results(instruction: Instruction, names: Sequence[str]) -> Instruction:
     if isinstance(instruction, Copy):
         return replace(instruction, result=names[0])
     return replace(instruction, results=tuple(names))
-
-
-def _renamed_shares(shares: tuple[str | None, ...], name_of: Callable[[str], str]) -> tuple[str | None, ...]:
-    return tuple(None if name is None else name_of(name) for name in shares)
 
 
 def converts_only(instruction: Instruction, values: Collection[str]) -> bool:
@@ -222,3 +219,36 @@ def sent_by(instruction: Instruction) -> tuple[Collective, ...]:
     if isinstance(instruction, (Convert, Depart)):
         return collectives_of(instruction.conversions, backward=instruction.backward)
     return ()
+
+
+def in_flight(convert: Convert, flight: str) -> tuple[Depart, Arrive]:
+    """Return a conversion of one message as its departure and its arrival."""
+    conversions, backward, origin = convert.conversions, convert.backward, convert.origin
+    return (
+        Depart(flight, conversions, backward, convert.operands, origin, convert.of_parameters),
+        Arrive(
+            flight,
+            conversions,
+            backward,
+            convert.results,
+            convert.forms,
+            convert.shares,
+            origin,
+            convert.of_parameters,
+        ),
+    )
+
+
+def memories(instructions: Iterable[Instruction], names: Iterable[str] = ()) -> dict[str, str]:
+    """Map each name to the name that first had its memory. ``names``: names that exist before the instructions."""
+    root = {name: name for name in names}
+    for instruction in instructions:
+        for name, shared in zip(instruction.results, shares_of(instruction), strict=True):
+            root[name] = name if shared is None else root.get(shared, shared)
+    return root
+
+
+def read_of(instructions: Iterable[Instruction], available: Collection[str]) -> tuple[str, ...]:
+    """Return the names among ``available`` that instructions read, in the order in which they are first read."""
+    read = dict.fromkeys(name for instruction in instructions for name in instruction.operands)
+    return tuple(name for name in read if name in available)

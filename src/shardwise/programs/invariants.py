@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land
-from shardwise.programs.pass_list import memories
+from shardwise.programs.instructions import (
+    Arrive,
+    Compute,
+    Convert,
+    Copy,
+    Depart,
+    Instruction,
+    Land,
+    memories,
+    writes_of,
+)
 from shardwise.programs.rank_program import RankProgram
 
 
@@ -19,11 +28,9 @@ def check_program(program: RankProgram) -> None:
     and mutated values and gradients exist. Kernels overwrite only memory of their own operator. No value is read after
     an exchange used its memory. No memory is written while a message is sent from it. Every gradient has memory that
     backward allocated for it alone."""
-    ends = [*program.delivered, *(value for _, value in program.mutations), *program.saved]
-    available = set(program.taken)
-    _check(program.forward, available, ends, available, "forward")
-    start_names = {*program.saved, *(name for name in program.cotangents if name is not None)}
-    _check(program.backward, start_names, program.gradients.values(), start_names, "backward")
+    start_names = set(program.handed)
+    _check(program.forward, set(program.taken), (*program.ends, *program.saved), "forward")
+    _check(program.backward, start_names, program.gradients.values(), "backward")
     root = memories(program.backward, start_names)
     holder: dict[str, str] = dict.fromkeys({root[name] for name in start_names}, "what backward was given")
     for source, name in program.gradients.items():
@@ -32,12 +39,10 @@ def check_program(program: RankProgram) -> None:
         holder[root[name]] = f"the gradient of {source!r}"
 
 
-def _check(
-    instructions: Sequence[Instruction], available: set[str], ends: Iterable[str], fixed: set[str], part: str
-) -> None:
-    defined = set(available)
+def _check(instructions: Sequence[Instruction], fixed: set[str], ends: Iterable[str], part: str) -> None:
+    defined = set(fixed)
     in_flight: dict[str, set[str]] = {}  # message in flight -> the memories from which it is sent
-    root = memories(instructions, available)
+    root = memories(instructions, fixed)
     overwritten: dict[str, str] = {}  # memory -> the exchange that used it
     maker: dict[str, str] = {}  # memory -> the operator that made it
     copying: set[str] = set()  # asynchronous copies
@@ -89,6 +94,5 @@ def _check(
 
 
 def _written(instruction: Instruction) -> tuple[str, ...]:
-    if isinstance(instruction, Compute):
-        return instruction.writes
-    return instruction.operands if isinstance(instruction, (Convert, Depart)) and instruction.overwrites else ()
+    overwrites = isinstance(instruction, (Convert, Depart)) and instruction.overwrites
+    return instruction.operands if overwrites else writes_of(instruction)

@@ -15,6 +15,7 @@ import torch
 from shardwise.graph.custom_operators import STREAMS
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.activation_offload import offloaded
+from shardwise.programs.buckets import cuts_windows
 from shardwise.programs.comm_schedule import legs_ahead
 from shardwise.programs.instructions import (
     Arrive,
@@ -24,13 +25,14 @@ from shardwise.programs.instructions import (
     Instruction,
     converts_only,
     forms_of,
+    in_flight,
+    memories,
     sent_by,
     with_operands,
     with_results,
 )
-from shardwise.programs.local_steps import cuts_windows
 from shardwise.programs.opaque import Record
-from shardwise.programs.pass_list import memories
+from shardwise.programs.pass_list import with_saved
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.spmd import SpmdProgram
 
@@ -127,9 +129,9 @@ def _recompute(program: RankProgram) -> RankProgram:
             backward[leaves:leaves] = early
             begins = {op: at + len(early) if at >= leaves else at for op, at in begins.items()}
         backward += late
-        backward.append(with_operands(instruction, lambda name: recomputed.get(name, name)))
+        backward.append(with_operands(instruction, recomputed))
     backward = _leaving_early(backward, program.spmd)
-    return replace(program, backward=tuple(backward), saved=_saved(program, backward), forms=forms)
+    return with_saved(replace(program, backward=tuple(backward), forms=forms))
 
 
 def dropped_values(program: RankProgram) -> frozenset[str]:
@@ -154,7 +156,7 @@ def dropped_values(program: RankProgram) -> frozenset[str]:
         if drops:
             candidates.update(instruction.results)
     root = memories(forward, program.spmd.graph.source_of)
-    stay = {root[name] for name in (*program.delivered, *(value for _, value in program.mutations))}
+    stay = {root[name] for name in program.ends}
     return frozenset(name for name in candidates if root[name] in candidates and root[name] not in stay)
 
 
@@ -172,10 +174,9 @@ def _written_together(forward: Sequence[Instruction]) -> dict[int, tuple[int, ..
 
 
 def _duplicate(instruction: Instruction, recomputed: Mapping[str, str]) -> Instruction:
-    """Return a copy of the instruction for backward, on recomputed operands."""
     duplicate = with_results(instruction, [name + AGAIN for name in instruction.results])
     renamed = {**recomputed, **dict(zip(instruction.results, duplicate.results, strict=True))}
-    duplicate = with_operands(duplicate, lambda name: renamed.get(name, name))
+    duplicate = with_operands(duplicate, renamed)
     if isinstance(duplicate, (Depart, Arrive)):
         duplicate = replace(duplicate, flight=duplicate.flight + AGAIN)
     return replace(duplicate, origin=replace(duplicate.origin, again=True))
@@ -190,7 +191,7 @@ def _sent_ahead(repeated: Sequence[Instruction], read: Set[str]) -> tuple[list[I
         if isinstance(duplicate, Convert) and _travels_alone(duplicate) and read >= set(duplicate.results):
             needs = _ancestors(duplicate, late)
             if not any(isinstance(need, (Depart, Arrive)) or sent_by(need) for need in needs):
-                departure, arrival = _split(duplicate)
+                departure, arrival = in_flight(duplicate, f"flight of {duplicate.results[0]}")
                 early += [*needs, departure]
                 late = [*(instruction for instruction in late if instruction not in needs), arrival]
                 continue
@@ -215,15 +216,6 @@ def _ancestors(instruction: Instruction, instructions: Sequence[Instruction]) ->
                 ops.update(writing.intersection((earlier.origin.op,)))
                 grows = True
     return [earlier for i, earlier in enumerate(instructions) if i in ancestors]
-
-
-def _split(convert: Convert) -> tuple[Depart, Arrive]:
-    """Return the departure and the arrival of a conversion's message."""
-    conversions, results, flight = convert.conversions, convert.results, f"flight of {convert.results[0]}"
-    return (
-        Depart(flight, conversions, convert.backward, convert.operands, convert.origin),
-        Arrive(flight, conversions, convert.backward, results, convert.forms, convert.shares, convert.origin),
-    )
 
 
 def _behind(backward: Sequence[Instruction], begin: int, early: Sequence[Instruction]) -> int:
@@ -287,11 +279,5 @@ def _gathered_again(backward: Sequence[Instruction]) -> list[list[list[int]]]:
 
 
 def _made_between(backward: Sequence[Instruction], begin: int, departure: int) -> bool:
-    """Return whether an operand of a departure is made between ``begin`` and the departure."""
     results = {name for instruction in backward[begin:departure] for name in instruction.results}
     return bool(results.intersection(backward[departure].operands))
-
-
-def _saved(program: RankProgram, backward: Sequence[Instruction]) -> tuple[str, ...]:
-    available = {name for step in program.forward for name in step.results} | {*program.spmd.graph.source_of}
-    return tuple(name for name in dict.fromkeys(n for i in backward for n in i.operands) if name in available)

@@ -18,7 +18,7 @@ import torch
 
 from shardwise.errors import LayoutError
 from shardwise.graph.capture import capture_function
-from shardwise.graph.ir import Graph, Op, Ref, Value, map_refs
+from shardwise.graph.ir import Graph, Op, Ref, Value, map_operands, map_refs
 from shardwise.layouts.choice import where_of
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
@@ -79,8 +79,7 @@ def lower(placed: PlacedOp, graph: Graph, mesh: Mesh) -> tuple[list[PlacedOp], t
         value = graph.by_name[name]
         return TensorArgument(order.index(name), value.shape, value.dtype, value.requires_grad)
 
-    args = _immutable(map_refs(op.args, slot))
-    kwargs = tuple((key, _immutable(map_refs(arg, slot))) for key, arg in op.kwargs)
+    args, kwargs = (_immutable(map_refs(part, slot)) for part in (op.args, op.kwargs))
     if takes_runs(rule.lowering):
         kwargs += (("runs", _runs(layouts[op.operands[0]])),)
     lowered = _lowered(rule.lowering, args, kwargs, tuple(layouts.values()), mesh, CUSTOM.version)
@@ -90,17 +89,9 @@ def lower(placed: PlacedOp, graph: Graph, mesh: Mesh) -> tuple[list[PlacedOp], t
         return names.get(name) or f"{op.name}.{name}"
 
     def renamed(item: PlacedOp) -> PlacedOp:
-        inner = item.op
-        inner_op = Op(
-            f"{op.name}.{inner.name}",
-            inner.target,
-            tuple(map_refs(arg, lambda name: Ref(named(name))) for arg in inner.args),
-            tuple((key, map_refs(arg, lambda name: Ref(named(name)))) for key, arg in inner.kwargs),
-            tuple(map(named, inner.results)),
-            op.source,
-            op.scope,
-        )
-        return replace(item, op=inner_op)
+        inner = map_operands(item.op, lambda name: Ref(named(name)))
+        name, results = f"{op.name}.{inner.name}", tuple(map(named, inner.results))
+        return replace(item, op=replace(inner, name=name, results=results, source=op.source, scope=op.scope))
 
     return list(map(renamed, lowered.items)), tuple(replace(value, name=named(value.name)) for value in lowered.values)
 
@@ -157,7 +148,7 @@ def _divided(
 ) -> tuple[Graph, Factored]:
     """Return the captured lowering and its rules, with factors divided at the atoms of the operands."""
     fragment = _capture_lowering(lowering, args, kwargs)
-    rules = {inner.name: _rule_within(lowering, inner, fragment) for inner in fragment.ops}
+    rules = {inner.name: rule_within(lowering, inner, fragment) for inner in fragment.ops}
     names = (source.value for source in fragment.sources)
     return fragment, factor_graph(fragment, rules, dict(zip(names, atoms, strict=True)))
 
@@ -170,11 +161,11 @@ def _over(layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> Layout:
         return layout
 
 
-def _rule_within(lowering: Lowering, inner: Op, fragment: Graph) -> OpRule:
-    """Return the rule of an operator of a lowering. If the lowering calls the operator that it replaces, its lowered
-    factors are whole there, so that it is not lowered again."""
-    rule = rule_of(inner, fragment) or whole_rule(inner, fragment)
-    if rule.lowering is not lowering:
+def rule_within(lowering: Lowering | None, op: Op, graph: Graph) -> OpRule:
+    """Return the rule of an operator of a lowering (None: of the model). If the lowering calls the operator that it
+    replaces, its lowered factors are whole there, so that it is not lowered again."""
+    rule = rule_of(op, graph) or whole_rule(op, graph)
+    if lowering is None or rule.lowering is not lowering:
         return rule
     return rule.with_kinds({factor.name: "whole" for factor in rule.factors if factor.kind == "lowered"})
 
@@ -208,7 +199,7 @@ def _capture_lowering(lowering: Lowering, args: tuple[Any, ...], kwargs: tuple[t
             for item in arg:
                 collect(item)
 
-    collect((args, tuple(value for _, value in kwargs)))
+    collect((args, kwargs))
     examples = tuple(
         torch.empty(s.shape, dtype=s.dtype, device="meta", requires_grad=s.requires_grad)
         for _, s in sorted(slots.items())

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from shardwise.errors import PlanError, problem
+from shardwise.errors import PlanError
 from shardwise.graph.batch import batch_size
 from shardwise.graph.custom_operators import STREAMS
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.infer import TypeInference
-from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_refs
+from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_operands
 from shardwise.graph.schema import arguments
 from shardwise.layouts.choice import ShardPosition, ShardPositions, Split
 from shardwise.programs.time_axis import FIX, TimeSplit, buffer_names, split_in_time
@@ -114,10 +114,8 @@ class Passes:
         batch = batch_size(graph) or 1
         if rest := batch % micro_batch:
             raise PlanError(
-                problem(
-                    f"micro-batches of {micro_batch} of {batch} samples, each with a separate loss, leave {rest}",
-                    fix="choose a micro_batch that divides the batch",
-                )
+                f"micro-batches of {micro_batch} of {batch} samples, each with a separate loss, leave {rest}",
+                fix="choose a micro_batch that divides the batch",
             )
         alone = _numbered_alone(captured(micro_batch), graph, batch)
         written = frozenset(alone.source_of[buffer].names[0] for buffer, _ in alone.mutations)
@@ -211,16 +209,13 @@ class _MicroBatchWriter:
         if any(rest for _, rest in bounds):
             group = self.split.batch // atom
             raise PlanError(
-                problem(
-                    f"the model takes samples in groups of {group} ({self.split.batch} = {atom} x {group}), and a "
-                    f"micro-batch of {self.size} cuts a group",
-                    fix=f"choose a micro_batch that {group} divides",
-                )
+                f"the model takes samples in groups of {group} ({self.split.batch} = {atom} x {group}), and a "
+                f"micro-batch of {self.size} cuts a group",
+                fix=f"choose a micro_batch that {group} divides",
             )
         return bounds[0][0], bounds[1][0] - bounds[0][0]
 
     def _local(self, name: str, value: Value) -> Value:
-        """Return the value with the sizes of a micro-batch."""
         return replace(value, shape=self._shape(value.shape, self.split.where[name]))
 
     def _shape(self, shape: tuple[int, ...], where: object) -> tuple[int, ...]:
@@ -242,7 +237,7 @@ class _MicroBatchWriter:
             why = (
                 f"the step is not a sum over micro-batches: {op.name} depends on the position of a sample in the batch"
             )
-            raise PlanError(problem(why, op=op.name, source=op.source, fix=FIX)) from None
+            raise PlanError(why, op=op.name, source=op.source, fix=FIX) from None
         self._append(local, op, operands)
 
     def _as_alone(self, op: Op) -> Op:
@@ -251,13 +246,11 @@ class _MicroBatchWriter:
         twin = self.alone.op_by_name.get(op.name)
         if twin is None or twin.target != op.target or twin.results != op.results or twin.operands != op.operands:
             raise PlanError(
-                problem(
-                    f"{op.name} depends on the batch size: the model computes something else for {self.size} "
-                    f"samples than for {self.split.batch}",
-                    op=op.name,
-                    source=op.source,
-                    fix=FIX,
-                )
+                f"{op.name} depends on the batch size: the model computes something else for {self.size} "
+                f"samples than for {self.split.batch}",
+                op=op.name,
+                source=op.source,
+                fix=FIX,
             )
         return twin
 
@@ -273,8 +266,8 @@ class _MicroBatchWriter:
         place = ShardPositions.of(self.split.factored.rules[op.name]).operand(position, split)
         return self._samples(name, place, op) if isinstance(place, ShardPosition) else name
 
-    def _localized(self, op: Op, split: Split | None, start: int = 0) -> Op:
-        """Return the call with the sizes of a micro-batch that begins at sample ``start``."""
+    def _localized(self, op: Op, split: Split | None) -> Op:
+        """Return the call with the sizes of a micro-batch, which must be the same for the first and the last one."""
         if split is None:
             return op
         rule = self.split.factored.rules[op.name]
@@ -282,7 +275,7 @@ class _MicroBatchWriter:
             return self._numbered(op, split)
         call = LocalOpCall(op.target, op.args, op.kwargs)
         if rule.localize is not None:
-            calls = [rule.localize(op, self._context(op, split, at)) for at in (start, self.split.batch - self.size)]
+            calls = [rule.localize(op, self._context(op, split, at)) for at in (0, self.split.batch - self.size)]
             if calls[0] != calls[1]:
                 raise _MovesWithSamples
             call = calls[0]
@@ -318,7 +311,7 @@ class _MicroBatchWriter:
         rows, rest = divmod(place.stride * place.size, self.split.batch)
         if rest or place.stride * place.size != shape[place.dim]:
             what = f"the samples of a micro-batch are not rows of dim {place.dim} of {list(shape)}"
-            raise PlanError(problem(what, op=op.name, source=op.source, fix=FIX))
+            raise PlanError(what, op=op.name, source=op.source, fix=FIX)
         return rows
 
     # -- values that are the same in every micro-batch -----------------------------------------------------------------
@@ -390,11 +383,7 @@ class _MicroBatchWriter:
                     remaining.remove(pair)
                 return Ref(pair[1] if pair is not None else names.get(name, name))
 
-            op = replace(
-                op,
-                args=tuple(map_refs(arg, renamed) for arg in op.args),
-                kwargs=tuple((key, map_refs(arg, renamed)) for key, arg in op.kwargs),
-            )
+            op = map_operands(op, renamed)
         self.ops.append(op)
         whole = origin or op
         for name, source in zip(op.results, whole.results, strict=True):
@@ -409,10 +398,10 @@ class _MicroBatchWriter:
             return self.derived[key]
         number = sum(emitted.name.startswith(f"/{word}_of_pass") for emitted in self.ops)
         result = self.derived[key] = f"_shardwise_{word}_{number}"
-        (value,) = self.types.results(target, args, (), self.values.__getitem__)
-        self.values[result] = replace(value, name=result)
         source = "" if op is None else op.source
         self.ops.append(Op(f"/{word}_of_pass_{number}", target, args, (), (result,), source))
+        (value,) = self.types.results(self.ops[-1], self.values.__getitem__)
+        self.values[result] = replace(value, name=result)
         return result
 
 
@@ -429,17 +418,3 @@ def values_of_step(graph: Graph, whole: Mapping[str, torch.Tensor], first: int, 
         elif source.value.startswith(_WHOLE):
             values[source.value] = whole[source.value.removeprefix(_WHOLE)]
     return values
-
-
-__all__ = [
-    "APART",
-    "FIRST",
-    "Passes",
-    "is_of_step",
-    "numbers_samples",
-    "pass_graph",
-    "pass_sizes",
-    "values_of_step",
-    "whole_name",
-    "whole_sources",
-]

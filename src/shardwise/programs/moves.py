@@ -15,9 +15,8 @@ from typing import Literal
 import torch
 
 from shardwise.layouts.conversions import WINDOW_CELLS, Move, collective_of
-from shardwise.layouts.holdings import held_rows, num_exchanged
+from shardwise.layouts.holdings import held_rows, num_exchanged, segments
 from shardwise.layouts.layout import Layout, Windows
-from shardwise.layouts.window_owners import segments
 from shardwise.programs.forms import Form
 
 LARGE = 2**18  # elements from which on a tensor is sent between two gloo ranks without a copy
@@ -62,8 +61,7 @@ def local_move(move: Move, coordinates: Mapping[str, int], *, backward: bool) ->
     """
     if move.reverse is not None:
         return local_move(move.reverse, coordinates, backward=not backward)
-    primitive = move.entry.backward if backward else move.entry.forward
-    before, after = (move.target, move.source) if backward else (move.source, move.target)
+    primitive, (before, after) = move.primitive(backward), move.ends(backward)
     shape = after.local_shape(coordinates)
     if move.cut is not None:
         return _window_move(move, move.cut, coordinates, shape, backward)
@@ -122,7 +120,7 @@ def sharing_buffers(
     Usually all share one buffer. But two gloo ranks send and receive large tensors in place, because concatenating and
     splitting takes longer than additional transfers.
     """
-    first = moves[0].entry.backward if backward else moves[0].entry.forward
+    first = moves[0].primitive(backward)
     together = list(range(len(moves)))
     pairs = moves[0].source.mesh.size_of(moves[0].axes) == 2
     if not (on_gloo and pairs and first in ("all_gather", "reduce_scatter")):
@@ -148,9 +146,8 @@ def _window_move(
     index = move.target.index_along(cut.dim, cut.atom, coordinates)
     spread = bool(move.source.dims[cut.dim][cut.atom].axes)
     count = len(cut.ranges) if spread else 1
-    members = (
-        [move.target.index_along(cut.dim, cut.atom, member) for member in _members(move, coordinates)] if spread else []
-    )
+    group = _members(move, coordinates) if spread else []
+    members = [move.target.index_along(cut.dim, cut.atom, member) for member in group]
     me = index if spread else 0
     first_row = me * size // count  # of this rank's slice
     mine = segments(cut.ranges[index], size, count)
@@ -158,15 +155,6 @@ def _window_move(
     def rows_of(device: int, owner: int) -> list[tuple[int, int]]:
         """Return the runs (row, length) that the window of a device takes from the slice of another, in order."""
         return [(start, stop - start) for at, start, stop in segments(cut.ranges[device], size, count) if at == owner]
-
-    def take(tensor: torch.Tensor, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
-        parts = [tensor.narrow(dim, start, length) for start, length in runs]
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0)
-
-    def width(runs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-        return tuple(sum(n for _, n in runs) if i == dim else n for i, n in enumerate(opened[1]))
 
     # The segments of this rank's window by owner, as positions in it; and the runs that others take of its slice.
     in_window: dict[int, list[tuple[int, int]]] = {}
@@ -181,20 +169,19 @@ def _window_move(
 
     def into_window(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         tensor = tensors[-1].reshape(opened[0])
-        sources = dict(zip(members, tensors[:-1], strict=True)) | {me: take(tensor, own_slice)}
+        sources = dict(zip(members, tensors[:-1], strict=True)) | {me: _taken(tensor, dim, own_slice)}
         used = dict.fromkeys(sources, 0)
         parts = []
         for owner, start, stop in mine:
             parts.append(sources[owner].narrow(dim, used[owner], stop - start))
             used[owner] += stop - start
-        joined = torch.cat(parts, dim) if len(parts) > 1 else parts[0] if parts else tensor.narrow(dim, 0, 0)
-        return joined.reshape(shape)
+        return _joined(parts, tensor, dim).reshape(shape)
 
     def into_slice(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         tensor = tensors[-1].reshape(opened[0])
         result = tensor.new_zeros(opened[1])
         received = [(of_slice[m], part) for m, part in zip(members, tensors[:-1], strict=True)]
-        for runs, part in [(own_slice, take(tensor, own_window)), *received]:
+        for runs, part in [(own_slice, _taken(tensor, dim, own_window)), *received]:
             position = 0
             for start, length in runs:
                 result.narrow(dim, start, length).add_(part.narrow(dim, position, length))
@@ -208,10 +195,20 @@ def _window_move(
 
     def pack(tensor: torch.Tensor) -> list[torch.Tensor]:
         tensor = tensor.reshape(opened[0])
-        return [take(tensor, sent[member]) for member in members]
+        return [_taken(tensor, dim, sent[member]) for member in members]
 
-    received = tuple(width(kept[member]) for member in members)
+    widths = (sum(length for _, length in kept[member]) for member in members)
+    received = tuple((*opened[1][:dim], width, *opened[1][dim + 1 :]) for width in widths)
     return LocalMove("halo_exchange", move.axes, "sum", pack, unpack, received, shape, with_own=True)
+
+
+def _taken(tensor: torch.Tensor, dim: int, runs: Sequence[tuple[int, int]]) -> torch.Tensor:
+    return _joined([tensor.narrow(dim, start, length) for start, length in runs], tensor, dim)
+
+
+def _joined(parts: Sequence[torch.Tensor], tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the parts of a tensor, one after the other."""
+    return torch.cat(list(parts), dim) if len(parts) > 1 else parts[0] if parts else tensor.narrow(dim, 0, 0)
 
 
 def _opened(atoms: tuple[tuple[int, ...], ...], cut: Windows) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from shardwise.graph.ir import Ref
+from shardwise.graph.schema import filled
 from shardwise.programs.vjp import Call
 
 
@@ -38,12 +38,11 @@ class Record:
         with torch.enable_grad():
             leaves = [tensor.detach().requires_grad_(w) for tensor, w in zip(operands, self.wanted, strict=True)]
 
-            def fill(arg: Any) -> Any:
-                if isinstance(arg, Ref):
-                    return leaves[int(arg.name)]
-                return [fill(item) for item in arg] if isinstance(arg, tuple) else arg
+            def operand(name: str) -> Tensor:
+                return leaves[int(name)]
 
-            returned = target(*map(fill, args), **{name: fill(arg) for name, arg in kwargs})
+            named = {key: filled(arg, operand) for key, arg in kwargs}
+            returned = target(*filled(args, operand), **named)
         results = [item for item in tree_leaves(returned) if isinstance(item, Tensor)]
         tape = OpaqueTape(results, [leaf for leaf in leaves if leaf.requires_grad])
         return (*(result.detach() for result in results), tape)
@@ -58,11 +57,6 @@ class Differentiate:
     def __call__(self, tape: OpaqueTape, *cotangents: Tensor) -> tuple[Tensor, ...]:
         results = [result for result, has_one in zip(tape.results, self.has_cotangent, strict=True) if has_one]
         gradients = torch.autograd.grad(
-            results,
-            list(tape.operands),
-            list(cotangents),
-            allow_unused=True,
-            materialize_grads=True,
-            retain_graph=True,
+            results, list(tape.operands), list(cotangents), allow_unused=True, materialize_grads=True, retain_graph=True
         )
         return tuple(gradient.contiguous() for gradient in gradients)

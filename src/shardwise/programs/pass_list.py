@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from shardwise.programs.instructions import Arrive, Convert, Depart, Instruction, sent_by, shares_of
+from shardwise.programs.instructions import Arrive, Convert, Depart, Instruction, memories, read_of, sent_by
 from shardwise.programs.rank_program import RankProgram
 
 
-def memories(instructions: Iterable[Instruction], names: Iterable[str] = ()) -> dict[str, str]:
-    """Map each name to the name that first had its memory. ``names``: names that exist before the instructions."""
-    root = {name: name for name in names}
-    for instruction in instructions:
-        for name, shared in zip(instruction.results, shares_of(instruction), strict=True):
-            root[name] = name if shared is None else root.get(shared, shared)
-    return root
+def part_of(program: RankProgram, **fields: Any) -> RankProgram:
+    """Return the program of a part of a program's instructions: other fields than these are empty. ``delivered`` values
+    get no cotangents."""
+    empty: dict[str, Any] = dict.fromkeys(("forward", "backward", "saved", "delivered", "mutations"), ())
+    cotangents = (None,) * len(fields.get("delivered", ()))
+    return replace(program, **empty | {"cotangents": cotangents, "gradients": {}} | fields)
+
+
+def with_saved(program: RankProgram) -> RankProgram:
+    """Return the program with ``saved``: what backward reads of the values that forward is given and computes."""
+    available = {*program.taken, *(name for instruction in program.forward for name in instruction.results)}
+    return replace(program, saved=read_of(program.backward, available))
 
 
 def mark_overwrites(program: RankProgram) -> RankProgram:
     """Let exchanges use their operand's memory if no instruction reads it later and nothing else holds it."""
-    fixed = {*program.taken, *program.delivered, *(value for _, value in program.mutations)}
+    fixed = {*program.taken, *program.ends}
     forward = _marked(program.forward, {*fixed, *program.saved})
     return mark_overwrites_of_backward(replace(program, forward=forward))
 
 
 def mark_overwrites_of_backward(program: RankProgram) -> RankProgram:
     """Repeat ``mark_overwrites`` for backward alone, after it was reordered."""
-    protected = {*program.saved, *(name for name in program.cotangents if name), *program.gradients.values()}
+    protected = {*program.handed, *program.gradients.values()}
     return replace(program, backward=_marked(program.backward, protected))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from shardwise.graph.ir import Arg, Op, Ref, map_refs
+from shardwise.graph.ir import Arg, Op, Ref, map_operands
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, piece_of
@@ -96,8 +96,7 @@ def _with_operands(op: Op, call: LocalOpCall, operands: tuple[str, ...]) -> Loca
             del occurrences[position], names[position]
         return Ref(result)
 
-    args = tuple(map_refs(arg, rename) for arg in call.args)
-    return LocalOpCall(call.target, args, tuple((key, map_refs(arg, rename)) for key, arg in call.kwargs))
+    return map_operands(call, rename)
 
 
 def local_numel(layout: Layout, rank: int) -> int:

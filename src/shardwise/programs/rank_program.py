@@ -41,6 +41,16 @@ class RankProgram:
         """Return the names that forward starts from: the sources and ``given``."""
         return (*self.spmd.graph.source_of, *self.given)
 
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """Return the names that forward delivers or writes to buffers."""
+        return (*self.delivered, *(value for _, value in self.mutations))
+
+    @property
+    def handed(self) -> tuple[str, ...]:
+        """Return the names that backward starts from: ``saved`` and the cotangents."""
+        return (*self.saved, *(name for name in self.cotangents if name is not None))
+
     def resolve(self, name: str) -> str:
         """Return the name that a value of the Spmd program has in the lists."""
         return self.aliases.get(name, name)

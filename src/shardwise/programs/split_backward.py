@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.programs.instructions import Arrive, Compute, Depart, Instruction, Land
+from shardwise.programs.instructions import Arrive, Depart, Instruction, Land, memories, read_of, writes_of
 from shardwise.programs.invariants import check_program
-from shardwise.programs.pass_list import mark_overwrites_of_backward, memories
+from shardwise.programs.pass_list import mark_overwrites_of_backward
 from shardwise.programs.rank_program import RankProgram
 
 
@@ -29,11 +29,9 @@ def split_backward(program: RankProgram) -> tuple[RankProgram, RankProgram]:
     check_program(whole)
     first, second = whole.backward[:count], whole.backward[count:]
     first_results = {name for instruction in first for name in instruction.results}
-    read = dict.fromkeys(name for instruction in second for name in instruction.operands)
     early = {source: name for source, name in program.gradients.items() if name in first_results}
     late = {source: name for source, name in program.gradients.items() if name not in first_results}
-    start_names = {*program.saved, *(name for name in program.cotangents if name)}
-    handed = {name: name for name in read if name in first_results}
+    handed = {name: name for name in read_of(second, first_results)}
     of_first = {name for instruction in first for name in instruction.operands}
     return (
         replace(
@@ -45,7 +43,7 @@ def split_backward(program: RankProgram) -> tuple[RankProgram, RankProgram]:
         replace(
             whole,
             backward=second,
-            saved=tuple(name for name in read if name in first_results or name in start_names),
+            saved=read_of(second, first_results.union(program.handed)),
             cotangents=(None,) * len(program.cotangents),
             gradients=late,
         ),
@@ -57,15 +55,14 @@ def _needed_by_cotangents(program: RankProgram) -> list[bool]:
     memory that is read later."""
     sources = program.spmd.graph.source_of
     needed = {name for source, name in program.gradients.items() if sources[source].kind == "activation"}
-    start_names = {*program.saved, *(name for name in program.cotangents if name)}
-    root = memories(program.backward, start_names)
+    root = memories(program.backward, program.handed)
     chosen = [False] * len(program.backward)
     while True:
         flights, read = set[str](), {root.get(name, name) for name in needed}  # memory that is read later
         for index in reversed(range(len(program.backward))):
             instruction = program.backward[index]
             is_flight = isinstance(instruction, Depart) and instruction.flight in flights
-            fills = isinstance(instruction, Compute) and any(root.get(x, x) in read for x in instruction.writes)
+            fills = any(root.get(x, x) in read for x in writes_of(instruction))
             lands = isinstance(instruction, Land) and instruction.copy in needed
             if chosen[index] or is_flight or fills or lands or needed.intersection(instruction.results):
                 chosen[index] = True
@@ -86,11 +83,7 @@ def _before_overwrites(instructions: tuple[Instruction, ...], chosen: list[bool]
     for index in reversed(range(len(instructions))):
         instruction = instructions[index]
         if chosen[index]:
-            if isinstance(instruction, Compute):
-                overwritten.update(root.get(name, name) for name in instruction.writes)
+            overwritten.update(root.get(name, name) for name in writes_of(instruction))
         elif any(root.get(name, name) in overwritten for name in instruction.operands):
             readers.append(index)
     return readers
-
-
-__all__ = ["split_backward"]

@@ -13,7 +13,7 @@ from typing import TypeGuard
 
 import torch
 
-from shardwise.errors import LayoutError, problem
+from shardwise.errors import LayoutError
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Value, refs
 from shardwise.layouts.conversions import Collective, Move
 from shardwise.layouts.layout import Layout
@@ -325,7 +325,7 @@ def _check(op: Op, rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
     try:
         check_strategy(rule, strategy, mesh)
     except LayoutError as error:
-        raise LayoutError(problem(str(error), op=op.name, source=op.source)) from error
+        raise LayoutError(str(error), op=op.name, source=op.source) from error
 
 
 class Builder:

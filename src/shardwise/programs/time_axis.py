@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from shardwise.errors import PlanError, problem
+from shardwise.errors import PlanError
 from shardwise.graph.batch import batch_size
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.disjoint import DisjointSets
@@ -32,10 +32,9 @@ from shardwise.graph.schema import is_random
 from shardwise.layouts.choice import ShardPosition, ShardPositions, Split, Where
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy
-from shardwise.programs.lower import PlacedOp, lower
+from shardwise.programs.lower import PlacedOp, lower, rule_within
 from shardwise.rules.atoms import Factored, factor_graph
-from shardwise.rules.rule import Lowering, OpRule
-from shardwise.rules.tables import rule_of, whole_rule
+from shardwise.rules.rule import Lowering
 
 AXIS = Mesh(micro=2)  # the length is arbitrary: operators do the same for every length
 FIX = "plan with micro_batch equal to global_batch, or write the loss as a sum over samples"
@@ -83,19 +82,17 @@ def split_in_time(graph: Graph) -> TimeSplit:
     no sum over micro-batches."""
     if graph.loss is None:
         raise PlanError(
-            problem(
-                "micro-batches need a loss, but the module returns none",
-                fix="return the loss first, or pass loss= to plan and parallelize",
-            )
+            "micro-batches need a loss, but the module returns none",
+            fix="return the loss first, or pass loss= to plan and parallelize",
         )
     batch = batch_size(graph)
     if batch is None or batch < 2:
         have = "no input has dims" if batch is None else f"the inputs have {batch} sample"
-        raise PlanError(problem(f"no batch to split into micro-batches: {have}", fix="pass a whole batch"))
+        raise PlanError(f"no batch to split into micro-batches: {have}", fix="pass a whole batch")
     graph = eliminate_dead_code(replace(graph, outputs=(Ref(graph.loss),)))
     used: dict[str, Lowering] = {}  # operator of a lowering -> that lowering, so that it is not lowered again
     while True:
-        rules = {op.name: _rule(op, graph, used) for op in graph.ops}
+        rules = {op.name: rule_within(used.get(op.name), op, graph) for op in graph.ops}
         factored = factor_graph(graph, rules)
         axis = _Axis(graph, factored, batch)
         lowered = [op for op in graph.ops if op.name in axis.splits and axis.is_lowered(op)]
@@ -104,17 +101,9 @@ def split_in_time(graph: Graph) -> TimeSplit:
         graph = _lowered(graph, factored, axis.splits, {op.name for op in lowered}, used)
 
 
-def _rule(op: Op, graph: Graph, used: Mapping[str, Lowering]) -> OpRule:
-    rule = rule_of(op, graph) or whole_rule(op, graph)
-    if op.name not in used or rule.lowering is not used[op.name]:
-        return rule
-    return rule.with_kinds({factor.name: "whole" for factor in rule.factors if factor.kind == "lowered"})
-
-
 def _lowered(
     graph: Graph, factored: Factored, splits: Mapping[str, Split], names: set[str], used: dict[str, Lowering]
 ) -> Graph:
-    """Return the graph with some operators replaced by their lowerings."""
     ops: list[Op] = []
     values = list(graph.values)
     for op in graph.ops:
@@ -292,11 +281,9 @@ def _of_inputs(graph: Graph, without: Collection[str] = ()) -> frozenset[str]:
     """Return the values that depend only on inputs and on sources that do not change during a step, excluding results
     of the operators ``without``."""
     changed = {buffer for buffer, _ in graph.mutations}
-    fixed = {s.value for s in graph.sources if s.kind in ("input", "buffer", "constant") and s.value not in changed}
-    for op in graph.ops:
-        if fixed.issuperset(op.operands) and op.name not in without and not is_random(op.target):
-            fixed.update(op.results)
-    return frozenset(fixed)
+    kinds = ("input", "buffer", "constant")
+    fixed = (s.value for s in graph.sources if s.kind in kinds and s.value not in changed)
+    return frozenset(graph.made_from(fixed, lambda op: op.name not in without and not is_random(op.target)))
 
 
 def _named(name: str, graph: Graph) -> str:
@@ -312,16 +299,10 @@ def _of_user(op: Op) -> str:
 
 
 def _refusal(op: Op, why: str) -> PlanError:
-    """Return the error for a model that cannot be divided into micro-batches."""
     name = _of_user(op)
-    return PlanError(
-        problem(f"the step is not a sum over micro-batches: {name} {why}", op=name, source=op.source, fix=FIX)
-    )
+    return PlanError(f"the step is not a sum over micro-batches: {name} {why}", op=name, source=op.source, fix=FIX)
 
 
 def buffer_names(split: TimeSplit) -> Iterator[str]:
     """Return the names of the buffers that every micro-batch writes."""
     return (split.graph.source_of[buffer].names[0] for buffer in split.statistics)
-
-
-__all__ = ["TimeSplit", "buffer_names", "split_in_time"]

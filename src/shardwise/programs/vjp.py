@@ -12,7 +12,7 @@ kernels ``b0``, ...; cotangents of the results ``c0``, ``c1``, ... by position.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -22,11 +22,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from shardwise.dispatch_mode import DispatchMode
-from shardwise.graph.ir import Arg, Ref, map_refs, refs
-from shardwise.graph.schema import is_random
+from shardwise.dispatch_mode import OpRecorder
+from shardwise.graph.ir import Arg, Ref, map_refs
+from shardwise.graph.schema import filled, is_random
 from shardwise.graph.switches import CallCache
+from shardwise.graph.trees import argument_key
 from shardwise.programs.forms import Form
+from shardwise.programs.instructions import Compute, Origin, memories, with_operands
 
 aten = torch.ops.aten
 
@@ -52,42 +54,19 @@ _INSTEAD_OF = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """One traced call. ``results``, ``forms``: names and forms of the tensors it returns; ``places``: the index path of
-    each in the returned value (``()``: the value itself). ``shares``: per result the name of the operand whose memory
-    it shares, or None. ``writes``: operands that it overwrites."""
-
-    target: Any
-    args: tuple[Arg, ...]
-    kwargs: tuple[tuple[str, Arg], ...]
-    results: tuple[str, ...]
-    forms: tuple[Form, ...]
-    places: tuple[tuple[int, ...], ...]
-    shares: tuple[str | None, ...]
-    writes: tuple[str, ...] = ()
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """Return the names that it reads."""
-        return tuple(refs((self.args, tuple(value for _, value in self.kwargs))))
-
-    @property
-    def is_view(self) -> bool:
-        """Return whether all its results are views of operands."""
-        return bool(self.results) and not self.writes and all(name is not None for name in self.shares)
+_NOT_YET = Origin("", "", "forward")  # of traced kernels, which belong to no operator of a program
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardTrace:
     """A call in forward. ``results``: names of the tensors it returns; ``forms``, ``shares``: of these; ``places``: as
-    in ``Kernel``; ``kernels``: all that it calls; ``workspace``: bytes of temporary memory beyond its results."""
+    in ``Compute``; ``kernels``: all that it calls; ``workspace``: bytes of temporary memory beyond its results."""
 
     results: tuple[str, ...]
     forms: tuple[Form, ...]
     shares: tuple[str | None, ...]
     places: tuple[tuple[int, ...], ...]
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[Compute, ...]
     workspace: int
 
 
@@ -98,14 +77,14 @@ class BackwardTrace:
     operands and results. ``whole``: whether forward can stay a single call, because backward needs only its operands
     and results. ``opaque``: autograd computes it (``programs.opaque``)."""
 
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[Compute, ...]
     cotangents: tuple[str | None, ...]
     forms: tuple[Form | None, ...]
     needs: tuple[str, ...]
     whole: bool
     opaque: bool = False
 
-    def kernels_beside(self, weights: set[int]) -> tuple[Kernel, ...]:
+    def kernels_beside(self, weights: set[int]) -> tuple[Compute, ...]:
         """Return the kernels that the cotangents of operands other than ``weights`` (by position) need; all kernels if
         one of them overwrites memory."""
         if any(kernel.writes for kernel in self.kernels):
@@ -167,34 +146,27 @@ def numbered(target: Any, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], 
     def number(name: str) -> Arg:
         return Ref(str(place.setdefault(name, len(place))))
 
-    numbered_args = tuple(map_refs(arg, number) for arg in args)
-    named = tuple((key, map_refs(arg, number)) for key, arg in kwargs)
-    return (target, numbered_args, named), tuple(place)
+    call = target, map_refs(args, number), map_refs(kwargs, number)
+    return call, tuple(place)
 
 
 def typed_key(call: Call) -> object:
     """Return a key that distinguishes 1, 1.0 and True."""
-
-    def typed(arg: Arg) -> object:
-        if isinstance(arg, tuple):
-            return tuple(map(typed, arg))
-        return arg if isinstance(arg, Ref) else (type(arg), repr(arg) if isinstance(arg, float) else arg)
-
     target, args, kwargs = call
-    return target, tuple(map(typed, args)), tuple((key, typed(arg)) for key, arg in kwargs)
+    return target, argument_key((args, kwargs), str)
 
 
 # ------------------------------------------------------------------------------------------------------------- tracing
 
 
-class _KernelRecorder(DispatchMode):
+class _KernelRecorder(OpRecorder):
     """Records the kernels that are called. ``prefix``: of the names of their results."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: dict[int, str] = {}
         self.alive: list[torch.Tensor] = []  # keeps the ids in ``names`` unique
-        self.kernels: list[Kernel] = []
+        self.kernels: list[Compute] = []
         self.storages: dict[int, str] = {}  # storage -> the first name that had it
         self.prefix, self.count = "f", 0
 
@@ -208,13 +180,11 @@ class _KernelRecorder(DispatchMode):
             raise Untraceable("a tensor comes from outside of the call")
         return self.names[id(tensor)]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        returned = func(*args, **kwargs)
+    def record(self, func: Any, args: Any, kwargs: dict[str, Any], returned: Any) -> None:
         tensors = list(_tensors(returned))
         if func in _SAME and isinstance(same := self._arg(args[0]), Ref):
             self.know(tensors[0][1], same.name)
-            return returned
+            return
         if func in _SAME:  # of a number
             func, args, kwargs = aten.scalar_tensor.default, (same,), {"dtype": tensors[0][1].dtype, "device": None}
         shared = {_storage(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
@@ -234,18 +204,18 @@ class _KernelRecorder(DispatchMode):
             forms.append(Form.of(tensor))
             places.append(place)
         self.kernels.append(
-            Kernel(
+            Compute(
                 _INSTEAD_OF.get(func, func),
                 call_args,
                 call_kwargs,
                 tuple(names),
-                tuple(forms),
                 tuple(places),
+                tuple(forms),
                 tuple(shares),
+                _NOT_YET,
                 tuple(writes),
             )
         )
-        return returned
 
     def _arg(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -278,14 +248,13 @@ class _TracedKernels:
                 self.recorder.know(tensor, str(i))
             target, args, kwargs = call
             with self.recorder, torch.device(device):
-                returned = target(*map(self._fill, args), **{key: self._fill(arg) for key, arg in kwargs})
+                named = {key: filled(arg, self._input) for key, arg in kwargs}
+                returned = target(*filled(args, self._input), **named)
         self.outputs = list(_tensors(returned))  # each with its place
         self.kernels, self.recorder.kernels = self.recorder.kernels, []
 
-    def _fill(self, arg: Arg) -> Any:
-        if isinstance(arg, Ref):
-            return self.inputs[int(arg.name)]
-        return [self._fill(item) for item in arg] if isinstance(arg, tuple) else arg
+    def _input(self, name: str) -> torch.Tensor:
+        return self.inputs[int(name)]
 
     def forward(self) -> ForwardTrace:
         names = tuple(self.recorder.name_of(tensor) for _, tensor in self.outputs)
@@ -336,8 +305,8 @@ class _TracedKernels:
 
 
 def _backward_kind(
-    forward: Sequence[Kernel],
-    backward: Sequence[Kernel],
+    forward: Sequence[Compute],
+    backward: Sequence[Compute],
     results: frozenset[str],
     gradients: tuple[tuple[str | None, ...], tuple[Form | None, ...]],
     numbers: Mapping[str, int],
@@ -348,7 +317,7 @@ def _backward_kind(
     kernels = needed_kernels(backward, {name for name in cotangents if name is not None})
     by_result = {name: kernel for kernel in forward for name in kernel.results}
     made_again = _recomputable(forward, numbers)
-    replayed: dict[str, Kernel] = {}
+    replayed: dict[str, Compute] = {}
     whole = True
 
     def need(name: str) -> None:
@@ -379,10 +348,10 @@ def _backward_kind(
     return BackwardTrace(every[0], every[1], forms, tuple(needs), whole)
 
 
-def _recomputable(kernels: Sequence[Kernel], numbers: Mapping[str, int]) -> frozenset[str]:
+def _recomputable(kernels: Sequence[Compute], numbers: Mapping[str, int]) -> frozenset[str]:
     """Return the names to recompute: results of deterministic kernels that depend on no operand of the call, or only on
     integers and booleans that are smaller than the result. ``numbers``: these operands, with their bytes."""
-    root = _memories(kernels)
+    root = memories(kernels)
     overwritten = {root.get(name, name) for kernel in kernels for name in kernel.writes}
     origins: dict[str, frozenset[str]] = {name: frozenset((name,)) for name in numbers}
     recomputed: set[str] = set()
@@ -398,9 +367,9 @@ def _recomputable(kernels: Sequence[Kernel], numbers: Mapping[str, int]) -> froz
     return frozenset(recomputed)
 
 
-def needed_kernels(kernels: Sequence[Kernel], needed: set[str]) -> list[Kernel]:
+def needed_kernels(kernels: Sequence[Compute], needed: set[str]) -> list[Compute]:
     """Return the kernels that compute ``needed`` or write to its memory. ``needed`` is extended by their operands."""
-    root = _memories(kernels)
+    root = memories(kernels)
     memory = {root.get(name, name) for name in needed}
     kept = []
     for kernel in reversed(kernels):
@@ -413,41 +382,26 @@ def needed_kernels(kernels: Sequence[Kernel], needed: set[str]) -> list[Kernel]:
     return kept[::-1]
 
 
-def _memories(kernels: Sequence[Kernel]) -> dict[str, str]:
-    """Map each name to the name that first had its memory."""
-    root: dict[str, str] = {}
-    for kernel in kernels:
-        for name, shared in zip(kernel.results, kernel.shares, strict=True):
-            root[name] = name if shared is None else root.get(shared, shared)
-    return root
-
-
 def _without_twins(
-    kernels: Sequence[Kernel], cotangents: tuple[str | None, ...]
-) -> tuple[tuple[Kernel, ...], tuple[str | None, ...]]:
+    kernels: Sequence[Compute], cotangents: tuple[str | None, ...]
+) -> tuple[tuple[Compute, ...], tuple[str | None, ...]]:
     """Return the kernels with equal views merged and double transposes removed, and the renamed cotangents."""
     same: dict[str, str] = {}
     views: dict[object, str] = {}
     transposed: dict[str, str] = {}
-    kept: list[Kernel] = []
-
-    def renamed(name: str) -> Arg:
-        return Ref(same.get(name, name))
+    kept: list[Compute] = []
 
     for kernel in kernels:
-        args = tuple(map_refs(arg, renamed) for arg in kernel.args)
-        kwargs = tuple((key, map_refs(arg, renamed)) for key, arg in kernel.kwargs)
-        shares = tuple(None if name is None else same.get(name, name) for name in kernel.shares)
-        writes = tuple(same.get(name, name) for name in kernel.writes)
-        kernel = replace(kernel, args=args, kwargs=kwargs, shares=shares, writes=writes)
+        kernel = with_operands(kernel, same)
         if kernel.is_view and len(kernel.results) == 1:
             (name,) = kernel.results
-            if kernel.target is aten.t.default and isinstance(args[0], Ref):
-                if args[0].name in transposed:
-                    same[name] = transposed[args[0].name]
+            operand = kernel.args[0]
+            if kernel.target is aten.t.default and isinstance(operand, Ref):
+                if operand.name in transposed:
+                    same[name] = transposed[operand.name]
                     continue
-                transposed[name] = args[0].name
-            twin = views.setdefault((kernel.target, args, kwargs), name)
+                transposed[name] = operand.name
+            twin = views.setdefault((kernel.target, kernel.args, kernel.kwargs), name)
             if twin != name:
                 same[name] = twin
                 continue
@@ -456,9 +410,8 @@ def _without_twins(
     return tuple(needed_kernels(kept, {name for name in merged if name is not None})), merged
 
 
-def _workspace(kernels: Sequence[Kernel], results: Sequence[str]) -> int:
-    """Return the peak number of live bytes beyond the results and the operands."""
-    root = _memories(kernels)
+def _workspace(kernels: Sequence[Compute], results: Sequence[str]) -> int:
+    root = memories(kernels)
     last: dict[str, int] = {}
     for i, kernel in enumerate(kernels):
         for name in (*kernel.operands, *kernel.results):

@@ -10,9 +10,8 @@ unit in the last place. The bound of a tensor is its largest change, times a fac
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -20,8 +19,9 @@ from shardwise.graph.ir import Graph
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.plan import Plan
 from shardwise.proof.errors_by_tensor import Key, TensorError, Values, is_finite
+from shardwise.proof.ranks import DirectionCollectives, VirtualRanks
 from shardwise.proof.rounding import disturbed_runs, moved_in_step
-from shardwise.proof.runs import DirectionCollectives, OneDevice, RunStart
+from shardwise.proof.runs import OneDevice
 
 RUNS_MARGIN = 4.0  # the worst of five disturbed runs is not the worst of all
 
@@ -64,42 +64,17 @@ class DtypeReport:
         return lines + ([f"  wrong messages: {self.wrong_messages}"] if self.wrong_messages else [])
 
 
-class PlanRanks(Protocol):
-    """Interface of a plan's ranks on virtual clusters: for a single call, micro-batches or pipeline stages."""
-
-    def adopt(self, device: OneDevice) -> None:
-        """Copy the state of one device."""
-
-    def step(self, step: int) -> list[Values]:
-        """Run a step and return the values of every rank."""
-
-    def compare(self, expected: Values, actual: Sequence[Values], worst: dict[Key, TensorError]) -> None:
-        """Update ``worst`` with the differences between every rank and one device."""
-
-    @property
-    def sides(self) -> tuple[DirectionCollectives, ...]:
-        """Return the planned collectives, and those performed in the last step."""
-
-
-@dataclass(frozen=True)
-class DtypeComparison:
-    """A comparison of ``ranks`` with one device, built by ``alone``. ``passes``: number of micro-batches in a step."""
-
-    ranks: PlanRanks
-    alone: Callable[[RunStart], OneDevice] = OneDevice
-    passes: int = 1
-
-
-def in_dtypes(start: RunStart, compared: DtypeComparison, plan: Plan, steps: int) -> DtypeReport:
-    """Compare ``steps`` steps, each from the state of one device. ``start``: in the dtypes of the plan's precision.
+def in_dtypes(ranks: VirtualRanks, steps: int) -> DtypeReport:
+    """Compare ``steps`` steps, each from the state of one device. ``ranks``: in the dtypes of the plan's precision.
 
     One device runs the whole batch at once. A sum over devices or micro-batches is rounded once for each of them, but
     once on one device. An accumulated loss loses up to half a unit per micro-batch, which disturbed runs may not show.
     """
-    original, before, ranks = compared.alone(start), compared.alone(start), compared.ranks
+    start, passes = ranks.start, len(ranks.passes.sizes)
+    original, before = OneDevice(start), OneDevice(start)
     unit = _unit(start.captured.graph)
-    disturbed = disturbed_runs(start, unit, compared.alone)
-    margin = RUNS_MARGIN + plan.num_ranks + (compared.passes if compared.passes > 1 else 0)
+    disturbed = disturbed_runs(start, unit)
+    margin = RUNS_MARGIN + len(ranks.ranks) + (passes if passes > 1 else 0)
     judged: dict[Key, tuple[TensorError, float]] = {}
     wrong: dict[str, None] = {}
     messages = not_finite = ""
@@ -126,7 +101,7 @@ def in_dtypes(start: RunStart, compared: DtypeComparison, plan: Plan, steps: int
         for key, difference in differences.items():
             if ("gradient", key[1]) in expected and key[0] == "parameter":
                 continue  # its gradient is judged instead: optimizers work element by element
-            floor = max(1.0, (compared.passes + 1) / 2) if key[0] == "loss" else 1.0
+            floor = max(1.0, (passes + 1) / 2) if key[0] == "loss" else 1.0
             bound = max(floor * unit, margin * moved.get(key, 0.0))
             if key not in judged or _share(difference, bound) > _share(*judged[key]):
                 judged[key] = difference, bound

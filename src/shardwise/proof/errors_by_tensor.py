@@ -8,14 +8,14 @@ size turns the noise into a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 Key = tuple[str, str]  # kind, name
 Values = dict[Key, torch.Tensor]
-Local = Callable[[Key, torch.Tensor, int], torch.Tensor]  # (key, whole tensor, rank) -> the shard expected on the rank
+Local = Callable[[Key, torch.Tensor], torch.Tensor]  # (key, whole tensor) -> the shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,29 +28,45 @@ class TensorError:
     rank: int
 
 
-def compare(expected: Values, actual: Sequence[Values], local: Local, worst: dict[Key, TensorError]) -> None:
-    """Record the worst difference of every tensor in ``worst``. A tensor that only one side has counts as infinite,
-    even a gradient of zeros: an optimizer decays parameters with a gradient, and skips those without."""
+def compare(
+    expected: Values, actual: Values, rank: int, worst: dict[Key, TensorError], local: Local = lambda _, whole: whole
+) -> None:
+    """Record the worst difference of every tensor of a rank in ``worst``. ``local``: returns the shard expected on the
+    rank. A tensor that only one side has counts as infinite, even a gradient of zeros: an optimizer decays parameters
+    with a gradient, and skips those without."""
+    sizes = {key: magnitude(tensor) for key, tensor in expected.items()}
     floor: dict[str, float] = {}
-    for (kind, _), tensor in expected.items():
-        floor[kind] = max(floor.get(kind, 0.0), magnitude(tensor))
-    for rank, values in enumerate(actual):
-        for key in expected.keys() | values.keys():
-            kind, name = key
-            if key not in expected or key not in values:
-                error = float("inf")
-            else:
-                scale = max(magnitude(expected[key]), (1e-6 if kind == "gradient" else 1e-3) * floor[kind])
-                error = relative_difference(local(key, expected[key], rank), values[key], scale)
-            if key not in worst or error > worst[key].error or error != error:
-                worst[key] = TensorError(kind, name, error, rank)
+    for (kind, _), size in sizes.items():
+        floor[kind] = max(floor.get(kind, 0.0), size)
+    for key in expected.keys() | actual.keys():
+        kind, name = key
+        error = float("inf")
+        if key in expected and key in actual:
+            least = 1e-3 * floor[kind]
+            if kind == "gradient":
+                least = 1e-6 * max(floor[kind], natural_gradient(sizes, name))
+            error = relative_difference(local(key, expected[key]), actual[key], max(sizes[key], least))
+        if key not in worst or error > worst[key].error or error != error:
+            worst[key] = TensorError(kind, name, error, rank)
 
 
 def magnitude(tensor: torch.Tensor) -> float:
     """Return the largest finite absolute value."""
-    finite = tensor.abs() if tensor.dtype != torch.bool else tensor.long()
+    tensor, exact = tensor.detach(), not (tensor.is_floating_point() or tensor.is_complex())
+    finite = (tensor.double() if exact else tensor).abs()  # torch has no abs of bool and of most unsigned types
     finite = finite[torch.isfinite(finite)] if finite.is_floating_point() else finite
     return float(finite.max()) if finite.numel() else 0.0
+
+
+def natural_gradient(sizes: Mapping[Key, float], name: str) -> float:
+    """Return the gradient of a parameter for which moving it by its own magnitude changes the loss by all of the loss.
+    ``sizes``: the magnitudes of all values.
+
+    A gradient of 1e-16 of that is the rounding of a gradient that is zero: it moves the loss by less than its rounding.
+    """
+    size = sizes.get(("parameter", name), 0.0)
+    loss = max((magnitude for (kind, _), magnitude in sizes.items() if kind == "loss"), default=0.0)
+    return loss / size if size else 0.0
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""Locates the fault in a wrong program: the first operator whose result differs from one device or, if all results are
+"""Locates the fault in a wrong plan: the first operator whose result differs from one device or, if all results are
 right, the first wrong gradient in backward."""
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from shardwise.graph.ir import Graph
 from shardwise.layouts.layout import PARTIAL_KINDS, Layout
 from shardwise.programs.instructions import Compute, Convert, Depart
 from shardwise.programs.rank_program import RankProgram
-from shardwise.programs.spmd import SpmdProgram
-from shardwise.proof.errors_by_tensor import magnitude, relative_difference
+from shardwise.proof.errors_by_tensor import TensorError, magnitude, relative_difference
+from shardwise.proof.ranks import VirtualRanks, VirtualStep
+from shardwise.proof.runs import OneDevice
+from shardwise.proof.virtual import run_forward
 from shardwise.runtime.local_shards import shard
 
 _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -26,21 +28,49 @@ _REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def wrong_result(
-    spmd: SpmdProgram,
-    model: Graph,
-    programs: Sequence[RankProgram],
+def first_wrong(ranks: VirtualRanks, wrong: Sequence[TensorError], tolerance: float) -> str:
+    """Return operator, line and rank at which the first micro-batch of a program goes wrong first, or "". ``wrong``:
+    the differences that are no rounding."""
+    if not wrong:
+        return ""
+    ranks.adopt(OneDevice(ranks.start))
+    step = VirtualStep(ranks, 0)
+    parts = ranks.first.cut.parts
+    expected: dict[str, Tensor] = {}
+    for stage, (part, spmd) in enumerate(zip(parts, ranks.first.spmds, strict=True)):
+        taken = {s.value: expected[s.value] for s in part.sources if s.kind == "activation"}
+        given = step.given(part, 0, step.whole[0]) | taken
+        sources = ranks.start.bindings(part, ranks.full, 0, given)
+        received = [
+            {name: shard(x, spmd.layouts[name], coordinates) for name, x in taken.items()}
+            for coordinates in ranks.clusters[stage].coordinates
+        ]
+        programs = list(map(_without_overwrites, ranks.programs[step.sizes[0]][stage]))
+        values = run_forward(ranks.clusters[stage], programs, step.bindings(stage, spmd, 0, received))
+        with torch.no_grad():
+            of_model = interpret(part, sources)
+        if fault := _wrong_result(ranks, stage, of_model, values, sources, tolerance):
+            return fault
+        expected |= of_model
+    gradients = {d.name: d.rank for d in wrong if d.kind == "gradient"}
+    return next(filter(None, (_wrong_gradient(part, gradients) for part in reversed(parts))), "")
+
+
+def _wrong_result(
+    ranks: VirtualRanks,
+    stage: int,
+    of_model: Mapping[str, Tensor],
     values: Sequence[Mapping[str, Tensor]],
     sources: Mapping[str, Tensor],
     tolerance: float,
 ) -> str:
-    """Return operator, line and rank of the first wrong result of a forward pass, or "". ``model``: the graph without
-    lowerings, to detect wrong lowerings; ``values``: of every rank, after the forward of ``without_overwrites``;
-    ``sources``: value name -> the whole tensor."""
+    """Return the first wrong result of a stage, or "". ``of_model``: the values of the graph without lowerings, to
+    detect wrong lowerings; ``values``: of every rank, after the forward of ``_without_overwrites``; ``sources``: value
+    name -> the whole tensor."""
+    spmd, part = ranks.first.spmds[stage], ranks.first.cut.parts[stage]
+    programs = ranks.programs[ranks.passes.sizes[0]][stage]
     with torch.no_grad():
         expected = interpret(spmd.graph, sources)
-        of_model = interpret(model, sources)
-    producers = {name: op for op in model.ops for name in op.results}
     written = {name for program in programs for name in _written(program)}
     for op in spmd.graph.ops:
         for name in op.results:
@@ -52,19 +82,19 @@ def wrong_result(
             largest = max(
                 [magnitude(expected[name]), *(1e-3 * magnitude(expected[operand]) for operand in op.operands)]
             )
-            original = producers.get(name, op)
+            original = part.producer.get(name, op)
             if not relative_difference(of_model.get(name, expected[name]), expected[name], largest) <= tolerance:
                 return f"the result of {original.name} ({original.source}): its lowering differs, on every rank"
             layout = spmd.layouts[name]
             whole = _summed(layout, [tensor for tensor in results if tensor is not None])
-            for rank, tensor in enumerate(whole):
-                want = shard(expected[name], replace(layout, states=()), spmd.mesh.coordinates(rank))
+            for device, (rank, tensor) in enumerate(zip(ranks.plan.stages[stage].placement.ranks, whole, strict=True)):
+                want = shard(expected[name], replace(layout, states=()), spmd.mesh.coordinates(device))
                 if not relative_difference(want, tensor, largest) <= tolerance:
                     return f"the result of {op.name} ({op.source}) on rank {rank}"
     return ""
 
 
-def wrong_gradient(graph: Graph, wrong: Mapping[str, int]) -> str:
+def _wrong_gradient(graph: Graph, wrong: Mapping[str, int]) -> str:
     """Describe the wrong gradient (of parameter -> rank) that backward computes first, or return ""."""
     reads = {operand: position for position, op in enumerate(graph.ops) for operand in op.operands}
     values = {s.names[0]: reads[s.value] for s in graph.sources if s.names[0] in wrong and s.value in reads}
@@ -75,7 +105,7 @@ def wrong_gradient(graph: Graph, wrong: Mapping[str, int]) -> str:
     return f"the gradient of {name}, which {op.name} reads ({op.source}), on rank {wrong[name]}"
 
 
-def without_overwrites(program: RankProgram) -> RankProgram:
+def _without_overwrites(program: RankProgram) -> RankProgram:
     """Return the program with exchanges that do not overwrite their operands, so that these can be inspected later."""
     forward = (replace(i, overwrites=False) if isinstance(i, (Convert, Depart)) else i for i in program.forward)
     return replace(program, forward=tuple(forward))

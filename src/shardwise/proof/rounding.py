@@ -26,16 +26,16 @@ tensor by no more than disturbing the last bits does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch.utils import _pytree as pytree
 
 from shardwise.graph.capture import Capture
 from shardwise.proof.errors_by_tensor import Key, TensorError, Values, compare
-from shardwise.proof.runs import OneDevice, Ranks, RunStart, as_leaf
+from shardwise.proof.ranks import VirtualRanks
+from shardwise.proof.runs import OneDevice, RunStart, as_leaf
 
 RUNS = 5
 DISTURBANCE = 2.0**-50  # of every number, up or down: the rounding of a reordered sum of some hundred terms
@@ -75,13 +75,13 @@ class Rounding:
         return lines
 
 
-def explain(start: RunStart, ranks: Ranks, wrong: Sequence[TensorError], steps: int, tolerance: float) -> Rounding:
+def explain(ranks: VirtualRanks, wrong: Sequence[TensorError], steps: int, tolerance: float) -> Rounding:
     """Decide which differences are rounding. ``wrong``: those beyond the tolerance after ``steps`` steps, worst first.
     ``ranks`` run the steps again."""
-    beyond, by_gradient = _step_by_step(start, ranks, steps, tolerance)
+    beyond, by_gradient = _step_by_step(ranks, steps, tolerance)
     if beyond:
         return Rounding((), beyond)
-    moved = _moved(start, steps)
+    moved = _moved(ranks.start, steps)
     both = [(d, moved.get((d.kind, d.name), 0.0)) for d in wrong]
     explained = tuple((d, by) for d, by in both if d.error <= MARGIN * by)
     return Rounding(explained, tuple((d, by) for d, by in both if not d.error <= MARGIN * by), by_gradient)
@@ -98,7 +98,8 @@ def _moved(start: RunStart, steps: int) -> dict[Key, float]:
         expected = original.step(step)
         actual = [run.step(step) for run in disturbed]
         for want, have in (*earlier, (expected, actual)):
-            compare(want, have, _itself, worst)
+            for number, values in enumerate(have):
+                compare(want, values, number, worst)
         earlier.append((of_sources(expected, start.captured), [of_sources(v, start.captured) for v in actual]))
     return {key: difference.error for key, difference in worst.items()}
 
@@ -106,9 +107,10 @@ def _moved(start: RunStart, steps: int) -> dict[Key, float]:
 Unexplained = tuple[tuple[TensorError, float | None], ...]
 
 
-def _step_by_step(start: RunStart, ranks: Ranks, steps: int, tolerance: float) -> tuple[Unexplained, tuple[str, ...]]:
+def _step_by_step(ranks: VirtualRanks, steps: int, tolerance: float) -> tuple[Unexplained, tuple[str, ...]]:
     """Return the differences of the first step with any that rounding does not explain, worst first, and the parameters
     judged by their gradients. Both runs begin every step in the same state."""
+    start = ranks.start
     original, before, disturbed = OneDevice(start), OneDevice(start), disturbed_runs(start)
     by_gradient: dict[str, None] = {}
     for step in range(steps):
@@ -139,11 +141,11 @@ def moved_in_step(
     before: OneDevice, disturbed: Sequence[OneDevice], expected: Values, step: int, by: float = DISTURBANCE
 ) -> dict[Key, float]:
     """Return the largest distance per tensor of disturbed runs from the original after one step from ``before``."""
+    worst: dict[Key, TensorError] = {}
     for number, run in enumerate(disturbed):
         run.adopt(before)
         disturb(run, number, by)
-    worst: dict[Key, TensorError] = {}
-    compare(expected, [run.step(step) for run in disturbed], _itself, worst)
+        compare(expected, run.step(step), number, worst)
     return {key: difference.error for key, difference in worst.items()}
 
 
@@ -157,16 +159,17 @@ def _parameter(key: Key, captured: Capture) -> str:
     return name if kind == "parameter" else ""
 
 
-def disturbed_runs(
-    start: RunStart, by: float = DISTURBANCE, alone: Callable[[RunStart], OneDevice] = OneDevice
-) -> list[OneDevice]:
-    """Return runs with disturbed inputs: every number is changed by the fraction ``by``. ``alone``: builds a run."""
+def disturbed_runs(start: RunStart, by: float = DISTURBANCE) -> list[OneDevice]:
+    """Return runs with disturbed inputs: every number is changed by the fraction ``by``."""
     runs = []
     for number in range(RUNS):
         draw = torch.Generator().manual_seed(number)
-        off = partial(_leaf_off, draw=draw, by=by)
+
+        def off(tensor: torch.Tensor, draw: torch.Generator = draw) -> torch.Tensor:
+            return as_leaf(_off(tensor.detach(), draw=draw, by=by), tensor)
+
         args, kwargs = pytree.tree_map_only(torch.Tensor, off, (start.args, start.kwargs))
-        runs.append(alone(replace(start, args=args, kwargs=kwargs)))
+        runs.append(OneDevice(replace(start, args=args, kwargs=kwargs)))
     return runs
 
 
@@ -179,20 +182,10 @@ def disturb(run: OneDevice, number: int, by: float = DISTURBANCE) -> None:
 
 
 def _off(tensor: torch.Tensor, *, draw: torch.Generator, by: float = DISTURBANCE) -> torch.Tensor:
-    """Return the tensor with every number a little larger or smaller."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return tensor.clone()
     signs = torch.randint(2, tensor.shape, generator=draw, dtype=torch.int8).double() * 2 - 1
     return torch.where(tensor.isfinite(), (tensor * (1 + signs * by)).to(tensor.dtype), tensor)
-
-
-def _leaf_off(tensor: torch.Tensor, *, draw: torch.Generator, by: float) -> torch.Tensor:
-    """Return a disturbed input, which requires a gradient if the input does."""
-    return as_leaf(_off(tensor.detach(), draw=draw, by=by), tensor)
-
-
-def _itself(_: Key, whole: torch.Tensor, __: int) -> torch.Tensor:
-    return whole
 
 
 def of_sources(values: Values, captured: Capture) -> Values:

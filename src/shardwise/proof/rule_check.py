@@ -33,6 +33,7 @@ from shardwise.programs.program import localize
 from shardwise.programs.rank_program import delivered_values
 from shardwise.programs.spmd import Choice, build_spmd
 from shardwise.programs.vjp import VjpCache
+from shardwise.proof.errors_by_tensor import magnitude, relative_difference
 from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
 from shardwise.rules.atoms import factor_graph
 from shardwise.rules.custom import overload_of
@@ -229,7 +230,6 @@ class _SampleCall:
 
 
 def _positional(target: OpOverload, named: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Convert named arguments to positional ones as far as possible, as captures do."""
     left, args = dict(named), []
     for item in target._schema.arguments:
         if item.kwarg_only or item.name not in left:
@@ -250,7 +250,6 @@ def _call(op: Op, tensors: Sequence[Tensor]) -> Any:
 def _gradients(
     results: Sequence[Tensor], seeds: Sequence[Tensor], operands: Sequence[Tensor]
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the operands that require one (zeros if none flows)."""
     flowing = [(result, seed) for result, seed in zip(results, seeds, strict=True) if result.requires_grad]
     differentiable = [t for t in operands if t.requires_grad]
     if not flowing or not differentiable:
@@ -279,7 +278,6 @@ def _strategies(rule: OpRule, call: _SampleCall) -> Iterator[tuple[Strategy, Mes
 
 
 def _run(call: _SampleCall, rule: OpRule, strategy: Strategy, mesh: Mesh) -> tuple[float, str]:
-    """Return the worst error of the split call on the virtual cluster, and where it is."""
     try:
         return _compare(call, rule, strategy, mesh)
     except Exception as error:  # any error of a local call is a fault of the rule
@@ -325,7 +323,7 @@ def _compare(call: _SampleCall, rule: OpRule, strategy: Strategy, mesh: Mesh) ->
         for rank in range(mesh.num_devices):
             want = shard(gradient, bare, cluster.coordinates[rank])
             have = gradients[rank].get(f"x{i}", torch.zeros_like(want))
-            error = _error(have, want, max(_largest(gradient), 1e-6 * largest))
+            error = _error(have, want, max(magnitude(gradient), 1e-6 * largest))
             errors.append((error, f"gradient of {call.labels[i]} on rank {rank}"))
     return max(errors, key=lambda item: item[0] if item[0] == item[0] else float("inf"))
 
@@ -343,26 +341,14 @@ def _scatter(full: Tensor, layout: Layout, cluster: VirtualCluster) -> list[Tens
     return pieces
 
 
-def _largest(tensor: Tensor) -> float:
-    finite = tensor.detach().abs() if tensor.is_floating_point() or tensor.is_complex() else tensor.double().abs()
-    finite = finite[torch.isfinite(finite)]
-    return float(finite.max()) if finite.numel() else 0.0
-
-
 def _error(have: Tensor, want: Tensor, scale: float | None = None) -> float:
     """Return the largest difference relative to the largest element; infinite for another shape or dtype. In dtypes
     below float64 it is scaled to their resolution: a partial sum that is cast is rounded per summand."""
-    if have.shape != want.shape or have.dtype != want.dtype:
+    if have.dtype != want.dtype:
         return float("inf")
-    have, want = have.detach(), want.detach()
-    same = (have == want) | ((have != have) & (want != want))
-    if bool(same.all()):
-        return 0.0
-    worst = float(torch.where(same, 0.0, (have.to(torch.complex128) - want.to(torch.complex128)).abs()).max())
-    scale = _largest(want) if scale is None else scale
     inexact = want.is_floating_point() or want.is_complex()
     resolution = torch.finfo(want.dtype).eps / torch.finfo(torch.float64).eps if inexact else 1.0
-    return worst / scale / resolution if scale else float("inf")
+    return relative_difference(want, have, magnitude(want) if scale is None else scale) / resolution
 
 
 # -------------------------------------------------------------------------------------------------- missing splits
@@ -449,8 +435,8 @@ def _put_together(call: _SampleCall, dims: Sequence[int | None], size: int, part
         return ""  # some results are slices and others summands: no factor has such a kind
     gradients = _gradients(whole, call.seeds, leaves)
     pairs = [(a, b) for a, b in zip(gradients, call.gradients, strict=True) if a is not None and b is not None]
-    largest = max((_largest(want) for _, want in pairs), default=0.0)
-    right = all(_error(have, want, max(_largest(want), 1e-6 * largest)) <= tolerance for have, want in pairs)
+    largest = max((magnitude(want) for _, want in pairs), default=0.0)
+    right = all(_error(have, want, max(magnitude(want), 1e-6 * largest)) <= tolerance for have, want in pairs)
     return ", ".join(words) if right else ""
 
 
@@ -465,7 +451,7 @@ def _combined(parts: Sequence[Tensor], want: Tensor, tolerance: float) -> tuple[
             together = torch.cat(list(parts), d)
             if _error(together, want) <= tolerance:
                 return together, f"slices of dim {d}"
-    if any(shape != want.shape for shape in shapes) or not _largest(want) or want.dtype == torch.bool:
+    if any(shape != want.shape for shape in shapes) or not magnitude(want) or want.dtype == torch.bool:
         return None, ""
     differ = any(not torch.equal(part, parts[0]) for part in parts[1:])
     for word, combine in _COMBINED.items():

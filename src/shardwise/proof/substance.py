@@ -15,8 +15,10 @@ from torch import Tensor
 from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.to_float64 import to_float64
-from shardwise.proof.errors_by_tensor import Key, Values, is_finite, magnitude
-from shardwise.proof.runs import OneDevice, RunStart, whole_bindings
+from shardwise.proof.errors_by_tensor import Key, Values, is_finite, magnitude, natural_gradient
+from shardwise.proof.runs import OneDevice, RunStart
+
+ROUNDING = 16 * torch.finfo(torch.float64).eps  # of the loss, after a sum of a few terms that cancel
 
 
 class Substance:
@@ -30,12 +32,13 @@ class Substance:
 
     def note(self, step: int, values: Values) -> None:
         """Record the values of one device after a step."""
+        sizes = {key: magnitude(tensor) for key, tensor in values.items()}
         for (kind, name), tensor in values.items():
             if not (tensor.is_floating_point() or tensor.is_complex()):
                 continue
             if kind == "gradient":
                 self.has_gradient = True
-                self.has_nonzero_gradient |= magnitude(tensor) > 0
+                self.has_nonzero_gradient |= sizes[kind, name] > ROUNDING * natural_gradient(sizes, name)
             if is_finite(tensor):
                 continue
             num_nan, num_infinite = int(tensor.isnan().sum()), int(tensor.isinf().sum())
@@ -85,7 +88,7 @@ def _origin(start: RunStart, step: int, key: Key) -> str:
         device.step(earlier)
     sources = {
         name: tensor.detach().clone().requires_grad_(graph.by_name[name].requires_grad)
-        for name, tensor in whole_bindings(start, graph, device.tensors, step).items()
+        for name, tensor in start.bindings(graph, device.tensors, step, {}).items()
     }
     values = interpret(graph, sources)
     bad = {name for name, value in values.items() if not is_finite(value)}

@@ -8,9 +8,8 @@ It compares the loss, every output, every gradient, the buffers, and the paramet
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,19 +32,15 @@ from shardwise.plans.bind_stages import bound, step_graph
 from shardwise.plans.micro_batch_search import Example
 from shardwise.plans.plan import Plan
 from shardwise.plans.result import PlanningResult, plan_of
-from shardwise.programs.lifetimes import backward_collectives
 from shardwise.programs.micro_batches import Passes
-from shardwise.programs.spmd import SpmdProgram
 from shardwise.progress import each, show_progress
-from shardwise.proof.dtypes import DtypeComparison, DtypeReport, in_dtypes, stored_module
+from shardwise.proof.dtypes import DtypeReport, in_dtypes, stored_module
 from shardwise.proof.errors_by_tensor import Key, TensorError, Values
-from shardwise.proof.locate import without_overwrites, wrong_gradient, wrong_result
-from shardwise.proof.micro_batch_runs import OneDeviceMicroBatches, RanksMicroBatches
-from shardwise.proof.pipeline_ranks import PipelineRanks
+from shardwise.proof.locate import first_wrong
+from shardwise.proof.ranks import DirectionCollectives, VirtualRanks
 from shardwise.proof.rounding import Rounding, explain, of_sources
-from shardwise.proof.runs import OneDevice, Ranks, RunStart, as_leaf, widened, widened_module
+from shardwise.proof.runs import OneDevice, RunStart, as_leaf, widened, widened_module
 from shardwise.proof.substance import Substance
-from shardwise.proof.virtual import run_forward
 from shardwise.runtime.initial.materialize import full_tensors
 from shardwise.untrusted_text import is_number
 
@@ -98,14 +93,19 @@ class Report:
         return self.matches_plan and performed == (self.planned_forward, self.planned_backward)
 
     @property
-    def ok(self) -> bool:
+    def is_equal(self) -> bool:
+        """Whether all values are equal, rounding aside, and all collectives are the planned ones."""
         same = self.max_error <= self.tolerance or (self.rounding is not None and not self.rounding.unexplained)
-        is_equal = same and self.collectives_match and (self.in_dtypes is None or self.in_dtypes.ok)
-        return is_equal and not self.not_proven
+        return same and self.collectives_match and (self.in_dtypes is None or self.in_dtypes.ok)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the plan is proven: all is equal, and the values can prove something."""
+        return self.is_equal and not self.not_proven
 
     def __str__(self) -> str:
         lines = [f"NOT PROVEN: {self.not_proven}"] if self.not_proven else []
-        verdict = "equal" if self.ok or self.not_proven else "NOT EQUAL"
+        verdict = "equal" if self.is_equal else "NOT EQUAL"
         lines.append(
             f"{verdict}: worst relative error {self.max_error:.2g} over {len(self.differences)} tensors "
             f"(tolerance {self.tolerance:g})"
@@ -181,248 +181,167 @@ def verify(
     if plan.is_pipeline or plan.micro_batches > 1:  # their steps return no gradients of inputs
         args, named = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, named))
     captured = capture(module, args, named, loss=loss, precision=plan.precision, input_gradients=True)
-    graph, arguments = to_float64(captured.graph), (args, named)
-    call = Example(module, arguments, loss, precision=plan.precision)
-    constants = call_constants(arguments)
-    args, named = pytree.tree_map_only(torch.Tensor, lambda x: as_leaf(widened(x), x), arguments)
-    initial = with_values(module, seed)
-    reference = widened_module(initial)
-    stored = None if plan.precision.is_models else stored_module(initial, plan)
-    code = reachable_code(module, loss)
-    with default_dtype(torch.float64) as models_default, empty_tensor_caches(code, keeps=False):
-        start_of = partial(
-            RunStart,
-            captured=captured,
-            module=reference,
-            loss=loss,
+    verification = _Verification(plan, captured, Example(module, (args, named), loss, precision=plan.precision))
+    return verification.report(steps, tolerance, seed)
+
+
+@dataclass
+class _Verification:
+    """A plan with the call that it is verified on. ``is_planned``: the plan lists this very step: the graph of a single
+    micro-batch has other operators than that of one of several."""
+
+    plan: Plan
+    captured: Capture
+    call: Example
+
+    def __post_init__(self) -> None:
+        plan, count = self.plan, batch_size(self.captured.graph) or 0
+        self.in_passes = plan.micro_batches > 1 and count > (plan.micro_batch or 0)
+        self.is_planned = plan.micro_batches == 1 or self.in_passes
+        self.constants = call_constants(self.call.arguments)
+        self.training = self.call.module.training if self.is_planned else None
+
+    def report(self, steps: int, tolerance: float, seed: int | None) -> Report:
+        plan, call = self.plan, self.call
+        initial = with_values(call.module, seed)
+        code = reachable_code(call.module, call.loss)
+        with default_dtype(torch.float64) as models_default, empty_tensor_caches(code, keeps=False):
+            narrow, wide = self._passes(models_default)
+            args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: as_leaf(widened(x), x), call.arguments)
+            start = {
+                "module": widened_module(initial),
+                "args": args,
+                "kwargs": kwargs,
+                "models_default": models_default,
+            }
+            ranks = self._ranks(wide, narrow, start)
+            substance, worst, records = self._compare(ranks, steps)
+            differences = tuple(sorted(worst.values(), key=lambda d: -d.error))
+            wrong = [difference for difference in differences if not difference.error <= tolerance]
+            in_own_dtypes = None
+            if not plan.precision.is_models:
+                args, kwargs = pytree.tree_map_only(
+                    torch.Tensor, lambda x: as_leaf(x.detach().cpu(), x), call.arguments
+                )
+                start |= {"module": stored_module(initial, plan), "args": args, "kwargs": kwargs}
+                start["precision"] = plan.precision
+                with default_dtype(models_default), empty_tensor_caches(code, keeps=False):
+                    in_own_dtypes = in_dtypes(self._ranks(narrow, None, start), steps)
+            rounding = explain(ranks, wrong, steps, tolerance) if wrong else None
+            unexplained = [] if rounding is None else [difference for difference, _ in rounding.unexplained]
+            forward, backward = records[: len(plan.stages)], records[len(plan.stages) :]
+            programs = [of_stage[0] for of_stage in ranks.programs[ranks.passes.sizes[0]]]
+            return Report(
+                differences=differences,
+                tolerance=tolerance,
+                forward=_joined(side.performed for side in forward),
+                backward=_joined(side.performed for side in backward),
+                planned_forward=_joined(side.planned for side in forward),
+                planned_backward=_joined(side.planned for side in backward),
+                matches_plan=self._lists(ranks, records),
+                untraceable={name: why for program in programs for name, why in program.untraceable.items()},
+                rounding=rounding,
+                first_wrong=first_wrong(ranks, unexplained, tolerance),
+                in_dtypes=in_own_dtypes,
+                not_proven=substance.not_proven,
+                notes=(*substance.notes([(d.kind, d.name) for d in wrong]), *_nothing_split(plan, ranks)),
+            )
+
+    def _passes(self, models_default: torch.dtype) -> tuple[Passes, Passes]:
+        """Return the micro-batches of a step, in the model's dtypes and in float64."""
+        graph = self.captured.graph
+        if self.plan.is_pipeline:
+            graph = step_graph(graph)
+        if not self.in_passes:
+            return Passes.single(graph), Passes.single(to_float64(graph))
+        assert self.plan.micro_batch is not None, "a plan of several passes has samples"
+
+        def wide(samples: int) -> Graph:
+            with default_dtype(models_default):
+                return to_float64(self.call.graph(samples))
+
+        with default_dtype(models_default):
+            narrow = Passes.of(graph, self.plan.micro_batch, self.call.graph)
+        return narrow, Passes.of(to_float64(graph), self.plan.micro_batch, wide)
+
+    def _ranks(self, passes: Passes, narrow: Passes | None, start: Mapping[str, Any]) -> VirtualRanks:
+        """Return the ranks with the programs of the micro-batches. ``narrow``: the micro-batches in the model's dtypes,
+        if ``passes`` are in float64; ``start``: further fields of the start."""
+        plan = self.plan
+        bounds = {
+            size: bound(
+                plan,
+                graph,
+                prelude=passes.prelude,
+                training=self.training,
+                original=None if narrow is None else narrow.graphs[size],
+                constants=self.constants,
+            )
+            for size, graph in passes.graphs.items()
+        }
+        prelude = None
+        if passes.prelude is not None and not plan.is_pipeline:
+            prelude = program_of(plan, passes.prelude, original=None if narrow is None else narrow.prelude)
+        spmds = bounds[passes.sizes[0]].spmds
+        held = ((source, spmd.layouts[source.value]) for spmd in spmds for source in spmd.graph.sources)
+        run_start = RunStart(
+            captured=self.captured,
+            loss=self.call.loss,
             optimizer=plan.optimizer,
-            args=args,
-            kwargs=named,
-            models_default=models_default,
+            passes=passes,
+            returns_outputs=not (plan.is_pipeline or self.in_passes),
+            sharded=frozenset(s.value for s, at in held if s.kind in ("parameter", "buffer") and at.positions),
+            **start,
         )
-        if plan.is_pipeline:
-            return _pipeline_report(plan, captured, start_of, stored, call, steps, tolerance)
-        is_in_passes = plan.micro_batches > 1 and (batch_size(graph) or 0) > (plan.micro_batch or 0)
-        training = module.training if plan.micro_batches == 1 or is_in_passes else None
-        if is_in_passes:
-            narrow, passes = _passes(plan, captured.graph, call, models_default)
-            spmds, prelude = _programs(plan, passes, narrow, training=training, constants=constants)
-            spmd = spmds[passes.sizes[0]]
-            start = start_of(spmd)
-            single: OneDevice = OneDeviceMicroBatches(start, passes)
-            ranks: Ranks = RanksMicroBatches(start, plan, passes, spmds, prelude)
-        else:
-            spmd = program_of(plan, graph, training=training, original=captured.graph, constants=constants)
-            start = start_of(spmd)
-            single, ranks = OneDevice(start), Ranks(start)
-        substance, worst = Substance(start), dict[Key, TensorError]()
-        records: list[tuple[Collective, ...]] = []
+        return VirtualRanks(run_start, plan, bounds, prelude)
+
+    def _compare(
+        self, ranks: VirtualRanks, steps: int
+    ) -> tuple[Substance, dict[Key, TensorError], tuple[DirectionCollectives, ...]]:
+        """Run the steps and return what one device's values prove, the differences, and the collectives of the first
+        step."""
+        single, substance = OneDevice(ranks.start), Substance(ranks.start)
+        worst: dict[Key, TensorError] = {}
+        records: tuple[DirectionCollectives, ...] = ()
         earlier: list[tuple[Values, list[Values]]] = []
         with show_progress("proving the plan"):
-            for step in each(range(steps), lambda step: f"steps on one device and on {plan.num_ranks} virtual ranks"):
-                expected = single.step(step)
-                actual = ranks.step(step)
+            for step in each(range(steps), lambda _: f"steps on one device and on {len(ranks.ranks)} virtual ranks"):
+                expected, actual = single.step(step), ranks.step(step)
                 substance.note(step, expected)
-                if step == 0:
-                    records = [ranks.forward_record, ranks.backward_record]
+                records = records or ranks.sides
                 for want, have in (*earlier, (expected, actual)):  # earlier outputs may have been overwritten
                     ranks.compare(want, have, worst)
+                captured = self.captured
                 earlier.append((of_sources(expected, captured), [of_sources(values, captured) for values in actual]))
-        differences = tuple(sorted(worst.values(), key=lambda d: -d.error))
-        wrong = [difference for difference in differences if not difference.error <= tolerance]
-        dtypes_report = None
-        if stored is not None:
-            with default_dtype(models_default), empty_tensor_caches(code, keeps=False):
-                if is_in_passes:
-                    spmds, prelude = _programs(plan, narrow, None, training=training, constants=constants)
-                    start_in_dtypes = _start_in_dtypes(start, spmds[narrow.sizes[0]], stored, call, plan)
-                    compared = DtypeComparison(
-                        RanksMicroBatches(start_in_dtypes, plan, narrow, spmds, prelude),
-                        _alone(narrow),
-                        len(narrow.sizes),
-                    )
-                else:
-                    narrow_spmd = program_of(plan, captured.graph, training=training, constants=constants)
-                    start_in_dtypes = _start_in_dtypes(start, narrow_spmd, stored, call, plan)
-                    compared = DtypeComparison(Ranks(start_in_dtypes))
-                dtypes_report = in_dtypes(start_in_dtypes, compared, plan, steps)
-        rounding = explain(start, ranks, wrong, steps, tolerance) if wrong and not is_in_passes else None
-        return Report(
-            differences=differences,
-            tolerance=tolerance,
-            forward=records[0],
-            backward=records[1],
-            planned_forward=spmd.forward_collectives(in_passes=is_in_passes),
-            planned_backward=backward_collectives(ranks.programs[0], in_passes=is_in_passes),
-            matches_plan=constants != plan.constants or _listed(plan, spmd.graph if is_in_passes else graph, records),
-            untraceable=ranks.programs[0].untraceable,
-            rounding=rounding,
-            first_wrong="" if rounding is None else _first_wrong(start, ranks, rounding, tolerance),
-            in_dtypes=dtypes_report,
-            not_proven=substance.not_proven,
-            notes=(*substance.notes([(d.kind, d.name) for d in wrong]), *_nothing_split(plan, spmd)),
-        )
+        return substance, worst, records
+
+    def _lists(self, ranks: VirtualRanks, records: Sequence[DirectionCollectives]) -> bool:
+        """Return whether the plan lists the recorded collectives, by kind and axes. Bytes are ignored, because
+        everything is float64 here, and so is the order: a plan lists conversions where they are needed. An edited plan
+        has no list, and a plan for another call none that can be compared: both return True."""
+        if not self.is_planned or self.constants != self.plan.constants:
+            return True
+        parts = ranks.first.cut.parts
+        for number, part in enumerate(parts):
+            plan = self.plan.alone(number)
+            for side in (records[number], records[len(parts) + number]) if same_inputs(plan, part) else ():
+                listed = plan.collectives(backward=side.name.startswith("backward"))
+                performed = Counter((c.kind, plan.mesh.format_axes(c.axes)) for c in side.performed)
+                if plan.conversions and performed != Counter((c.kind, c.axes) for c in listed):
+                    return False
+        return True
 
 
-def _pipeline_report(
-    plan: Plan,
-    captured: Capture,
-    start_of: partial[RunStart],
-    stored: torch.nn.Module | None,
-    call: Example,
-    steps: int,
-    tolerance: float,
-) -> Report:
-    """Verify a pipeline plan: run all stages in the order of its schedule, each on its own virtual cluster.
-    ``start_of``: builds the start of both runs from the program of the first stage; ``stored``: the module in the
-    stored dtypes of a plan with a precision."""
-    graph, constants = step_graph(captured.graph), call_constants(call.arguments)
-    if plan.micro_batches == 1 or (batch_size(captured.graph) or 0) <= (plan.micro_batch or 0):
-        narrow, passes = Passes.single(graph), Passes.single(to_float64(graph))
-    else:
-        narrow, passes = _passes(plan, graph, call, start_of.keywords["models_default"])
-    is_planned = plan.micro_batches == 1 or len(passes.sizes) > 1  # a single micro-batch has other operators
-    training = call.module.training if is_planned else None
-    is_planned &= constants == plan.constants
-    bounds = {
-        size: bound(
-            plan,
-            graph,
-            prelude=passes.prelude,
-            training=training,
-            original=narrow.graphs[size],
-            constants=constants,
-        )
-        for size, graph in passes.graphs.items()
-    }
-    first = bounds[passes.sizes[0]]
-    start = start_of(_of_stages(first.spmds))
-    single, ranks = OneDeviceMicroBatches(start, passes), PipelineRanks(start, plan, passes, bounds)
-    substance, worst = Substance(start), dict[Key, TensorError]()
-    for step in range(steps):
-        expected = single.step(step)
-        ranks.compare(expected, ranks.step(step), worst)
-        substance.note(step, expected)
-    wrong = [key for key, difference in worst.items() if not difference.error <= tolerance]
-    listed = not is_planned or all(
-        _listed(plan.alone(number), part, [ranks.forward_records[number], ranks.backward_records[number]])
-        for number, part in enumerate(first.cut.parts)
-    )
-    dtypes_report = None
-    if stored is not None:
-        with (
-            default_dtype(start.models_default),
-            empty_tensor_caches(reachable_code(call.module, call.loss), keeps=False),
-        ):
-            narrow_bounds = {
-                size: bound(plan, graph, prelude=narrow.prelude, training=training, constants=constants)
-                for size, graph in narrow.graphs.items()
-            }
-            spmd = _of_stages(narrow_bounds[narrow.sizes[0]].spmds)
-            start_in_dtypes = _start_in_dtypes(start, spmd, stored, call, plan)
-            ranks_in_dtypes = PipelineRanks(start_in_dtypes, plan, narrow, narrow_bounds)
-            compared = DtypeComparison(ranks_in_dtypes, _alone(narrow), len(narrow.sizes))
-            dtypes_report = in_dtypes(start_in_dtypes, compared, plan, steps)
-    forward = tuple(c for record in ranks.forward_records for c in record)
-    backward = tuple(c for record in ranks.backward_records for c in record)
-    return Report(
-        differences=tuple(sorted(worst.values(), key=lambda d: -d.error)),
-        tolerance=tolerance,
-        forward=forward,
-        backward=backward,
-        planned_forward=tuple(c for spmd in first.spmds for c in spmd.forward_collectives(in_passes=True)),
-        planned_backward=tuple(c for number in range(len(plan.stages)) for c in ranks.planned_backward(number)),
-        matches_plan=listed,
-        untraceable={name: why for program in ranks.first for name, why in program.untraceable.items()},
-        in_dtypes=dtypes_report,
-        not_proven=substance.not_proven,
-        notes=tuple(substance.notes(wrong)),
-    )
+def _joined(collectives: Iterable[tuple[Collective, ...]]) -> tuple[Collective, ...]:
+    return tuple(collective for of_stage in collectives for collective in of_stage)
 
 
-def _of_stages(spmds: Sequence[SpmdProgram]) -> SpmdProgram:
-    """Return the program of the first stage with the layouts of all stages."""
-    return replace(spmds[0], layouts={name: layout for spmd in spmds for name, layout in spmd.layouts.items()})
-
-
-def _passes(plan: Plan, graph: Graph, call: Example, models_default: torch.dtype) -> tuple[Passes, Passes]:
-    """Return the micro-batches of a step, in the model's dtypes and in float64. ``graph``: of the whole batch."""
-    assert plan.micro_batch is not None, "a plan of several passes has samples"
-
-    def wide(samples: int) -> Graph:
-        with default_dtype(models_default):
-            return to_float64(call.graph(samples))
-
-    with default_dtype(models_default):
-        narrow = Passes.of(graph, plan.micro_batch, call.graph)
-    return narrow, Passes.of(to_float64(graph), plan.micro_batch, wide)
-
-
-def _alone(passes: Passes) -> Callable[[RunStart], OneDevice]:
-    """Return the function that builds the one device with which a step of several micro-batches is compared."""
-    return partial(OneDeviceMicroBatches, passes=passes)
-
-
-def _programs(
-    plan: Plan, passes: Passes, narrow: Passes | None, *, training: bool | None, constants: tuple[str, ...]
-) -> tuple[dict[int, SpmdProgram], SpmdProgram | None]:
-    """Return the programs of micro-batches by size, and that of the prelude. ``narrow``: the micro-batches in the
-    model's dtypes, if ``passes`` are in float64."""
-    spmds = {
-        size: program_of(
-            plan,
-            graph,
-            training=training,
-            original=None if narrow is None else narrow.graphs[size],
-            constants=constants,
-        )
-        for size, graph in passes.graphs.items()
-    }
-    prelude = None
-    if passes.prelude is not None:
-        prelude = program_of(plan, passes.prelude, original=None if narrow is None else narrow.prelude)
-    return spmds, prelude
-
-
-def _start_in_dtypes(
-    start: RunStart, spmd: SpmdProgram, stored: torch.nn.Module, call: Example, plan: Plan
-) -> RunStart:
-    """Return the start of the comparison in the plan's own dtypes."""
-    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: as_leaf(x.detach().cpu(), x), call.arguments)
-    return replace(start, spmd=spmd, module=stored, args=args, kwargs=kwargs, precision=plan.precision)
-
-
-def _first_wrong(start: RunStart, ranks: Ranks, rounding: Rounding, tolerance: float) -> str:
-    """Describe where a program whose results differ first goes wrong; empty if unknown."""
-    wrong = [difference for difference, _ in rounding.unexplained]
-    if not wrong:
-        return ""
-    ranks.adopt(OneDevice(start))
-    programs = list(map(without_overwrites, ranks.programs))
-    values = run_forward(ranks.cluster, programs, ranks.bindings(0))
-    model = to_float64(start.captured.graph)
-    fault = wrong_result(ranks.spmd, model, ranks.programs, values, ranks.whole(0), tolerance)
-    return fault or wrong_gradient(ranks.spmd.graph, {d.name: d.rank for d in wrong if d.kind == "gradient"})
-
-
-def _nothing_split(plan: Plan, spmd: SpmdProgram) -> tuple[str, ...]:
+def _nothing_split(plan: Plan, ranks: VirtualRanks) -> tuple[str, ...]:
     """Return a note if nothing is split, so that every rank computes the whole model."""
-    if plan.num_ranks > 1 and not any(layout.positions for layout in spmd.layouts.values()):
+    is_split = plan.is_pipeline or any(layout.positions for layout in ranks.first.spmds[0].layouts.values())
+    if plan.num_ranks > 1 and not is_split:
         return (f"nothing is split: each of {plan.num_ranks} ranks computes the whole model",)
     return ()
-
-
-def _listed(plan: Plan, graph: Graph, records: list[tuple[Collective, ...]]) -> bool:
-    """Return whether the plan lists the recorded collectives, by kind and axes. Bytes are ignored, because everything
-    is float64 here, and so is the order: a plan lists conversions where they are needed. An edited plan has no list,
-    and a plan for other inputs none that can be compared: both return True."""
-    if not plan.conversions or not same_inputs(plan, graph):
-        return True
-    return all(
-        Counter((c.kind, plan.mesh.format_axes(c.axes)) for c in record)
-        == Counter((c.kind, c.axes) for c in plan.collectives(backward=backward))
-        for record, backward in zip(records, (False, True), strict=True)
-    )
 
 
 def need_values(inputs: Any, what: str = "verify") -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.costs.prediction import Prediction
-from shardwise.errors import PlanError, problem
+from shardwise.errors import PlanError
 from shardwise.plans.bounds import minimum_by_value
 from shardwise.plans.printing import format_bytes, format_seconds
 from shardwise.report.choice_names import find_variable, text_of, variable_name
@@ -80,12 +80,15 @@ class PlanRanking:
                 format_bytes(prediction.num_bytes),
                 _format_changes(plan.changed) if plan.changed else "the chosen plan",
             )
-        console = Console(file=StringIO(), width=WIDTH, color_system=None)
-        console.print(table)
-        assert isinstance(console.file, StringIO)
-        lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
         what = "proven to be the best of all plans" if self.exact else "the best that were found, not proven"
-        return "\n".join([*(line for line in lines if line), f"by additive price after the chosen plan; {what}"])
+        return f"{format_table(table, WIDTH)}\nby additive price after the chosen plan; {what}"
+
+
+def format_table(table: Table, width: int) -> str:
+    console = Console(file=StringIO(), width=width, color_system=None)
+    console.print(table)
+    assert isinstance(console.file, StringIO)
+    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines() if line.strip())
 
 
 def _format_changes(changed: tuple[Change, ...]) -> str:
@@ -103,9 +106,7 @@ def what_if(search: MeshSearch, name: str, choice: str) -> WhatIf:
     ordered = " ".join(sorted(choice.split()))
     values = [i for i, text in enumerate(texts) if ordered in (text, " ".join(sorted(text.split())))]
     if not values:
-        raise PlanError(
-            problem(f"{choice!r} is no alternative of {name}", fix=f"one of {', '.join(map(repr, texts[:12]))}")
-        )
+        raise PlanError(f"{choice!r} is no alternative of {name}", fix=f"one of {', '.join(map(repr, texts[:12]))}")
     assignment = _complete_assignment(search, {variable: values[0]})
     return WhatIf(search.prediction(assignment), tuple(_differences(search, search.outcome.assignment, assignment)))
 
@@ -151,7 +152,6 @@ def _differences(search: MeshSearch, before: list[int], after: list[int]) -> Ite
 
 
 def _complete_assignment(search: MeshSearch, fixed: dict[int, int]) -> list[int]:
-    """Return the best assignment found with the variables in ``fixed`` at the given values."""
     cost = search.cost
     weights = (CostWeights(1.0, 1.0, 0.0), CostWeights(1.0, 0.0, 1.0), CostWeights(1.0, 0.5, 0.5))
     completed = [minimum_by_value(fix_variables(cost.weighted(weighting), fixed)).assignment for weighting in weights]

@@ -25,15 +25,26 @@ def timeline(events: Sequence[Event], seconds: float, mesh: Mesh, *, most: int =
     longest = sorted(events, key=lambda event: -event.seconds)[:most]
     scale = WIDTH / seconds if seconds else 0.0
     rows = []
-    for number, stream in enumerate(sorted({event.stream for event in events})):
-        name = row_name(stream, mesh)
+    for stream in sorted({event.stream for event in events}):
         on_stream = sorted((event for event in longest if event.stream == stream), key=lambda event: event.start)
         busy = sum(event.seconds for event in events if event.stream == stream)
-        rows.append(
-            {"name": name, "busy": format_seconds(busy), "y": number * ROW, "boxes": list(_boxes(on_stream, scale))}
-        )
-    shown = "" if len(longest) == len(events) else f"the longest {len(longest):,} of {len(events):,} events"
-    return {"rows": rows, "height": len(rows) * ROW, "width": WIDTH, "total": format_seconds(seconds), "shown": shown}
+        rows.append((row_name(stream, mesh), format_seconds(busy), list(_boxes(on_stream, scale))))
+    notes = [] if len(longest) == len(events) else [f"the longest {len(longest):,} of {len(events):,} events"]
+    return _chart(rows, seconds, notes)
+
+
+def _chart(rows: Sequence[tuple[str, str, list[dict[str, Any]]]], seconds: float, notes: list[str]) -> dict[str, Any]:
+    """Return a chart of rows: (name, how long it is busy, boxes)."""
+    return {
+        "rows": [
+            {"name": name, "busy": busy, "y": number * ROW, "boxes": boxes}
+            for number, (name, busy, boxes) in enumerate(rows)
+        ],
+        "height": len(rows) * ROW,
+        "width": WIDTH,
+        "total": format_seconds(seconds),
+        "shown": ", ".join(notes),
+    }
 
 
 def row_name(stream: tuple[str, ...], mesh: Mesh) -> str:
@@ -50,23 +61,21 @@ def place_rows(places: Sequence[Sequence[Event]], seconds: float) -> dict[str, A
     rows = []
     for place, events in enumerate(shown):
         busy = format_seconds(sum(event.seconds for event in events))
-        boxes = list(_boxes(events[:most], scale))
-        rows.append({"name": f"pipeline rank {place}", "busy": busy, "y": place * ROW, "boxes": boxes})
+        rows.append((f"pipeline rank {place}", busy, list(_boxes(events[:most], scale))))
     notes = [f"the first {len(shown)} of {len(places)} pipeline ranks"] if len(shown) < len(places) else []
     notes += [f"the first {most:,} actions of each"] if any(len(events) > most for events in shown) else []
-    height, total = len(rows) * ROW, format_seconds(seconds)
-    return {"rows": rows, "height": height, "width": WIDTH, "total": total, "shown": ", ".join(notes)}
+    return _chart(rows, seconds, notes)
 
 
 def _boxes(events: Sequence[Event], scale: float) -> Iterator[dict[str, Any]]:
     for event in events:
         size = f", {format_bytes(event.num_bytes)}" if event.num_bytes else ""
-        yield {
-            "x": f"{event.start * scale:.2f}",
-            "width": f"{max(event.seconds * scale, 0.3):.2f}",
-            "part": event.part.partition(" ")[0],
-            "says": f"{event.part} of {event.name}: {format_seconds(event.seconds)}{size}",
-        }
+        says = f"{event.part} of {event.name}: {format_seconds(event.seconds)}{size}"
+        yield _box(event.start * scale, event.seconds * scale, event.part.partition(" ")[0], says)
+
+
+def _box(x: float, width: float, part: str, says: str) -> dict[str, Any]:
+    return {"x": f"{x:.2f}", "width": f"{max(width, 0.3):.2f}", "part": part, "says": says}
 
 
 def memory_over(over: Sequence[Peak], peak: Peak, *, most: int = MOST_POINTS) -> dict[str, Any]:
@@ -118,31 +127,16 @@ def _area(low: Sequence[float], high: Sequence[float], wide: float) -> str:
 def schedule_rows(order: Order, step: SimulatedPipeline, stages: Sequence[StageSeconds]) -> dict[str, Any]:
     """Return a row per pipeline rank: its actions, with their micro-batches and times."""
     scale = WIDTH / step.seconds if step.seconds else 0.0
-    rows: list[dict[str, Any]] = []
+    rows = []
     shown, count = min(len(order), MOST_PLACES), sum(map(len, order[:MOST_PLACES]))
     keep = 1.0 if count <= MOST_ACTIONS else MOST_ACTIONS / count
     for place, (actions, starts) in enumerate(zip(order[:shown], step.starts, strict=False)):
-        boxes = [
-            {
-                "x": f"{start * scale:.2f}",
-                "width": f"{max(stages[action.stage].of(action.kind) * scale, 0.3):.2f}",
-                "part": action.kind,
-                "says": f"stage {action.stage}: {action}, {format_seconds(stages[action.stage].of(action.kind))} from "
-                f"{format_seconds(start)}",
-            }
-            for action, start in [*zip(actions, starts, strict=True)][: int(len(actions) * keep)]
-        ]
-        busy = f"idle {step.bubble(place):.1%}"
-        rows.append({"name": f"pipeline rank {place}", "busy": busy, "y": place * ROW, "boxes": boxes})
+        boxes = []
+        for action, start in [*zip(actions, starts, strict=True)][: int(len(actions) * keep)]:
+            seconds = stages[action.stage].of(action.kind)
+            says = f"stage {action.stage}: {action}, {format_seconds(seconds)} from {format_seconds(start)}"
+            boxes.append(_box(start * scale, seconds * scale, action.kind, says))
+        rows.append((f"pipeline rank {place}", f"idle {step.bubble(place):.1%}", boxes))
     notes = [f"the first {shown} of {len(order)} pipeline ranks"] if shown < len(order) else []
     notes += [f"the first {keep:.0%} of the actions of each"] if keep < 1 else []
-    return {
-        "rows": rows,
-        "height": len(rows) * ROW,
-        "width": WIDTH,
-        "total": format_seconds(step.seconds),
-        "shown": ", ".join(notes),
-    }
-
-
-__all__ = ["memory_over", "place_rows", "row_name", "schedule_rows", "timeline"]
+    return _chart(rows, step.seconds, notes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
-from shardwise.errors import PlanError, problem
+from shardwise.errors import PlanError
 from shardwise.layouts.strategy import Strategy
 from shardwise.layouts.text import format_layout
 from shardwise.search.auto import MeshSearch
@@ -23,18 +23,14 @@ def find_variable(cost: CostGraph, name: str) -> int:
         if view.op == name:
             home = cost.variables[view.home]
             raise PlanError(
-                problem(
-                    f"{name} only renames dims: it runs in the layout that its operand has",
-                    fix=f"explain {variable_name(cost, home)}",
-                )
+                f"{name} only renames dims: it runs in the layout that its operand has",
+                fix=f"explain {variable_name(cost, home)}",
             )
     if name in cost.domains.graph.op_by_name:
         raise PlanError(f"{name} has no alternatives: it depends on no parameter and is computed where it is needed")
     variables = [printed for _, printed in names]
     near = get_close_matches(name, variables, 3)
-    raise PlanError(
-        problem(f"the search has no choice for {name!r}", fix=f"one of {', '.join(near or variables[:6])}, ...")
-    )
+    raise PlanError(f"the search has no choice for {name!r}", fix=f"one of {', '.join(near or variables[:6])}, ...")
 
 
 def variable_name(cost: CostGraph, variable: Variable) -> str:

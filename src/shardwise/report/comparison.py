@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import StringIO
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from shardwise.costs.cluster import Cluster
@@ -16,6 +14,7 @@ from shardwise.costs.timeline import SimulatedStep
 from shardwise.plans.format_intervals import format_bytes_interval, format_interval_seconds
 from shardwise.plans.plan import CollectiveEntry, Plan
 from shardwise.plans.printing import format_bytes, format_seconds
+from shardwise.report.alternatives import format_table
 
 WIDTH = 240
 
@@ -33,7 +32,6 @@ class ComparedPlan:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all messages of a step."""
         return 0 if self.plan is None else sum(c.num_bytes for c in _collectives(self.plan))
 
 
@@ -79,11 +77,7 @@ class Comparison:
                 format_bytes_interval(step.peak_bytes, self.cluster),
                 "" if gap is None else f"{gap:.2%}",
             )
-        console = Console(file=StringIO(), width=WIDTH, color_system=None)
-        console.print(table)
-        assert isinstance(console.file, StringIO)
-        lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-        return "\n".join([*(line for line in lines if line), *faults])
+        return "\n".join([format_table(table, WIDTH), *faults])
 
 
 def _collectives(plan: Plan) -> Iterator[CollectiveEntry]:

@@ -20,7 +20,6 @@ def write_cost_graph(search: MeshSearch, path: str | Path) -> None:
 
 
 def _as_data(search: MeshSearch) -> dict[str, Any]:
-    """Return the variables with their values and unary price tables, and the edges with their tables' numbers."""
     cost, assignment = search.cost, search.outcome.assignment
     tables_of: dict[int, list[int]] = {}
     edges = []
@@ -63,7 +62,6 @@ def _as_data(search: MeshSearch) -> dict[str, Any]:
 
 
 def _at(search: MeshSearch, scope: tuple[int, ...], kind: int) -> dict[str, float]:
-    """Return the chosen entry of a table, component by component."""
     at = tuple(search.outcome.assignment[v] for v in scope)
     tables = zip(COMPONENTS, search.cost.kinds[kind], strict=True)
     return {name: float(table[at]) for name, table in tables if table is not None and table[at]}

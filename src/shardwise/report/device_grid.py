@@ -113,6 +113,3 @@ def _ranks_by_shape(layout: Layout, placed: tuple[int, ...]) -> list[tuple[str, 
         )
         for shape, holders in ranks.items()
     ]
-
-
-__all__ = ["Grid", "device_grid"]

@@ -16,6 +16,8 @@ from shardwise.search.auto import MeshSearch
 from shardwise.search.cost_graph import BYTES, COMPONENTS, CostGraph
 from shardwise.search.variables import OperatorVariable, SharedVariable
 
+MOST_ALTERNATIVES = 6  # listed
+
 
 @dataclass(frozen=True, slots=True)
 class ExplainedMessage:
@@ -87,17 +89,21 @@ class Explanation:
     def chosen(self) -> Alternative:
         return next(alternative for alternative in self.alternatives if alternative.chosen)
 
+    @property
+    def reason(self) -> str:
+        if not self.decided_by:
+            return "the cheapest alone; no neighbour changed the choice"
+        favour = f"{format_seconds(self.favour)} in favour of it over {self.alone}, the cheapest alone"
+        return f"{self.decided_by} made the choice: {favour}"
+
+    @property
+    def shown(self) -> list[Alternative]:
+        """Return the best few alternatives and the chosen one."""
+        return [one for i, one in enumerate(self.alternatives) if i < MOST_ALTERNATIVES or one.chosen]
+
     def __str__(self) -> str:
-        lines = [f"{self.kind} {self.name}: {self.chosen.choice}"]
-        if self.decided_by:
-            lines.append(
-                f"  {self.decided_by} made the choice: {format_seconds(self.favour)} in favour of it over "
-                f"{self.alone}, the cheapest alone"
-            )
-        else:
-            lines.append("  the cheapest alone; no neighbour changed the choice")
-        shown = [alternative for i, alternative in enumerate(self.alternatives) if i < 6 or alternative.chosen]
-        for alternative in shown:
+        lines = [f"{self.kind} {self.name}: {self.chosen.choice}", f"  {self.reason}"]
+        for alternative in self.shown:
             mark = "*" if alternative.chosen else " "
             lines.append(
                 f"  {mark} {alternative.choice}    step at least {format_seconds(alternative.step_seconds)}; here "
@@ -107,7 +113,7 @@ class Explanation:
                 if term.seconds or term.num_bytes:
                     lines.append(f"      {_described(term)}")
                     lines.extend(f"        {message}" for message in term.messages)
-        hidden = len(self.alternatives) - len(shown)
+        hidden = len(self.alternatives) - len(self.shown)
         return "\n".join(lines + ([f"    and {hidden} more"] if hidden else []))
 
 
@@ -176,7 +182,6 @@ def _local(cost: CostGraph, assignment: list[int], variable: int) -> list[tuple[
 
 
 def _messages(search: MeshSearch, variable: int, value: int, other: int | None) -> tuple[ExplainedMessage, ...]:
-    """Return the messages between a variable at a value and a neighbour's chosen value."""
     if other is None:
         return ()
     cost, assignment = search.cost, list(search.outcome.assignment)

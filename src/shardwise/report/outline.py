@@ -16,8 +16,6 @@ from shardwise.plans.printing import merged_operators
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.report.explain import Explanation
 
-MOST_ALTERNATIVES = 6
-
 # A range of layers in a merged name: ``blocks.0-3,7.up/linear``.
 _RANGE = re.compile(r"(?<![^./\['\"])\d+(?:[-,]\d+)+(?![^./\]'\"])")
 _AXES = re.compile(r"@(\([\w.,]+\)|[\w.]+)|(replicated|partial)\(([^)]*)\)")
@@ -133,20 +131,9 @@ def _numbers(text: str) -> Iterator[int]:
 
 def alternatives(explanation: Explanation) -> dict[str, Any]:
     """Return an explanation as table rows: the best few alternatives and the chosen one."""
-    listed = [
-        alternative
-        for i, alternative in enumerate(explanation.alternatives)
-        if i < MOST_ALTERNATIVES or alternative.chosen
-    ]
-    reason = (
-        f"{explanation.decided_by} made the choice: {format_seconds(explanation.favour)} in favour of it over "
-        f"{explanation.alone}, the cheapest alone"
-        if explanation.decided_by
-        else "the cheapest alone; no neighbour changed the choice"
-    )
     return {
-        "said": reason,
-        "more": len(explanation.alternatives) - len(listed),
+        "said": explanation.reason,
+        "more": len(explanation.alternatives) - len(explanation.shown),
         "rows": [
             (
                 alternative.choice,
@@ -155,7 +142,7 @@ def alternatives(explanation: Explanation) -> dict[str, Any]:
                 format_seconds(alternative.seconds),
                 format_bytes(alternative.num_bytes),
             )
-            for alternative in listed
+            for alternative in explanation.shown
         ],
     }
 
@@ -182,6 +169,3 @@ def mark_axes(text: str, meshes: Sequence[Mesh]) -> Markup:
             markup += escape(match[2]) + Markup("(") + marked(match[3]) + Markup(")")
         end = match.end()
     return markup + escape(text[end:])
-
-
-__all__ = ["Module", "Row", "alternatives", "mark_axes", "members_of", "rows_of", "tree_of"]

@@ -20,7 +20,7 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.ledger import Peak
 from shardwise.costs.prediction import EXACT, between
 from shardwise.costs.timeline import SimulatedStep
-from shardwise.errors import PlanError, problem
+from shardwise.errors import PlanError
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.entries import Stage
 from shardwise.plans.format_intervals import format_bytes_interval, format_interval_seconds, priced_cluster
@@ -87,15 +87,13 @@ def write_page(
     for shown_plan in (plan, other):
         if shown_plan is not None and shown_plan.pipeline is None and shown_plan.predicted is None:
             raise PlanError(
-                problem(
-                    "the other plan has no prediction" if shown_plan is other else "the plan has no prediction",
-                    fix="plan again with sw.plan(...), which prices plans; print(plan) lists what the plan does",
-                )
+                "the other plan has no prediction" if shown_plan is other else "the plan has no prediction",
+                fix="plan again with sw.plan(...), which prices plans; print(plan) lists what the plan does",
             )
     measured = len(profile.stages) if isinstance(profile, PipelineProfile) else 1
     if profile is not None and measured != len(plan.stages):
         what = f"the profile has {measured} stages, the plan has {len(plan.stages)}"
-        raise PlanError(problem(what, fix="give the result of par.profile(...) under this plan"))
+        raise PlanError(what, fix="give the result of par.profile(...) under this plan")
     meshes = [stage.mesh for shown_plan in (plan, other) if shown_plan is not None for stage in shown_plan.stages]
     environment = Environment(
         loader=PackageLoader("shardwise.report"),
@@ -123,7 +121,6 @@ def write_page(
 
 
 def _plan_data(plan: Plan, figures: Sequence[StageFigures]) -> dict[str, Any]:
-    """Return what the template shows of a plan."""
     passes_or_none: Sequence[StageFigures | None] = figures or (None,) * len(plan.stages)
     stages = [_stage(stage, of_stage) for stage, of_stage in zip(plan.stages, passes_or_none, strict=True)]
     cluster = priced_cluster(plan)
@@ -178,7 +175,6 @@ def _pass(figures: StageFigures, mesh: Mesh, num_stages: int, cluster: Cluster |
 
 
 def _time(step: SimulatedStep) -> list[Share]:
-    """Return the parts of a pass's time."""
     waits = max(step.seconds - step.compute - step.exposed, 0.0)
     seconds = [("operators and update", step.compute), ("waiting for messages (exposed)", step.exposed)]
     seconds += [("waiting for the host to start kernels", waits)]
@@ -259,7 +255,6 @@ def _nothing(name: str) -> tuple[str, ...]:
 
 
 def _comparison(plan: Plan, other: Plan) -> dict[str, Any]:
-    """Return the figures of two plans, and their differences."""
     figures, others = dict(plan_figures(plan)), dict(plan_figures(other))
     difference = plan.diff(other)
     changes = {
@@ -315,7 +310,6 @@ def _measured_stages(profile: PipelineProfile) -> dict[str, Any]:
 
 
 def _measured(profile: StepProfile) -> dict[str, Any]:
-    """Return what the template shows of a profile: figures, rows, and both timelines on one scale."""
     (seconds, expected), (peak, foreseen) = profile.step_seconds, profile.peak_bytes
     ends = [max((e.start + e.seconds for e in events), default=0.0) for events in profile.events]
     titles = ("measured, one by one", "predicted")
@@ -336,6 +330,3 @@ def _measured(profile: StepProfile) -> dict[str, Any]:
             for title, events in zip(titles, profile.events, strict=True)
         ],
     }
-
-
-__all__ = ["Share", "StageFigures", "write_page"]

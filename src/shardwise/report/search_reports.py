@@ -12,7 +12,7 @@ from shardwise.costs.ledger import Peak
 from shardwise.costs.memory import busiest_program, memory_of_program
 from shardwise.costs.timeline import SimulatedStep, simulate_program
 from shardwise.costs.trace import Track, write_trace
-from shardwise.errors import PlanError, problem
+from shardwise.errors import PlanError
 from shardwise.graph.ir import Graph
 from shardwise.layouts.text import format_layout
 from shardwise.plans.auto_stages import AutoStagesReport
@@ -270,9 +270,9 @@ class PipelineReport(SearchReport):
                 return number, searched
         names = [name for searched in self.searched if searched is not None for name in searched.names]
         if not names:
-            raise PlanError(problem("no stage was chosen by price", fix='plan with search="dynamic_programming"'))
+            raise PlanError("no stage was chosen by price", fix='plan with search="dynamic_programming"')
         near = ", ".join(get_close_matches(name, names, 3) or names[:6])
-        raise PlanError(problem(f"no stage has {name!r}", fix=f"one of {near}, ..."))
+        raise PlanError(f"no stage has {name!r}", fix=f"one of {near}, ...")
 
     def passes(self) -> tuple[StagePass, ...]:
         """Return a simulated pass over a micro-batch for every stage."""
@@ -290,10 +290,8 @@ class PipelineReport(SearchReport):
     def cost_graph(self, path: str | Path) -> None:
         """Raise PlanError: every stage has a cost graph of its own."""
         raise PlanError(
-            problem(
-                "a pipeline has a search for every stage and none over all of them",
-                fix="explain(name) and what_if(name, choice) ask the stage of an operator",
-            )
+            "a pipeline has a search for every stage and none over all of them",
+            fix="explain(name) and what_if(name, choice) ask the stage of an operator",
         )
 
     def stage_figures(self) -> tuple[StageFigures, ...]:
@@ -386,7 +384,7 @@ def _types_and_reads(graph: Graph, program: RankProgram) -> tuple[OperatorLookup
 def _checked_count(k: int) -> int:
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MOST_PLANS:
         fix = f"a whole number from 1 to {MOST_PLANS:,}"
-        raise PlanError(problem(f"k is {shorten_repr(k)}", fix=fix))
+        raise PlanError(f"k is {shorten_repr(k)}", fix=fix)
     return k
 
 

@@ -117,7 +117,7 @@ def fullest_place(plan: Plan, passes: Sequence[StagePass]) -> Peak:
     for place, in_flight in enumerate(work.peaks(order)):
         parts = Counter[str](dict.fromkeys(CATEGORIES, 0))
         parts["saved"] = round(in_flight)
-        stages = work.stages_of(place)
+        stages = work.stages_at[place]
         number = max(
             stages, key=lambda candidate: passes[candidate].step.peak_bytes - sum(passes[candidate].step.rests.values())
         )

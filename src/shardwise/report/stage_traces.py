@@ -9,7 +9,7 @@ from dataclasses import replace
 from shardwise.costs.pipeline_simulation import Action, Order, SimulatedPipeline, StageSeconds
 from shardwise.costs.timeline import Event
 from shardwise.costs.trace import Held, Track, by_stream
-from shardwise.errors import PlanError, problem
+from shardwise.errors import PlanError
 from shardwise.plans.plan import Plan
 from shardwise.report.stage_passes import StagePass, places_of, simulated_order
 
@@ -22,9 +22,7 @@ def tracks_of(plan: Plan, passes: Sequence[StagePass]) -> list[Track]:
     a plan that was not simulated."""
     simulated = simulated_order(plan)
     if simulated is None or plan.pipeline is None:
-        raise PlanError(
-            problem("the steps of these stages were not simulated", fix='plan with search="dynamic_programming"')
-        )
+        raise PlanError("the steps of these stages were not simulated", fix='plan with search="dynamic_programming"')
     order, step = simulated
     seconds, place_of = [stage.seconds for stage in plan.pipeline.stages], places_of(plan)
     return [_track(place, order, step, seconds, place_of, passes) for place in range(len(order))]

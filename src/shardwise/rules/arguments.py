@@ -8,7 +8,7 @@ from math import prod
 from torch._ops import OpOverload
 
 from shardwise.graph.ir import Arg, Op, refs
-from shardwise.rules.rule import LocalContext, LocalOpCall, Piece
+from shardwise.rules.rule import LocalContext, Localize, LocalOpCall, Piece
 
 
 def operand_positions(op: Op) -> dict[str, tuple[int, ...]]:
@@ -67,6 +67,11 @@ def any_split(context: LocalContext, factors: Sequence[str]) -> bool:
     return any(context.is_split(factor) for factor in factors)
 
 
+def if_split(localize: Localize, *factors: str) -> Localize:
+    """Return ``localize`` for ranks with a part of one of the factors; the others make the call as it is."""
+    return lambda op, context: localize(op, context) if any_split(context, factors) else same_call(op)
+
+
 def block_offset(pieces: Sequence[Piece]) -> int | None:
     """Return the offset of the shard in the flattened factor when it is one contiguous block, else None.
 
@@ -81,6 +86,12 @@ def block_offset(pieces: Sequence[Piece]) -> int | None:
         partial = partial or piece.length != 1
         offset += piece.offset * stride
     return offset
+
+
+def with_pieces(op: Op, pieces: Sequence[Piece], **changes: Arg) -> LocalOpCall:
+    """Return the call of ``op`` with the given pieces as its ``sizes``, ``offsets`` and ``lengths``."""
+    sizes, offsets, lengths = flat_pieces(pieces)
+    return replace_arguments(op, sizes=sizes, offsets=offsets, lengths=lengths, **changes)
 
 
 def flat_pieces(pieces: Sequence[Piece]) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:

@@ -55,20 +55,15 @@ def _attention(op: Op, graph: Graph, *, ring: str = "") -> OpRule | None:
     leading = leading_names(rank - 3) + (("h",) if rank >= 3 else ())
     heads = ("g", "r") if grouped else ("h",)
     batch = tuple(heads if name == "h" else (name,) for name in leading)
-    batch_sizes = graph.by_name[op.results[0]].shape[:-2]
+    sizes_of_result = graph.by_name[op.results[0]].shape
 
     def tensor(shape: tuple[int, ...], *last: tuple[str, ...], shared: bool = False) -> Dims:
-        num_batch_dims = len(shape) - 2
-        dims: list[tuple[str, ...]] = []
-        for i in range(num_batch_dims):
-            position = len(batch) - num_batch_dims + i
-            factors: tuple[str, ...] = batch[position]
-            if shared and factors == heads and grouped:
-                factors = ("g",)
-            elif shape[i] != batch_sizes[position]:
-                factors = ()
-            dims.append(factors)
-        return (*dims, *last)
+        named = zip(reversed(batch), reversed(sizes_of_result[:-2]), reversed(shape[:-2]), strict=False)
+        dims = [
+            ("g",) if shared and grouped and factors == heads else factors if size == own else ()
+            for factors, size, own in named
+        ]
+        return (*reversed(dims), *last)
 
     if grouped and value[-3] != key[-3]:
         return None
@@ -126,7 +121,7 @@ def _localize(op: Op, context: LocalContext) -> LocalOpCall:
         return same_call(op)
     pieces = flat_pieces(context.pieces["t"])
     if op.target is ATTENTION_WITHIN:
-        index = global_index(*pieces, "cpu")
+        index = global_index("cpu", *pieces)
         rows, firsts, ends = blocks_at(index, args["rows"], args["firsts"], args["ends"])
         return replace_arguments(op, rows=rows, firsts=firsts, ends=ends)
     return _rows(same_call(op), *pieces) if args["is_causal"] else same_call(op)

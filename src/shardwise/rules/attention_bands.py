@@ -108,7 +108,6 @@ def _within(name: str, graph: Graph, known_values: Mapping[str, Abstract]) -> Ba
 
 
 def _band_of(seen: Intervals) -> Band:
-    """Return the distances of the keys that queries see."""
     some = seen.sees_none.logical_not()
     if not some.any():
         return EVERYTHING

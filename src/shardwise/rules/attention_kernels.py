@@ -24,20 +24,17 @@ def _attention_rows(
     is_causal: bool,
     enable_gqa: bool,
     scale: float | None,
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    lengths: Sequence[int],
+    *atoms: Sequence[int],
 ) -> Tensor:
     """Return the given rows of scaled dot-product attention. Under a causal mask, keys that none of them sees are left
     out; what begins at the first row is causal again, other rows get booleans that say which keys they see."""
+    sizes, _, lengths = atoms
     if is_causal and prod(lengths) < prod(sizes):
-        pieces = tuple(map(Piece, sizes, offsets, lengths))
+        pieces = tuple(map(Piece, *atoms))
         first, seen = block_offset(pieces), min(_last_row(pieces) + 1, key.shape[-2])
         device = query.device
         rows = (
-            global_index(sizes, offsets, lengths, device)
-            if first is None
-            else torch.arange(first, first + prod(lengths), device=device)
+            global_index(device, *atoms) if first is None else torch.arange(first, first + prod(lengths), device=device)
         )
         key, value = key.narrow(-2, 0, seen), value.narrow(-2, 0, seen)
         is_causal = first == 0

@@ -16,7 +16,7 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.dispatch_mode import DispatchMode
+from shardwise.dispatch_mode import OpRecorder
 from shardwise.graph.function_operator import FUNCTION
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
@@ -31,7 +31,6 @@ _Operand = tuple[tuple[int, ...], torch.dtype, bool]
 
 
 def _function(op: Op, graph: Graph) -> OpRule | None:
-    """Return the elementwise rule, or None if the function is not known to be elementwise."""
     args = arguments(op)
     operands = [graph.by_name[name] for name in op.operands]
     shape = max((value.shape for value in operands), key=len, default=())
@@ -80,7 +79,7 @@ def _run(
                 torch.autograd.grad(results, differentiable, cotangents, allow_unused=True)
 
 
-class _FunctionKernels(DispatchMode):
+class _FunctionKernels(OpRecorder):
     """Notes the kernels that are called, without the tensors, and the shapes of these."""
 
     def __init__(self) -> None:
@@ -93,11 +92,9 @@ class _FunctionKernels(DispatchMode):
         """Return whether all kernels work on each element of tensors of this shape alone."""
         return self.known and self.shapes <= {shape, ()}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        returned = func(*args, **kwargs)
+    def record(self, func: Any, args: Any, kwargs: dict[str, Any], returned: Any) -> None:
         if func.namespace == "prim":  # asks a tensor for its device and the like
-            return returned
+            return
         if func in _RESHAPING and returned.shape == args[0].shape:  # the sizes that it names are those of the operand
             args, kwargs = args[:1], {}
         leaves = tree_leaves((args, kwargs))
@@ -105,7 +102,6 @@ class _FunctionKernels(DispatchMode):
         self.known &= _functional(func) in ELEMENTWISE or func in _SAME or (len(args) == 1 and func in _RESHAPING)
         constants = [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
         self.calls.append((func, tuple(constant_key(c) if is_constant(c) else str(c) for c in constants)))
-        return returned
 
 
 _RESHAPING = frozenset({aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default})

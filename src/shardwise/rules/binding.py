@@ -67,7 +67,7 @@ def bind(template: RuleTemplate, op: Op, graph: Graph, sizes: Mapping[str, int] 
     tensors = (*pattern.operands, *pattern.results)
     if len(op.operands) != len(pattern.operands) or len(op.results) != len(pattern.results):
         counts = f"{len(op.operands)} operands and {len(op.results)} results"
-        raise LayoutError(problem(f"{op.target} has {counts}: its rule is {pattern}", op=op.name, source=op.source))
+        raise LayoutError(f"{op.target} has {counts}: its rule is {pattern}", op=op.name, source=op.source)
     leading = [
         len(shape) - len(dims) + 1 for dims, shape in zip(tensors, shapes, strict=True) if (ELLIPSIS,) in dims[:1]
     ]
@@ -97,6 +97,21 @@ def leading_names(count: int) -> tuple[str, ...]:
 def dim_names(count: int) -> tuple[str, ...]:
     """Return names for dims that have no role: ``d0 d1 ...``."""
     return tuple(f"d{i}" for i in range(count))
+
+
+def rank_of(op: Op, graph: Graph) -> int:
+    """Return the number of dims of the first operand."""
+    return len(graph.by_name[op.operands[0]].shape)
+
+
+def with_dim(names: Sequence[str], place: int, *factors: str) -> Dims:
+    """Return the dims of a tensor with one factor per dim, but for one dim, which has these factors."""
+    return tuple(factors if i == place else (name,) for i, name in enumerate(names))
+
+
+def without_dim(names: Sequence[str], place: int) -> Dims:
+    """Return the dims of a tensor with one factor per dim, without one of them."""
+    return single([name for i, name in enumerate(names) if i != place])
 
 
 def single(names: Sequence[str]) -> Dims:
@@ -154,7 +169,7 @@ def build(
         places = [any(factor.name in dim for dim in dims) for dims in nonempty or results]
         fault = kind_fault(factor.name, factor.kind, places, lowering)
         if fault:
-            raise LayoutError(problem(f"{op.target}: {fault}", op=op.name, source=op.source))
+            raise LayoutError(f"{op.target}: {fault}", op=op.name, source=op.source)
     through = tuple((windows or {}).items())
     return OpRule(factors, operands, results, _additive(op, graph, linear), localize, lowering, through)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.schema import arguments, operator_name
-from shardwise.rules.arguments import any_split, block_offset, flat_pieces, replace_arguments, same_call
+from shardwise.graph.schema import arguments, by_operator, operator_name
+from shardwise.rules.arguments import block_offset, flat_pieces, if_split, replace_arguments
 from shardwise.rules.binding import RuleTable, build, dim_names, single, whole_rule
 from shardwise.rules.local_kernels import EYE_BLOCK, LINSPACE_BLOCK, RANGE_BLOCK
 from shardwise.rules.rule import FactorKind, LocalContext, LocalOpCall, OpRule
@@ -14,14 +14,14 @@ from shardwise.rules.rule import FactorKind, LocalContext, LocalOpCall, OpRule
 aten = torch.ops.aten
 
 
+def _of_local_size(op: Op, context: LocalContext) -> LocalOpCall:
+    return replace_arguments(op, size=context.result_shapes[0])
+
+
 def _filled(op: Op, graph: Graph) -> OpRule:
     """zeros, ones, full, empty: only the size changes."""
     names = dim_names(len(graph.by_name[op.results[0]].shape))
-
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        return replace_arguments(op, size=context.result_shapes[0])
-
-    return build(op, graph, [], [single(names)], localize=localize)
+    return build(op, graph, [], [single(names)], localize=_of_local_size)
 
 
 def _new(op: Op, graph: Graph) -> OpRule:
@@ -29,14 +29,10 @@ def _new(op: Op, graph: Graph) -> OpRule:
     shape = graph.by_name[op.results[0]].shape
     model = graph.by_name[op.operands[0]].shape
     names = tuple(f"x{i}" for i in range(len(model)))
-
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        return replace_arguments(op, size=context.result_shapes[0])
-
     kinds: dict[str, FactorKind] = dict.fromkeys(names, "whole")
     linear = ((0,),) if "zeros" in operator_name(op.target) else ()
     results = [single(dim_names(len(shape)))]
-    return build(op, graph, [single(names)], results, kinds=kinds, linear=linear, localize=localize)
+    return build(op, graph, [single(names)], results, kinds=kinds, linear=linear, localize=_of_local_size)
 
 
 def _range(op: Op, graph: Graph) -> OpRule:
@@ -46,8 +42,6 @@ def _range(op: Op, graph: Graph) -> OpRule:
     start, step = args.get("start", 0), args.get("step", 1)
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not context.is_split("n"):
-            return same_call(op)
         pieces = context.pieces["n"]
         offset, length = block_offset(pieces), context.result_shapes[0][0]
         integers = all(isinstance(number, int) for number in (start, step))
@@ -57,19 +51,17 @@ def _range(op: Op, graph: Graph) -> OpRule:
             return LocalOpCall(aten.arange.start_step, bounds, (("dtype", value.dtype), ("device", args["device"])))
         return LocalOpCall(RANGE_BLOCK, (start, step, *flat_pieces(pieces), value.dtype, args["device"]))
 
-    return build(op, graph, [], [single(["n"])], localize=localize)
+    return build(op, graph, [], [single(["n"])], localize=if_split(localize, "n"))
 
 
 def _linspace(op: Op, graph: Graph) -> OpRule:
     args, dtype = arguments(op), graph.by_name[op.results[0]].dtype
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not context.is_split("n"):
-            return same_call(op)
         ends = (args["start"], args["end"], args["steps"])
         return LocalOpCall(LINSPACE_BLOCK, (*ends, *flat_pieces(context.pieces["n"]), dtype, args["device"]))
 
-    return build(op, graph, [], [single(["n"])], localize=localize)
+    return build(op, graph, [], [single(["n"])], localize=if_split(localize, "n"))
 
 
 SPACED = (
@@ -91,35 +83,24 @@ def _eye(op: Op, graph: Graph) -> OpRule:
     args, dtype = arguments(op), graph.by_name[op.results[0]].dtype
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not any_split(context, ("m", "n")):
-            return same_call(op)
         rows, columns = flat_pieces(context.pieces["m"]), flat_pieces(context.pieces["n"])
         return LocalOpCall(EYE_BLOCK, (*rows, *columns, dtype, args["device"]))
 
-    return build(op, graph, [], [single(["m", "n"])], localize=localize)
+    return build(op, graph, [], [single(["m", "n"])], localize=if_split(localize, "m", "n"))
 
 
 def _scalar(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, [], [()])
 
 
-CONSTRUCTORS: RuleTable = {
-    aten.zeros.default: _filled,
-    aten.ones.default: _filled,
-    aten.full.default: _filled,
-    aten.empty.memory_format: _filled,
-    aten.scalar_tensor.default: _scalar,
-    aten.new_zeros.default: _new,
-    aten.new_ones.default: _new,
-    aten.new_full.default: _new,
-    aten.new_empty.default: _new,
-    aten.arange.default: _range,
-    aten.arange.start: _range,
-    aten.arange.start_step: _range,
-    aten.linspace.default: _linspace,
-    **dict.fromkeys(SPACED, _spaced),
-    aten.eye.default: _eye,
-    aten.eye.m: _eye,
-    aten.tril_indices.default: whole_rule,
-    aten.triu_indices.default: whole_rule,
-}
+CONSTRUCTORS: RuleTable = by_operator(
+    {
+        "zeros ones full empty.memory_format": _filled,
+        "scalar_tensor": _scalar,
+        "new_zeros new_ones new_full new_empty": _new,
+        "arange arange.start arange.start_step": _range,
+        "linspace": _linspace,
+        "eye eye.m": _eye,
+        "tril_indices triu_indices": whole_rule,
+    }
+) | {**dict.fromkeys(SPACED, _spaced)}

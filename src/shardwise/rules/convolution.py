@@ -16,7 +16,7 @@ import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
-from shardwise.rules.arguments import any_split, local_size, operand_positions, replace_arguments, same_call
+from shardwise.rules.arguments import any_split, if_split, local_size, operand_positions, replace_arguments
 from shardwise.rules.binding import Linear, RuleTable, build, single
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, OpRule, Window
@@ -65,20 +65,11 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
         if not any_split(context, [f"y{i}" for i in sliding]):
             return replace_arguments(op, groups=own_groups)
         tensors = (Ref(op.operands[0]), Ref(op.operands[1]), Ref(op.operands[2]) if bias else None)
-        strides, dilations = (
-            tuple(sliding_map.stride for sliding_map in maps),
-            tuple(sliding_map.dilation for sliding_map in maps),
-        )
+        strides = tuple(sliding_map.stride for sliding_map in maps)
+        dilations = tuple(sliding_map.dilation for sliding_map in maps)
         parts = {i: part_of(context, f"y{i}") for i in range(count)}
         if transposed:
-            windows_of_x = [  # of a dim that is not split all rows are there, also those that only padding would read
-                sliding_map.transposed(*parts[i]) if context.is_split(f"y{i}") else ()
-                for i, sliding_map in enumerate(maps)
-            ]
-            low = [(ranges or ((0, 0),))[0][0] for ranges in windows_of_x]
-            fronts = tuple(
-                parts[i][0] + sliding_map.before - low[i] * sliding_map.stride for i, sliding_map in enumerate(maps)
-            )
+            fronts = tuple(_front(maps[i], parts[i], context.is_split(f"y{i}")) for i in range(count))
             lengths = tuple(length for _, length in parts.values())
             return LocalOpCall(CONV_TRANSPOSE_WINDOW, (*tensors, strides, dilations, own_groups, fronts, lengths))
         pads = [sliding_map.padding(*parts[i]) if i in sliding else (0, 0) for i, sliding_map in enumerate(maps)]
@@ -98,6 +89,14 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
         lowering=_bias_apart(op.target) if bias else None,
         windows=windows,
     )
+
+
+def _front(sliding_map: Sliding, part: tuple[int, int], is_split: bool) -> int:
+    """Return the first row of a part in the transposed convolution of the rows that it is made from. Of a dim that is
+    not split all rows are there, also those that only padding would read."""
+    ranges = sliding_map.transposed(*part) if is_split else ()
+    low = ranges[0][0] if ranges else 0
+    return part[0] + sliding_map.before - low * sliding_map.stride
 
 
 def _maps(op: Op, graph: Graph, count: int) -> tuple[Sliding, ...]:
@@ -163,8 +162,6 @@ def _im2col(op: Op, graph: Graph) -> OpRule:
     assert sizes["y0"] * sizes["y1"] == after[-1], f"{op.target}: {sizes} are not {after[-1]} windows"
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not any_split(context, ("y0", "y1")):
-            return same_call(op)
         pads = [sliding_map.padding(*part_of(context, f"y{i}")) for i, sliding_map in enumerate(maps)]
         ends = tuple(zip(*pads, strict=True))
         return LocalOpCall(IM2COL_WINDOW, (Ref(op.operands[0]), kernel, dilation, *ends, stride))
@@ -177,7 +174,7 @@ def _im2col(op: Op, graph: Graph) -> OpRule:
         kinds={"k0": "whole", "k1": "whole"},
         sizes=sizes,
         linear=((0,),),
-        localize=localize,
+        localize=if_split(localize, "y0", "y1"),
         windows={f"x{i}": Window(f"y{i}", sliding_map.ranges) for i, sliding_map in enumerate(maps)},
     )
 

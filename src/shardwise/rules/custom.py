@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
-from shardwise.errors import LayoutError, NotationError, ShardwiseError, problem
+from shardwise.errors import LayoutError, NotationError, ShardwiseError
 from shardwise.graph.schema import written_arguments
 from shardwise.rules.binding import Linear, RuleFunction, RuleTemplate, kind_fault
 from shardwise.rules.binding import rule as template_of
@@ -33,7 +33,7 @@ class RegisteredRule:
     def remove(self) -> None:
         """Remove the rule, so that the operator runs unsplit again. Raises ShardwiseError if it was removed before."""
         if not CUSTOM.remove(self.target):
-            raise ShardwiseError(problem(f"{self.target} has no rule of sw.rule", fix="remove a rule once"))
+            raise ShardwiseError(f"{self.target} has no rule of sw.rule", fix="remove a rule once")
 
     def __enter__(self) -> RegisteredRule:
         return self
@@ -100,14 +100,12 @@ def rule(
     if target in RULES or target in CUSTOM.rules:
         whose = "of shardwise" if target in RULES else "by sw.rule"
         fix = "call remove() on it first" if target in CUSTOM.rules else "use a strategy, or a custom operator"
-        raise ShardwiseError(problem(f"{target} already has a rule {whose}", fix=fix))
+        raise ShardwiseError(f"{target} already has a rule {whose}", fix=fix)
     written = written_arguments(target)
     if written:
         raise LayoutError(
-            problem(
-                f"{target} writes to {', '.join(written)}: graphs have no mutation",
-                fix="register an operator that returns its result instead (mutates_args=())",
-            )
+            f"{target} writes to {', '.join(written)}: graphs have no mutation",
+            fix="register an operator that returns its result instead (mutates_args=())",
         )
     entry: RuleTemplate | RuleFunction
     if isinstance(how, str):
@@ -122,15 +120,13 @@ def rule(
                 lowering=lowering,
             )
         except NotationError as error:
-            raise NotationError(problem(f"the rule of {target} does not parse: {error}")) from error
+            raise NotationError(f"the rule of {target} does not parse: {error}") from error
         _check(target, how, entry)
     elif not callable(how):
-        raise NotationError(problem(f"the rule of {target} is {how!r}", fix='a text such as "m k, k n -> m n"'))
+        raise NotationError(f"the rule of {target} is {how!r}", fix='a text such as "m k, k n -> m n"')
     elif reduction or lowered or whole or linear or localize or lowering:
         raise ShardwiseError(
-            problem(
-                f"the rule of {target} is a function, with keywords", fix="pass keywords to build() in the function"
-            )
+            f"the rule of {target} is a function, with keywords", fix="pass keywords to build() in the function"
         )
     else:
         entry = how
@@ -146,7 +142,7 @@ def overload_of(operator: Any) -> OpOverload:
         packet = getattr(getattr(torch.ops, namespace), name, None) if separator else None
         if packet is None:
             raise ShardwiseError(
-                problem(f"there is no operator {operator!r}", fix='use "namespace::name" and import its library')
+                f"there is no operator {operator!r}", fix='use "namespace::name" and import its library'
             )
         operator = getattr(packet, overload, None) if overload else packet
     operator = getattr(operator, "_opoverload", operator)  # what torch.library.custom_op returns
@@ -154,11 +150,11 @@ def overload_of(operator: Any) -> OpOverload:
         names = operator.overloads()
         if len(names) > 1:
             listed = ", ".join(f"{operator}.{name}" for name in names)
-            raise ShardwiseError(problem(f"{operator} has {len(names)} overloads", fix=f"choose one: {listed}"))
+            raise ShardwiseError(f"{operator} has {len(names)} overloads", fix=f"choose one: {listed}")
         operator = getattr(operator, names[0])
     if not isinstance(operator, OpOverload):
         fix = "register it: torch.library.custom_op (a Triton kernel or an autograd.Function goes inside)"
-        raise ShardwiseError(problem(f"{operator!r} is not an operator", fix=fix))
+        raise ShardwiseError(f"{operator!r} is not an operator", fix=fix)
     return operator
 
 
@@ -183,4 +179,4 @@ def _check(target: OpOverload, text: str, template: RuleTemplate) -> None:
     if outside:
         faults.append(f"linear names operands {outside}, but there are {len(pattern.operands)}")
     if faults:
-        raise LayoutError(problem(f"the rule {text!r} of {target} is invalid: {'; '.join(faults)}"))
+        raise LayoutError(f"the rule {text!r} of {target} is invalid: {'; '.join(faults)}")

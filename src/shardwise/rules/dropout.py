@@ -9,7 +9,7 @@ from math import prod
 from shardwise.graph.custom_operators import dropout, uniform
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
-from shardwise.rules.arguments import flat_pieces, replace_arguments
+from shardwise.rules.arguments import with_pieces
 from shardwise.rules.binding import RuleTable, build, dim_names, single
 from shardwise.rules.rule import LocalContext, LocalOpCall, OpRule, Piece
 
@@ -20,8 +20,7 @@ def dropout_rule(op: Op, graph: Graph) -> OpRule:
     dims = single(names)
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        sizes, offsets, lengths = _place(op, names, context)
-        return replace_arguments(op, sizes=sizes, offsets=offsets, lengths=lengths)
+        return with_pieces(op, _place(op, names, context))
 
     return build(op, graph, [dims, *[()] * (len(op.operands) - 1)], [dims], linear=((0,),), localize=localize)
 
@@ -31,14 +30,13 @@ def uniform_rule(op: Op, graph: Graph) -> OpRule:
     names = dim_names(len(graph.by_name[op.results[0]].shape))
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        sizes, offsets, lengths = _place(op, names, context)
-        return replace_arguments(op, sizes=sizes, offsets=offsets, lengths=lengths, shape=context.result_shapes[0])
+        return with_pieces(op, _place(op, names, context), shape=context.result_shapes[0])
 
     return build(op, graph, [()] * len(op.operands), [single(names)], localize=localize)
 
 
-def _place(op: Op, names: Sequence[str], context: LocalContext) -> tuple[tuple[int, ...], ...]:
-    """Sizes, offsets and lengths of the shard, atom by atom. In a pass over a part of the batch a dim is a part of the
+def _place(op: Op, names: Sequence[str], context: LocalContext) -> list[Piece]:
+    """The shard, atom by atom. In a pass over a part of the batch a dim is a part of the
     one that is numbered: its major atom counts the elements of that."""
     pieces: list[Piece] = []
     for name, size in zip(names, arguments(op)["sizes"], strict=True):
@@ -46,7 +44,7 @@ def _place(op: Op, names: Sequence[str], context: LocalContext) -> tuple[tuple[i
         inner = prod(piece.size for piece in minor)
         assert size % max(inner, 1) == 0, f"{op.name}: {size} elements of {name} are not rows of {inner}"
         pieces += [replace(major, size=size // inner if inner else major.size), *minor]
-    return flat_pieces(pieces)
+    return pieces
 
 
 DROPOUT: RuleTable = {dropout._opoverload: dropout_rule, uniform._opoverload: uniform_rule}

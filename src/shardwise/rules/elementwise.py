@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch._ops import OpOverload
@@ -52,13 +53,9 @@ def _linear_in(*groups: Iterable[str]) -> RuleFunction:
     return function
 
 
-def _when(condition: Callable[[dict[str, object]], bool], linear: RuleFunction) -> RuleFunction:
+def _when(condition: Callable[[dict[str, object]], bool], linear: RuleFunction, op: Op, graph: Graph) -> OpRule | None:
     """Linear only if the arguments say so."""
-
-    def function(op: Op, graph: Graph) -> OpRule | None:
-        return linear(op, graph) if condition(arguments(op)) else pointwise_rule(op, graph)
-
-    return function
+    return linear(op, graph) if condition(arguments(op)) else pointwise_rule(op, graph)
 
 
 def _dropout(op: Op, graph: Graph) -> OpRule | None:
@@ -95,227 +92,36 @@ def _view_dtype(op: Op, graph: Graph) -> OpRule | None:
 
 
 # Names of packets all of whose tensor overloads are point-wise and not linear.
-_NONLINEAR = [
-    "__and__",
-    "__lshift__",
-    "__or__",
-    "__rshift__",
-    "__xor__",
-    "abs",
-    "absolute",
-    "acos",
-    "acosh",
-    "addcdiv",
-    "addcmul",
-    "angle",
-    "arccos",
-    "arccosh",
-    "arcsin",
-    "arcsinh",
-    "arctan",
-    "arctan2",
-    "arctanh",
-    "asin",
-    "asinh",
-    "atan",
-    "atan2",
-    "atanh",
-    "bitwise_and",
-    "bitwise_left_shift",
-    "bitwise_not",
-    "bitwise_or",
-    "bitwise_right_shift",
-    "bitwise_xor",
-    "ceil",
-    "celu",
-    "clamp",
-    "clamp_max",
-    "clamp_min",
-    "clip",
-    "copysign",
-    "cos",
-    "cosh",
-    "deg2rad",
-    "digamma",
-    "elu",
-    "eq",
-    "erf",
-    "erfc",
-    "erfinv",
-    "exp",
-    "exp2",
-    "expm1",
-    "floor",
-    "floor_divide",
-    "fmax",
-    "fmin",
-    "fmod",
-    "frac",
-    "gcd",
-    "ge",
-    "gelu",
-    "greater",
-    "greater_equal",
-    "gt",
-    "hardshrink",
-    "hardsigmoid",
-    "hardswish",
-    "hardtanh",
-    "heaviside",
-    "hypot",
-    "i0",
-    "igamma",
-    "igammac",
-    "isclose",
-    "isfinite",
-    "isinf",
-    "isnan",
-    "isneginf",
-    "isposinf",
-    "lcm",
-    "ldexp",
-    "le",
-    "leaky_relu",
-    "less",
-    "less_equal",
-    "lgamma",
-    "log",
-    "log10",
-    "log1p",
-    "log2",
-    "log_sigmoid",
-    "logaddexp",
-    "logaddexp2",
-    "logical_and",
-    "logical_not",
-    "logical_or",
-    "logical_xor",
-    "logit",
-    "lt",
-    "maximum",
-    "minimum",
-    "mish",
-    "mvlgamma",
-    "nan_to_num",
-    "ne",
-    "nextafter",
-    "not_equal",
-    "polar",
-    "polygamma",
-    "pow",
-    "float_power",
-    "rad2deg",
-    "reciprocal",
-    "relu",
-    "relu6",
-    "remainder",
-    "round",
-    "rsqrt",
-    "selu",
-    "sgn",
-    "sigmoid",
-    "sign",
-    "signbit",
-    "silu",
-    "sin",
-    "sinc",
-    "sinh",
-    "softplus",
-    "softshrink",
-    "special_airy_ai",
-    "special_bessel_j0",
-    "special_bessel_j1",
-    "special_bessel_y0",
-    "special_bessel_y1",
-    "special_chebyshev_polynomial_t",
-    "special_chebyshev_polynomial_u",
-    "special_chebyshev_polynomial_v",
-    "special_chebyshev_polynomial_w",
-    "special_digamma",
-    "special_entr",
-    "special_erf",
-    "special_erfc",
-    "special_erfcx",
-    "special_erfinv",
-    "special_exp2",
-    "special_expit",
-    "special_expm1",
-    "special_gammainc",
-    "special_gammaincc",
-    "special_gammaln",
-    "special_hermite_polynomial_h",
-    "special_hermite_polynomial_he",
-    "special_i0",
-    "special_i0e",
-    "special_i1",
-    "special_i1e",
-    "special_laguerre_polynomial_l",
-    "special_legendre_polynomial_p",
-    "special_log1p",
-    "special_log_ndtr",
-    "special_logit",
-    "special_modified_bessel_i0",
-    "special_modified_bessel_i1",
-    "special_modified_bessel_k0",
-    "special_modified_bessel_k1",
-    "special_multigammaln",
-    "special_ndtr",
-    "special_ndtri",
-    "special_polygamma",
-    "special_psi",
-    "special_round",
-    "special_scaled_modified_bessel_k0",
-    "special_scaled_modified_bessel_k1",
-    "special_shifted_chebyshev_polynomial_t",
-    "special_shifted_chebyshev_polynomial_u",
-    "special_shifted_chebyshev_polynomial_v",
-    "special_shifted_chebyshev_polynomial_w",
-    "special_sinc",
-    "special_spherical_bessel_j0",
-    "special_xlog1py",
-    "special_xlogy",
-    "special_zeta",
-    "sqrt",
-    "square",
-    "tan",
-    "tanh",
-    "threshold",
-    "trunc",
-    "fix",
-    "xlogy",
-    "ones_like",
-    "full_like",
-    "empty_like",
-    "gelu_backward",
-    "sigmoid_backward",
-    "silu_backward",
-    "tanh_backward",
-    "threshold_backward",
-]
+_NONLINEAR = """
+    __and__ __lshift__ __or__ __rshift__ __xor__ abs absolute acos acosh addcdiv addcmul angle arccos arccosh arcsin
+    arcsinh arctan arctan2 arctanh asin asinh atan atan2 atanh bitwise_and bitwise_left_shift bitwise_not bitwise_or
+    bitwise_right_shift bitwise_xor ceil celu clamp clamp_max clamp_min clip copysign cos cosh deg2rad digamma elu
+    eq erf erfc erfinv exp exp2 expm1 floor floor_divide fmax fmin fmod frac gcd ge gelu greater greater_equal gt
+    hardshrink hardsigmoid hardswish hardtanh heaviside hypot i0 igamma igammac isclose isfinite isinf isnan
+    isneginf isposinf lcm ldexp le leaky_relu less less_equal lgamma log log10 log1p log2 log_sigmoid logaddexp
+    logaddexp2 logical_and logical_not logical_or logical_xor logit lt maximum minimum mish mvlgamma nan_to_num ne
+    nextafter not_equal polar polygamma pow float_power rad2deg reciprocal relu relu6 remainder round rsqrt selu sgn
+    sigmoid sign signbit silu sin sinc sinh softplus softshrink special_airy_ai special_bessel_j0 special_bessel_j1
+    special_bessel_y0 special_bessel_y1 special_chebyshev_polynomial_t special_chebyshev_polynomial_u
+    special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_digamma special_entr special_erf
+    special_erfc special_erfcx special_erfinv special_exp2 special_expit special_expm1 special_gammainc
+    special_gammaincc special_gammaln special_hermite_polynomial_h special_hermite_polynomial_he special_i0
+    special_i0e special_i1 special_i1e special_laguerre_polynomial_l special_legendre_polynomial_p special_log1p
+    special_log_ndtr special_logit special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
+    special_modified_bessel_k1 special_multigammaln special_ndtr special_ndtri special_polygamma special_psi
+    special_round special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1
+    special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+    special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_sinc
+    special_spherical_bessel_j0 special_xlog1py special_xlogy special_zeta sqrt square tan tanh threshold trunc fix
+    xlogy ones_like full_like empty_like gelu_backward sigmoid_backward silu_backward tanh_backward
+    threshold_backward
+"""
 
 # Packets that are linear in their only tensor, or in the first.
-_LINEAR = [
-    "_conj",
-    "_neg_view",
-    "alias",
-    "clone",
-    "conj",
-    "conj_physical",
-    "contiguous",
-    "detach",
-    "imag",
-    "lift_fresh",
-    "lift_fresh_copy",
-    "neg",
-    "negative",
-    "positive",
-    "real",
-    "resolve_conj",
-    "resolve_neg",
-    "to",
-    "_to_copy",
-    "zeros_like",
-]
+_LINEAR = """
+    _conj _neg_view alias clone conj conj_physical contiguous detach imag lift_fresh lift_fresh_copy neg negative
+    positive real resolve_conj resolve_neg to _to_copy zeros_like
+"""
 
 
 def _overloads(name: str) -> list[OpOverload]:
@@ -336,7 +142,7 @@ def _overloads(name: str) -> list[OpOverload]:
 _ADD = _linear_in(("self", "other"))
 _MULTIPLY = _linear_in(("self",), ("other",))
 _FIRST = _linear_in(("self",))
-_UNROUNDED_DIVIDE = _when(lambda a: a["rounding_mode"] is None, _FIRST)
+_UNROUNDED_DIVIDE = partial(_when, lambda a: a["rounding_mode"] is None, _FIRST)
 
 _SPECIAL: RuleTable = {
     aten.add.Tensor: _ADD,
@@ -366,10 +172,10 @@ _SPECIAL: RuleTable = {
     aten.lerp.Tensor: _linear_in(("self", "end")),
     aten.complex.default: _linear_in(("real", "imag")),
     aten.where.self: _linear_in(("self", "other")),
-    aten.where.ScalarOther: _when(lambda a: a["other"] == 0, _linear_in(("self",))),
-    aten.where.ScalarSelf: _when(lambda a: a["self"] == 0, _linear_in(("other",))),
+    aten.where.ScalarOther: partial(_when, lambda a: a["other"] == 0, _linear_in(("self",))),
+    aten.where.ScalarSelf: partial(_when, lambda a: a["self"] == 0, _linear_in(("other",))),
     aten.where.Scalar: _pointwise,
-    aten.masked_fill.Scalar: _when(lambda a: a["value"] == 0, _FIRST),
+    aten.masked_fill.Scalar: partial(_when, lambda a: a["value"] == 0, _FIRST),
     aten.masked_fill.Tensor: _linear_in(("self", "value")),
     aten.fill.Scalar: _pointwise,
     aten.fill.Tensor: _linear_in(("value",)),
@@ -386,6 +192,6 @@ _SPECIAL: RuleTable = {
 
 ELEMENTWISE: RuleTable = (
     dict(_SPECIAL)
-    | {target: _pointwise for name in _NONLINEAR for target in _overloads(name)}
-    | {target: _FIRST for name in _LINEAR for target in _overloads(name) if target not in _SPECIAL}
+    | {target: _pointwise for name in _NONLINEAR.split() for target in _overloads(name)}
+    | {target: _FIRST for name in _LINEAR.split() for target in _overloads(name) if target not in _SPECIAL}
 )

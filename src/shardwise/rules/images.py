@@ -7,9 +7,9 @@ from math import prod
 import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
-from shardwise.graph.schema import arguments
-from shardwise.rules.arguments import any_split, local_size, normal_dim, replace_arguments, same_call
-from shardwise.rules.binding import RuleTable, build, dim_names, single
+from shardwise.graph.schema import arguments, by_operator
+from shardwise.rules.arguments import if_split, local_size, normal_dim, replace_arguments
+from shardwise.rules.binding import RuleTable, build, dim_names, rank_of, single
 from shardwise.rules.convolution import spatial
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, OpRule, Window
@@ -19,13 +19,9 @@ from shardwise.rules.windows import RowRun, Sliding, part_of, windows_of_runs
 aten = torch.ops.aten
 
 
-def _shape(op: Op, graph: Graph) -> tuple[int, ...]:
-    return graph.by_name[op.operands[0]].shape
-
-
 def _pixel_shuffle(op: Op, graph: Graph) -> OpRule:
     """``... (c r0 r1) x0 x1 -> ... c (x0 r0) (x1 r1)``, or back."""
-    args, leading = arguments(op), single(dim_names(len(_shape(op, graph)) - 3))
+    args, leading = arguments(op), single(dim_names(rank_of(op, graph) - 3))
     deep: Dims = (*leading, ("c", "r0", "r1"), ("x0",), ("x1",))
     wide: Dims = (*leading, ("c",), ("x0", "r0"), ("x1", "r1"))
     shuffles = "upscale_factor" in args
@@ -37,7 +33,7 @@ def _pixel_shuffle(op: Op, graph: Graph) -> OpRule:
 
 def _channel_shuffle(op: Op, graph: Graph) -> OpRule:
     """``n (g c) ... -> n (c g) ...``."""
-    rest = single(dim_names(len(_shape(op, graph)) - 2))
+    rest = single(dim_names(rank_of(op, graph) - 2))
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
         return replace_arguments(op, groups=local_size(context, "g"))
@@ -49,7 +45,7 @@ def _channel_shuffle(op: Op, graph: Graph) -> OpRule:
 
 def _rot90(op: Op, graph: Graph) -> OpRule:
     """A quarter turn swaps two dims and reverses one of them, half a turn reverses both."""
-    args, shape = arguments(op), _shape(op, graph)
+    args, shape = arguments(op), graph.by_name[op.operands[0]].shape
     names = list(dim_names(len(shape)))
     first, second = (normal_dim(dim, len(shape)) for dim in args["dims"])
     turns = args["k"] % 4
@@ -67,7 +63,7 @@ def _rot90(op: Op, graph: Graph) -> OpRule:
 
 def _col2im(op: Op, graph: Graph) -> OpRule:
     """``n (c k0 k1) (x0 x1) -> n c y0 y1``: every pixel is the sum over the windows that it is in."""
-    args, shape = arguments(op), _shape(op, graph)
+    args, shape = arguments(op), graph.by_name[op.operands[0]].shape
     kernel, stride, padding, dilation = (tuple(args[n]) for n in ("kernel_size", "stride", "padding", "dilation"))
     after = tuple(args["output_size"])
     span = [(kernel[i] - 1) * dilation[i] + 1 for i in range(2)]
@@ -76,8 +72,6 @@ def _col2im(op: Op, graph: Graph) -> OpRule:
     maps = [Sliding(counts[i], kernel[i], stride[i], dilation[i], padding[i]) for i in range(2)]
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not any_split(context, ("y0", "y1")):
-            return same_call(op)
         parts = [part_of(context, f"y{i}") for i in range(2)]
         part_lengths = [
             sliding_map.transposed(*part) if context.is_split(f"y{i}") else ((0, sliding_map.size),)
@@ -103,14 +97,14 @@ def _col2im(op: Op, graph: Graph) -> OpRule:
         kinds=dict.fromkeys(whole, "whole"),
         sizes={"k0": kernel[0], "k1": kernel[1], "x0": counts[0], "x1": counts[1]},
         linear=((0,),),
-        localize=localize,
+        localize=if_split(localize, "y0", "y1"),
         windows={f"x{i}": Window(f"y{i}", m.transposed) for i, m in enumerate(maps) if f"x{i}" not in whole},
     )
 
 
 def _grid_sampler(op: Op, graph: Graph) -> OpRule:
     """``n c x..., n y... place -> n c y...``: any place of the image may be asked for."""
-    count = len(_shape(op, graph)) - 2
+    count = rank_of(op, graph) - 2
     x, y = spatial("x", count), spatial("y", count)
     operands = [single(("n", "c", *x)), single(("n", *y, "place"))]
     kinds: dict[str, FactorKind] = dict.fromkeys((*x, "place"), "whole")
@@ -119,11 +113,11 @@ def _grid_sampler(op: Op, graph: Graph) -> OpRule:
 
 def _fractional_max_pool(op: Op, graph: Graph) -> OpRule | None:
     """``n c x..., n c place -> n c y...`` twice: a map's samples place its windows, indices count within a map."""
-    rank, count = len(_shape(op, graph)), len(arguments(op)["kernel_size"])
+    rank, count = rank_of(op, graph), len(arguments(op)["kernel_size"])
     leading = single(("n", "c")[2 - (rank - count) :])
     x, y = spatial("x", count), spatial("y", count)
     kinds: dict[str, FactorKind] = dict.fromkeys((*x, *y, "place"), "whole")
-    maps = (1, *_shape(op, graph))[-count - 2 : -count]
+    maps = (1, *graph.by_name[op.operands[0]].shape)[-count - 2 : -count]
     if graph.by_name[op.operands[1]].shape != (*maps, count):  # PyTorch takes more samples than there are maps
         return None
     samples: Dims = (*(((),) if rank == count + 1 else ()), *leading, ("place",))
@@ -132,7 +126,7 @@ def _fractional_max_pool(op: Op, graph: Graph) -> OpRule | None:
 
 def _by_maps(op: Op, graph: Graph) -> OpRule:
     """Whole maps, one by one: max_unpool puts values where they came from, antialiasing looks far around."""
-    rank = len(_shape(op, graph))
+    rank = rank_of(op, graph)
     count = 2
     leading = ("n", "c")[2 - (rank - count) :]
     x, y = spatial("x", count), spatial("y", count)
@@ -141,20 +135,15 @@ def _by_maps(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, operands, [single((*leading, *y))], kinds=kinds, linear=((0,),))
 
 
-IMAGES: RuleTable = {
-    aten.pixel_shuffle.default: zeros_if_empty(_pixel_shuffle),
-    aten.pixel_unshuffle.default: zeros_if_empty(_pixel_shuffle),
-    aten.channel_shuffle.default: zeros_if_empty(_channel_shuffle),
-    aten.rot90.default: _rot90,
-    aten.col2im.default: zeros_if_empty(_col2im),
-    aten.grid_sampler.default: _grid_sampler,
-    aten.grid_sampler_2d.default: _grid_sampler,
-    aten.grid_sampler_3d.default: _grid_sampler,
-    aten.fractional_max_pool2d.default: zeros_if_empty(_fractional_max_pool),
-    aten.fractional_max_pool3d.default: zeros_if_empty(_fractional_max_pool),
-    aten.max_unpool2d.default: zeros_if_empty(_by_maps),
-    aten._upsample_bilinear2d_aa.default: zeros_if_empty(_by_maps),
-    aten._upsample_bilinear2d_aa.vec: zeros_if_empty(_by_maps),
-    aten._upsample_bicubic2d_aa.default: zeros_if_empty(_by_maps),
-    aten._upsample_bicubic2d_aa.vec: zeros_if_empty(_by_maps),
-}
+IMAGES: RuleTable = by_operator(
+    {
+        "pixel_shuffle pixel_unshuffle": zeros_if_empty(_pixel_shuffle),
+        "channel_shuffle": zeros_if_empty(_channel_shuffle),
+        "rot90": _rot90,
+        "col2im": zeros_if_empty(_col2im),
+        "grid_sampler grid_sampler_2d grid_sampler_3d": _grid_sampler,
+        "fractional_max_pool2d fractional_max_pool3d": zeros_if_empty(_fractional_max_pool),
+        "max_unpool2d _upsample_bilinear2d_aa _upsample_bilinear2d_aa.vec _upsample_bicubic2d_aa "
+        "_upsample_bicubic2d_aa.vec": zeros_if_empty(_by_maps),
+    }
+)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch._ops import OpOverload
 
 from shardwise.graph.ir import Graph, Op, Ref
-from shardwise.graph.schema import arguments
-from shardwise.rules.arguments import any_split, broadcast_shape, flat_pieces, normal_dim, same_call
-from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, single
+from shardwise.graph.schema import arguments, by_operator
+from shardwise.rules.arguments import broadcast_shape, flat_pieces, if_split, normal_dim
+from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, single, with_dim
 from shardwise.rules.local_kernels import (
     EMBEDDING_ROWS,
     GATHER_ROWS,
@@ -19,7 +20,7 @@ from shardwise.rules.local_kernels import (
     TAKE_ROWS,
 )
 from shardwise.rules.lowerings import indexing as lowerings
-from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, OpRule
+from shardwise.rules.rule import Dims, FactorKind, LocalContext, Localize, LocalOpCall, OpRule
 
 aten = torch.ops.aten
 
@@ -28,6 +29,16 @@ _FIRST = ((0,),)
 
 def _shapes(op: Op, graph: Graph) -> list[tuple[int, ...]]:
     return [graph.by_name[name].shape for name in op.operands]
+
+
+def _of_own_rows(kernel: OpOverload, place: int) -> Localize:
+    """Return the local call of a lookup along dim ``place``, the factor v: of the rows that the rank holds."""
+
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
+        x, ids = op.operands
+        return LocalOpCall(kernel, (Ref(x), place, Ref(ids), *flat_pieces(context.pieces["v"])))
+
+    return if_split(localize, "v")
 
 
 def embedding_rule(op: Op, graph: Graph) -> OpRule:
@@ -40,14 +51,12 @@ def embedding_rule(op: Op, graph: Graph) -> OpRule:
         kinds = dict.fromkeys(("v", *leading), "whole")
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not context.is_split("v"):
-            return same_call(op)
         table, ids = op.operands
         return LocalOpCall(EMBEDDING_ROWS, (Ref(table), Ref(ids), padding, *flat_pieces(context.pieces["v"])))
 
     result = single([*leading, "e"])
     operands = [single(["v", "e"]), single(leading)]
-    return build(op, graph, operands, [result], kinds=kinds, linear=_FIRST, localize=localize)
+    return build(op, graph, operands, [result], kinds=kinds, linear=_FIRST, localize=if_split(localize, "v"))
 
 
 def aligned_dims(shape: Sequence[int], index: Sequence[int], place: int) -> tuple[Dims, Dims, dict[str, FactorKind]]:
@@ -78,12 +87,7 @@ def gather_rule(op: Op, graph: Graph) -> OpRule | None:
     place = normal_dim(arguments(op)["dim"], len(shape))
     operand, indices, kinds = aligned_dims(shape, index, place)
 
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not context.is_split("v"):
-            return same_call(op)
-        x, ids = op.operands
-        return LocalOpCall(GATHER_ROWS, (Ref(x), place, Ref(ids), *flat_pieces(context.pieces["v"])))
-
+    localize = _of_own_rows(GATHER_ROWS, place)
     kinds |= {"v": "sum"}
     return build(op, graph, [operand, indices], [indices], kinds=kinds, linear=_FIRST, localize=localize)
 
@@ -112,12 +116,7 @@ def take_along_rule(op: Op, graph: Graph) -> OpRule | None:
             for i, (name, size, total) in enumerate(zip(names, sizes, result, strict=True))
         )
 
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not context.is_split("v"):
-            return same_call(op)
-        x, ids = op.operands
-        return LocalOpCall(TAKE_ROWS, (Ref(x), place, Ref(ids), *flat_pieces(context.pieces["v"])))
-
+    localize = _of_own_rows(TAKE_ROWS, place)
     operands = [dims(shape, "v"), dims(index, "i")]
     results = [dims(result, "i")]
     return build(op, graph, operands, results, kinds={"v": "sum"}, linear=_FIRST, localize=localize)
@@ -130,17 +129,9 @@ def index_select_rule(op: Op, graph: Graph) -> OpRule:
     place = normal_dim(arguments(op)["dim"], len(shape))
     names = dim_names(len(shape))
 
-    def along(name: str) -> Dims:
-        return single([name if i == place else dim_name for i, dim_name in enumerate(names)])
-
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not context.is_split("v"):
-            return same_call(op)
-        x, ids = op.operands
-        return LocalOpCall(INDEX_SELECT_ROWS, (Ref(x), place, Ref(ids), *flat_pieces(context.pieces["v"])))
-
-    operands = [along("v"), single(["i"])]
-    return build(op, graph, operands, [along("i")], kinds={"v": "sum"}, linear=_FIRST, localize=localize)
+    localize = _of_own_rows(INDEX_SELECT_ROWS, place)
+    operands, results = [with_dim(names, place, "v"), single(["i"])], [with_dim(names, place, "i")]
+    return build(op, graph, operands, results, kinds={"v": "sum"}, linear=_FIRST, localize=localize)
 
 
 def _indexed_dims(op: Op, graph: Graph) -> tuple[list[int], list[tuple[int, ...]]] | None:
@@ -189,14 +180,13 @@ def index_rule(op: Op, graph: Graph) -> OpRule | None:
     kinds: dict[str, FactorKind] = dict.fromkeys(indexed, "sum")
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not any_split(context, indexed):
-            return same_call(op)
         ids = tuple(item for item in arguments(op)["indices"] if item is not None)
         counts = tuple(len(context.pieces[name]) for name in indexed)
         pieces = flat_pieces([piece for name in indexed for piece in context.pieces[name]])
         return LocalOpCall(INDEX_ROWS, (Ref(op.operands[0]), ids, tuple(places), counts, *pieces))
 
-    return build(op, graph, [operand, *indices], [result], kinds=kinds, linear=_FIRST, localize=localize)
+    local = if_split(localize, *indexed)
+    return build(op, graph, [operand, *indices], [result], kinds=kinds, linear=_FIRST, localize=local)
 
 
 def one_hot_rule(op: Op, graph: Graph) -> OpRule | None:
@@ -206,11 +196,9 @@ def one_hot_rule(op: Op, graph: Graph) -> OpRule | None:
     names = dim_names(len(_shapes(op, graph)[0]))
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not context.is_split("c"):
-            return same_call(op)
         return LocalOpCall(ONE_HOT_CLASSES, (Ref(op.operands[0]), *flat_pieces(context.pieces["c"])))
 
-    return build(op, graph, [single(names)], [single([*names, "c"])], localize=localize)
+    return build(op, graph, [single(names)], [single([*names, "c"])], localize=if_split(localize, "c"))
 
 
 def take_rule(op: Op, graph: Graph) -> OpRule:
@@ -229,12 +217,14 @@ def take_rule(op: Op, graph: Graph) -> OpRule:
     )
 
 
-INDEXING: RuleTable = {
-    aten.embedding.default: embedding_rule,
-    aten.gather.default: gather_rule,
-    aten.take_along_dim.default: take_along_rule,
-    aten.index_select.default: index_select_rule,
-    aten.index.Tensor: index_rule,
-    aten.take.default: take_rule,
-    aten.one_hot.default: one_hot_rule,
-}
+INDEXING: RuleTable = by_operator(
+    {
+        "embedding": embedding_rule,
+        "gather": gather_rule,
+        "take_along_dim": take_along_rule,
+        "index_select": index_select_rule,
+        "index.Tensor": index_rule,
+        "take": take_rule,
+        "one_hot": one_hot_rule,
+    }
+)

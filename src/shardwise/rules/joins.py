@@ -8,30 +8,21 @@ the dim whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import accumulate
 from math import gcd
 
 import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import local_size, normal_dim, replace_arguments
-from shardwise.rules.binding import RuleTable, build, dim_names, single
-from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, OpRule, Window
+from shardwise.rules.binding import RuleTable, build, dim_names, rank_of, single, with_dim, without_dim
+from shardwise.rules.rule import FactorKind, LocalContext, LocalOpCall, OpRule, Window
 from shardwise.rules.windows import Sliding, part_of, shift_rows
 
 aten = torch.ops.aten
 
 _UNIT, _PARTS = "c", "s"
-
-
-def _rank(op: Op, graph: Graph) -> int:
-    return len(graph.by_name[op.operands[0]].shape)
-
-
-def _with(names: Sequence[str], place: int, dim: tuple[str, ...]) -> Dims:
-    return tuple(dim if i == place else (name,) for i, name in enumerate(names))
 
 
 def _part(number: int, unit: int, name: str) -> tuple[str, ...]:
@@ -52,24 +43,16 @@ def parts_rule(op: Op, graph: Graph) -> OpRule:
     unit = gcd(*lengths) or 1
     numbers = [length // unit for length in lengths]
     sizes = {f"{_PARTS}{i}": number for i, number in enumerate(numbers)} | {_PARTS: sum(numbers), _UNIT: unit}
-    results = [_with(names, place, _part(number, unit, f"{_PARTS}{i}")) for i, number in enumerate(numbers)]
+    results = [with_dim(names, place, *_part(number, unit, f"{_PARTS}{i}")) for i, number in enumerate(numbers)]
     kinds: dict[str, FactorKind] = {name: "whole" for name in sizes if name != _UNIT}
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
         local = tuple(number * _local_unit(context, unit) for number in numbers)
         return LocalOpCall(aten.split_with_sizes.default, (Ref(op.operands[0]), local, place))
 
-    operand = _with(names, place, _part(sum(numbers), unit, _PARTS))
+    operand = with_dim(names, place, *_part(sum(numbers), unit, _PARTS))
     linear = ((0,),)
     return build(op, graph, [operand], results, kinds=kinds, sizes=sizes, linear=linear, localize=localize)
-
-
-def _unbind(op: Op, graph: Graph) -> OpRule:
-    names = dim_names(_rank(op, graph))
-    place = normal_dim(arguments(op)["dim"], len(names))
-    result = single([name for i, name in enumerate(names) if i != place])
-    kinds: dict[str, FactorKind] = {names[place]: "whole"}
-    return build(op, graph, [single(names)], [result] * len(op.results), kinds=kinds, linear=((0,),))
 
 
 def _slice_of(op: Op, graph: Graph) -> tuple[int, int, int, int]:
@@ -114,12 +97,12 @@ def slice_rule(op: Op, graph: Graph) -> OpRule:
         first, last = _local_bounds(context, start, length, step, sizes)
         return LocalOpCall(aten.slice.Tensor, (Ref(op.operands[0]), place, first, last, step))
 
-    dims = [_with(names, place, operand)]
+    dims = [with_dim(names, place, *operand)]
     return build(
         op,
         graph,
         dims,
-        [_with(names, place, result)],
+        [with_dim(names, place, *result)],
         kinds={_PARTS: "whole", "y": "parallel" if slides else "whole"},
         sizes=sizes,
         linear=((0,),),
@@ -158,11 +141,11 @@ def _slice_scatter(op: Op, graph: Graph) -> OpRule:
             last = first + context.operand_shapes[1][place]
         return replace_arguments(op, dim=place, start=first, end=last)
 
-    target = _with(names, place, whole_dim)
+    target = with_dim(names, place, *whole_dim)
     return build(
         op,
         graph,
-        [target, _with(names, place, part)],
+        [target, with_dim(names, place, *part)],
         [target],
         kinds={_PARTS: "parallel" if slides else "whole", "y": "whole"},
         sizes=sizes,
@@ -173,18 +156,14 @@ def _slice_scatter(op: Op, graph: Graph) -> OpRule:
 
 
 def _select(op: Op, graph: Graph) -> OpRule:
-    names = dim_names(_rank(op, graph))
+    """select, select_scatter and unbind: the dim is whole."""
+    names = dim_names(rank_of(op, graph))
     place = normal_dim(arguments(op)["dim"], len(names))
-    result = single([name for i, name in enumerate(names) if i != place])
-    return build(op, graph, [single(names)], [result], kinds={names[place]: "whole"}, linear=((0,),))
-
-
-def _select_scatter(op: Op, graph: Graph) -> OpRule:
-    names = dim_names(_rank(op, graph))
-    place = normal_dim(arguments(op)["dim"], len(names))
-    source = single([name for i, name in enumerate(names) if i != place])
-    target = single(names)
-    return build(op, graph, [target, source], [target], kinds={names[place]: "whole"}, linear=((0, 1),))
+    dims, rest = single(names), without_dim(names, place)
+    kinds: dict[str, FactorKind] = {names[place]: "whole"}
+    if len(op.operands) == 2:
+        return build(op, graph, [dims, rest], [dims], kinds=kinds, linear=((0, 1),))
+    return build(op, graph, [dims], [rest] * len(op.results), kinds=kinds, linear=((0,),))
 
 
 def _cat(op: Op, graph: Graph) -> OpRule | None:
@@ -200,15 +179,16 @@ def _cat(op: Op, graph: Graph) -> OpRule | None:
     numbers = [length // unit for length in lengths]
     starts = [0, *accumulate(numbers)]
     sizes = {f"{_PARTS}{i}": number for i, number in enumerate(numbers)} | {_PARTS: sum(numbers), _UNIT: unit}
-    operands = [_with(names, place, (f"{_PARTS}{i}", *((_UNIT,) if unit != 1 else ()))) for i in range(len(numbers))]
-    result = _with(names, place, (_PARTS, *((_UNIT,) if unit != 1 else ())))
+    minor = (_UNIT,) if unit != 1 else ()
+    operands = [with_dim(names, place, f"{_PARTS}{i}", *minor) for i in range(len(numbers))]
+    result = with_dim(names, place, _PARTS, *minor)
     together = (tuple(range(len(operands))),)
     windows = {f"{_PARTS}{i}": Window(_PARTS, shift_rows(-starts[i], number)) for i, number in enumerate(numbers)}
     return build(op, graph, operands, [result], sizes=sizes, linear=together, windows=windows)
 
 
 def _stack(op: Op, graph: Graph) -> OpRule:
-    names = dim_names(_rank(op, graph))
+    names = dim_names(rank_of(op, graph))
     place = arguments(op)["dim"] % (len(names) + 1)
     dims = single(names)
     result = (*dims[:place], (_PARTS,), *dims[place:])
@@ -217,21 +197,13 @@ def _stack(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, [dims] * count, [result], kinds={_PARTS: "whole"}, linear=together)
 
 
-JOINS: RuleTable = {
-    aten.split.Tensor: parts_rule,
-    aten.split.sizes: parts_rule,
-    aten.split_with_sizes.default: parts_rule,
-    aten.chunk.default: parts_rule,
-    aten.tensor_split.sections: parts_rule,
-    aten.tensor_split.indices: parts_rule,
-    aten.unbind.int: _unbind,
-    aten.slice.Tensor: slice_rule,
-    aten.narrow.default: slice_rule,
-    aten.slice_scatter.default: _slice_scatter,
-    aten.select.int: _select,
-    aten.select_scatter.default: _select_scatter,
-    aten.cat.default: _cat,
-    aten.concat.default: _cat,
-    aten.concatenate.default: _cat,
-    aten.stack.default: _stack,
-}
+JOINS: RuleTable = by_operator(
+    {
+        "split.Tensor split.sizes split_with_sizes chunk tensor_split.sections tensor_split.indices": parts_rule,
+        "slice.Tensor narrow": slice_rule,
+        "slice_scatter": _slice_scatter,
+        "select.int select_scatter unbind.int": _select,
+        "cat concat concatenate": _cat,
+        "stack": _stack,
+    }
+)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from shardwise.errors import problem
 from shardwise.graph.ir import Graph, Op
-from shardwise.rules.arguments import replace_arguments
+from shardwise.rules.arguments import with_pieces
 from shardwise.rules.binding import RuleTable, build, dim_names, single
 from shardwise.rules.local_kernels import local_index
 from shardwise.rules.rule import LocalContext, LocalOpCall, OpRule
@@ -28,25 +28,19 @@ from shardwise.rules.rule import LocalContext, LocalOpCall, OpRule
     " -> (Tensor, Tensor)",
 )
 def label_terms(
-    scores: Tensor,
-    maximum: Tensor,
-    index: Tensor,
-    dim: int,
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    lengths: Sequence[int],
+    scores: Tensor, maximum: Tensor, index: Tensor, dim: int, *atoms: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """(sum of ``exp(scores - maximum)`` over ``dim``, entry ``index`` of ``scores - maximum`` along ``dim``).
 
     ``scores`` [..., C, ...] floating point; ``maximum`` likewise with 1 in place of C, a constant; ``index`` without
-    that dim, int64, global: ``sizes``, ``offsets`` and ``lengths`` say which classes ``scores`` has
+    that dim, int64, global: ``atoms`` say which classes ``scores`` has
     (``rules.local_kernels``), and an entry that it does not have is 0. Both results have the shape of ``index``.
     """
-    _check_labels(index, prod(sizes))
+    _check_labels(index, prod(atoms[0]))
     total = (scores - maximum).exp_().sum(dim)
     if scores.shape[dim] == 0:
         return total, torch.zeros_like(total)
-    local, mine = local_index(index, sizes, offsets, lengths)
+    local, mine = local_index(index, *atoms)
     picked = scores.gather(dim, local.unsqueeze(dim)) - maximum
     return total, torch.where(mine, picked.squeeze(dim), 0)
 
@@ -109,19 +103,10 @@ def label_terms_rule(op: Op, graph: Graph) -> OpRule:
     maximum = tuple(() if name == "c" else (name,) for name in names)
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        pieces = context.pieces["c"]
-        return replace_arguments(
-            op,
-            sizes=tuple(piece.size for piece in pieces),
-            offsets=tuple(piece.offset for piece in pieces),
-            lengths=tuple(piece.length for piece in pieces),
-        )
+        return with_pieces(op, context.pieces["c"])
 
     operands = [single(names), maximum, rest]
     return build(op, graph, operands, [rest, rest], kinds={"c": "sum"}, localize=localize)
 
 
-LABEL_TERMS: RuleTable = {
-    label_terms._opoverload: label_terms_rule,
-    checked_labels._opoverload: checked_labels_rule,
-}
+LABEL_TERMS: RuleTable = {label_terms._opoverload: label_terms_rule, checked_labels._opoverload: checked_labels_rule}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import broadcast_shape, normal_dim
 from shardwise.rules.binding import RuleFunction, RuleTable, build, dim_names, single
 from shardwise.rules.elementwise import broadcast_dims, pointwise_rule
@@ -58,61 +58,27 @@ def _cross(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, rule.operands, rule.results, kinds=kinds, linear=((0,), (1,)))
 
 
-LINALG: RuleTable = {
-    aten.cholesky.default: _batched(2, 2),
-    aten.cholesky_inverse.default: _batched(2, 2),
-    aten.cholesky_solve.default: _batched(2, 2, 2),
-    aten.det.default: _batched(2, 0),
-    aten.geqrf.default: _batched(2, 2, 1),
-    aten.inverse.default: _batched(2, 2),
-    aten.linalg_cholesky.default: _batched(2, 2),
-    aten.linalg_cholesky_ex.default: _batched(2, 2, 0),
-    aten.linalg_cond.default: zeros_if_empty(_batched(2, 0)),
-    aten.linalg_cond.p_str: _batched(2, 0),
-    aten.linalg_cross.default: _cross,
-    aten.linalg_det.default: _batched(2, 0),
-    aten.linalg_eig.default: _batched(2, 1, 2),
-    aten.linalg_eigh.default: _batched(2, 1, 2),
-    aten.linalg_eigvals.default: _batched(2, 1),
-    aten.linalg_eigvalsh.default: _batched(2, 1),
-    aten.linalg_householder_product.default: _batched(2, 1, 2),
-    aten.linalg_inv.default: _batched(2, 2),
-    aten.linalg_inv_ex.default: _batched(2, 2, 0),
-    aten.linalg_ldl_factor.default: _batched(2, 2, 1),
-    aten.linalg_ldl_factor_ex.default: _batched(2, 2, 1, 0),
-    aten.linalg_ldl_solve.default: _batched(2, 1, 2, 2),
-    aten.linalg_lu.default: _batched(2, 2, 2, 2),
-    aten.linalg_lu_factor.default: _batched(2, 2, 1),
-    aten.linalg_lu_factor_ex.default: _batched(2, 2, 1, 0),
-    aten.linalg_lu_solve.default: _batched(2, 1, 2, 2),
-    aten.linalg_matrix_exp.default: _batched(2, 2),
-    aten.linalg_matrix_power.default: _batched(2, 2),
-    aten.linalg_matrix_rank.atol_rtol_float: _batched(2, 0),
-    aten.linalg_matrix_rank.atol_rtol_tensor: _batched(2, 0, 0, 0),
-    aten.linalg_matrix_rank.default: _batched(2, 0),
-    aten.linalg_matrix_rank.tol_tensor: _batched(2, 0, 0),
-    aten.linalg_pinv.atol_rtol_float: _batched(2, 2),
-    aten.linalg_pinv.atol_rtol_tensor: _batched(2, 0, 0, 2),
-    aten.linalg_pinv.default: _batched(2, 2),
-    aten.linalg_pinv.rcond_tensor: _batched(2, 0, 2),
-    aten.linalg_qr.default: _batched(2, 2, 2),
-    aten.linalg_slogdet.default: _batched(2, 0, 0),
-    aten.linalg_solve.default: _solve,
-    aten.linalg_solve_ex.default: _solve,
-    aten.linalg_solve_triangular.default: _batched(2, 2, 2),
-    aten.linalg_svd.default: _batched(2, 2, 1, 2),
-    aten.linalg_svdvals.default: _batched(2, 1),
-    aten._lu_with_info.default: _batched(2, 2, 1, 0),
-    aten.logdet.default: _batched(2, 0),
-    aten.lu_solve.default: _batched(2, 2, 1, 2),
-    aten.lu_unpack.default: _batched(2, 1, 2, 2, 2),
-    aten.matrix_exp.default: _batched(2, 2),
-    aten.matrix_power.default: _batched(2, 2),
-    aten.orgqr.default: _batched(2, 1, 2),
-    aten.ormqr.default: _batched(2, 1, 2, 2),
-    aten.pinverse.default: _batched(2, 2),
-    aten.qr.default: _batched(2, 2, 2),
-    aten.slogdet.default: _batched(2, 0, 0),
-    aten.svd.default: _batched(2, 2, 1, 2),
-    aten.triangular_solve.default: _batched(2, 2, 2, 2),
-}
+LINALG: RuleTable = by_operator(
+    {
+        "cholesky cholesky_inverse inverse linalg_cholesky linalg_inv linalg_matrix_exp "
+        "linalg_matrix_power linalg_pinv.atol_rtol_float linalg_pinv matrix_exp matrix_power pinverse": _batched(2, 2),
+        "cholesky_solve linalg_qr linalg_solve_triangular qr": _batched(2, 2, 2),
+        "det linalg_cond.p_str linalg_det linalg_matrix_rank.atol_rtol_float linalg_matrix_rank logdet": _batched(2, 0),
+        "geqrf linalg_ldl_factor linalg_lu_factor": _batched(2, 2, 1),
+        "linalg_cholesky_ex linalg_inv_ex": _batched(2, 2, 0),
+        "linalg_cond": zeros_if_empty(_batched(2, 0)),
+        "linalg_cross": _cross,
+        "linalg_eig linalg_eigh linalg_householder_product orgqr": _batched(2, 1, 2),
+        "linalg_eigvals linalg_eigvalsh linalg_svdvals": _batched(2, 1),
+        "linalg_ldl_factor_ex linalg_lu_factor_ex _lu_with_info": _batched(2, 2, 1, 0),
+        "linalg_ldl_solve linalg_lu_solve ormqr": _batched(2, 1, 2, 2),
+        "linalg_lu triangular_solve": _batched(2, 2, 2, 2),
+        "linalg_matrix_rank.atol_rtol_tensor": _batched(2, 0, 0, 0),
+        "linalg_matrix_rank.tol_tensor linalg_slogdet slogdet": _batched(2, 0, 0),
+        "linalg_pinv.atol_rtol_tensor": _batched(2, 0, 0, 2),
+        "linalg_pinv.rcond_tensor": _batched(2, 0, 2),
+        "linalg_solve linalg_solve_ex": _solve,
+        "linalg_svd lu_solve svd": _batched(2, 2, 1, 2),
+        "lu_unpack": _batched(2, 1, 2, 2, 2),
+    }
+)

@@ -1,7 +1,7 @@
 """Local operators that ATen lacks: what a rank computes on its part of an indexed or a generated dim.
 
-A rank's part of a factor is given as ``sizes, offsets, lengths``, one entry per atom, major first: local index
-``(l0, l1)`` of atoms of sizes ``(n0, n1)`` is global index ``(l0 + o0) * n1 + (l1 + o1)``. Every kernel is a
+A rank's part of a factor is given as ``atoms``: ``sizes, offsets, lengths``, one entry per atom, major first. Local
+index ``(l0, l1)`` of atoms of sizes ``(n0, n1)`` is global index ``(l0 + o0) * n1 + (l1 + o1)``. Every kernel is a
 composition of ATen calls (CompositeImplicitAutograd), so gradients, meta tensors and ``torch.compile`` work without
 more code.
 """
@@ -23,14 +23,13 @@ LIBRARY: Final[Any] = _library.Library("shardwise", "FRAGMENT")
 
 
 def _define(schema: str, function: Callable[..., Any]) -> Any:
-    """Register ``shardwise::<schema>`` and return its overload."""
     name = schema.partition("(")[0]
     LIBRARY.define(schema)
     LIBRARY.impl(name, function, "CompositeImplicitAutograd")
     return getattr(torch.ops.shardwise, name).default
 
 
-def global_index(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int], device: Any) -> Tensor:
+def global_index(device: Any, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
     """Return the global indices of a shard, int64 ``[prod(lengths)]``."""
     index = torch.zeros((), dtype=torch.int64, device=device)
     for size, offset, length in zip(sizes, offsets, lengths, strict=True):
@@ -58,66 +57,47 @@ def local_index(
     return torch.where(mine, local, torch.where(inside, 0, total)), mine
 
 
-def _embedding_rows(
-    weight: Tensor,
-    indices: Tensor,
-    padding_idx: int,
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    lengths: Sequence[int],
-) -> Tensor:
+def _embedding_rows(weight: Tensor, indices: Tensor, padding_idx: int, *atoms: Sequence[int]) -> Tensor:
     if weight.shape[0] == 0:
         return weight.sum(0, dtype=weight.dtype).expand(*indices.shape, weight.shape[1])
-    local, mine = local_index(indices, sizes, offsets, lengths)
+    local, mine = local_index(indices, *atoms)
     rows = torch.nn.functional.embedding(local, weight)
     if padding_idx >= 0:
         rows = torch.where((indices == padding_idx).unsqueeze(-1), rows.detach(), rows)
     return torch.where(mine.unsqueeze(-1), rows, 0)
 
 
-def _gather_rows(
-    x: Tensor, dim: int, index: Tensor, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
-) -> Tensor:
+def _gather_rows(x: Tensor, dim: int, index: Tensor, *atoms: Sequence[int]) -> Tensor:
     if x.shape[dim] == 0:
         for other, size in enumerate(index.shape):  # the index may be shorter than x
             x = x if other == dim else x.narrow(other, 0, size)
         return x.sum(dim, keepdim=True, dtype=x.dtype).expand(index.shape)
-    local, mine = local_index(index, sizes, offsets, lengths)
+    local, mine = local_index(index, *atoms)
     return torch.where(mine, torch.gather(x, dim, local), 0)
 
 
-def _take_rows(
-    x: Tensor, dim: int, indices: Tensor, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
-) -> Tensor:
+def _take_rows(x: Tensor, dim: int, indices: Tensor, *atoms: Sequence[int]) -> Tensor:
     shape = broadcast_shape(_without(x, dim), _without(indices, dim))
     whole = [*shape[:dim], -1, *shape[dim + 1 :]]
-    indices = indices % prod(sizes)  # as take_along_dim does, unlike gather
-    return _gather_rows(x.expand(whole), dim, indices.expand(whole), sizes, offsets, lengths)
+    indices = indices % prod(atoms[0])  # as take_along_dim does, unlike gather
+    return _gather_rows(x.expand(whole), dim, indices.expand(whole), *atoms)
 
 
 def _without(x: Tensor, dim: int) -> list[int]:
     return [1 if i == dim else size for i, size in enumerate(x.shape)]
 
 
-def _index_select_rows(
-    x: Tensor, dim: int, index: Tensor, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
-) -> Tensor:
+def _index_select_rows(x: Tensor, dim: int, index: Tensor, *atoms: Sequence[int]) -> Tensor:
     if x.shape[dim] == 0:
         shape = [index.numel() if i == dim else size for i, size in enumerate(x.shape)]
         return x.sum(dim, keepdim=True, dtype=x.dtype).expand(shape)
-    local, mine = local_index(index.reshape(-1), sizes, offsets, lengths)
+    local, mine = local_index(index.reshape(-1), *atoms)
     rows = torch.index_select(x, dim, local)
     return torch.where(mine.reshape([-1 if i == dim else 1 for i in range(x.dim())]), rows, 0)
 
 
 def _index_rows(
-    x: Tensor,
-    indices: Sequence[Tensor],
-    dims: Sequence[int],
-    counts: Sequence[int],
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    lengths: Sequence[int],
+    x: Tensor, indices: Sequence[Tensor], dims: Sequence[int], counts: Sequence[int], *atoms: Sequence[int]
 ) -> Tensor:
     """``x`` indexed in ``dims``; ``counts``: how many atoms each of them has."""
     place = _place_of_indices(dims)
@@ -126,7 +106,7 @@ def _index_rows(
         kept = x.sum(list(dims), dtype=x.dtype)
         opened = kept.reshape([*kept.shape[:place], *(1 for _ in shape), *kept.shape[place:]])
         return opened.expand([*kept.shape[:place], *shape, *kept.shape[place:]])
-    local_indices = _local_indices(indices, counts, sizes, offsets, lengths)
+    local_indices = _local_indices(indices, counts, atoms)
     everywhere = _all_of([mine for _, mine in local_indices])
     rows = x[_selector(x.dim(), dims, [local for local, _ in local_indices])]
     trailing = rows.dim() - place - everywhere.dim()
@@ -139,7 +119,6 @@ def _place_of_indices(dims: Sequence[int]) -> int:
 
 
 def _selector(rank: int, dims: Sequence[int], indices: Sequence[Tensor]) -> tuple[Any, ...]:
-    """Return the index expression between the brackets."""
     chosen: list[Any] = [slice(None)] * rank
     for dim, index in zip(dims, indices, strict=True):
         chosen[dim] = index
@@ -151,22 +130,14 @@ def _all_of(conditions: Sequence[Tensor]) -> Tensor:
 
 
 def _local_indices(
-    indices: Sequence[Tensor],
-    counts: Sequence[int],
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    lengths: Sequence[int],
+    indices: Sequence[Tensor], counts: Sequence[int], atoms: Sequence[Sequence[int]]
 ) -> list[tuple[Tensor, Tensor]]:
     """``local_index`` of every indexed dim, which has ``counts`` atoms. Negative indices count from the end."""
     local_indices: list[tuple[Tensor, Tensor]] = []
     start = 0
     for index, count in zip(indices, counts, strict=True):
-        rows_here = slice(start, start + count)
-        local_indices.append(
-            local_index(
-                _from_front(index, prod(sizes[rows_here])), sizes[rows_here], offsets[rows_here], lengths[rows_here]
-            )
-        )
+        of_dim = [numbers[start : start + count] for numbers in atoms]
+        local_indices.append(local_index(_from_front(index, prod(of_dim[0])), *of_dim))
         start += count
     return local_indices
 
@@ -199,9 +170,7 @@ def _scatter_rows(
     how: str,
     include_self: bool,
     from_end: bool,
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    lengths: Sequence[int],
+    *atoms: Sequence[int],
 ) -> Tensor:
     """scatter, or scatter_reduce (``how`` not empty), of ``src`` times ``value``, or of ``value``.
 
@@ -212,8 +181,9 @@ def _scatter_rows(
         shape = [index.numel() if d == dim else size for d, size in enumerate(x.shape)]
         index = index.reshape([-1 if d == dim else 1 for d in range(x.dim())]).expand(shape)
         src = None if src is None else src.expand(shape)
-    index = _from_front(index, prod(sizes)) if from_end else index
-    places = _spare_row(*local_index(index, sizes, offsets, lengths), prod(lengths))
+    count = prod(atoms[2])
+    index = _from_front(index, prod(atoms[0])) if from_end else index
+    places = _spare_row(*local_index(index, *atoms), count)
     if src is None:
         src = torch.full(index.shape, value, dtype=x.dtype, device=x.device)
     elif value != 1:
@@ -225,19 +195,18 @@ def _scatter_rows(
         wide = torch.scatter_reduce(wide, dim, places, src, how, include_self=include_self)
     else:
         wide = torch.scatter(wide, dim, places, src)
-    return wide.narrow(dim, 0, prod(lengths))
+    return wide.narrow(dim, 0, count)
 
 
-def _scattered_sum(
-    src: Tensor, dim: int, index: Tensor, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
-) -> Tensor:
+def _scattered_sum(src: Tensor, dim: int, index: Tensor, *atoms: Sequence[int]) -> Tensor:
     """Rows of zeros to which ``src`` is added along ``dim``. ``index``: with the dims of ``src``, or of ``dim``
     alone."""
-    places = _spare_row(*local_index(index, sizes, offsets, lengths), prod(lengths))
+    count = prod(atoms[2])
+    places = _spare_row(*local_index(index, *atoms), count)
     if places.dim() < 2:
         places = places.reshape([-1 if d == dim else 1 for d in range(src.dim())]).expand(src.shape)
-    zeros = src.new_zeros([prod(lengths) + 1 if d == dim else size for d, size in enumerate(src.shape)])
-    return torch.scatter_add(zeros, dim, places, src).narrow(dim, 0, prod(lengths))
+    zeros = src.new_zeros([count + 1 if d == dim else size for d, size in enumerate(src.shape)])
+    return torch.scatter_add(zeros, dim, places, src).narrow(dim, 0, count)
 
 
 def _index_put_rows(
@@ -247,12 +216,10 @@ def _index_put_rows(
     accumulate: bool,
     dims: Sequence[int],
     counts: Sequence[int],
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    lengths: Sequence[int],
+    *atoms: Sequence[int],
 ) -> Tensor:
     """``x`` with ``values`` put at ``indices`` in ``dims``; ``counts``: how many atoms each of them has."""
-    local_indices = _local_indices(indices, counts, sizes, offsets, lengths)
+    local_indices = _local_indices(indices, counts, atoms)
     everywhere = _all_of([mine for _, mine in local_indices])
     places = [
         torch.where(everywhere | ~mine, _spare_row(local, mine, x.shape[dim]), x.shape[dim])
@@ -273,89 +240,46 @@ def _slices(rank: int, dims: Sequence[int], indices: Sequence[Tensor]) -> list[T
     return slices
 
 
-def _one_hot_classes(index: Tensor, sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
+def _one_hot_classes(index: Tensor, *atoms: Sequence[int]) -> Tensor:
     # gather raises for a class outside, as one_hot does: without a wait on GPUs, and also when compiled
-    classes = torch.arange(prod(sizes), device=index.device).gather(0, index.flatten()).reshape(index.shape)
-    return (classes.unsqueeze(-1) == global_index(sizes, offsets, lengths, index.device)).to(torch.int64)
+    classes = torch.arange(prod(atoms[0]), device=index.device).gather(0, index.flatten()).reshape(index.shape)
+    return (classes.unsqueeze(-1) == global_index(index.device, *atoms)).to(torch.int64)
 
 
-def _triangle(
-    x: Tensor,
-    diagonal: int,
-    upper: bool,
-    row_sizes: Sequence[int],
-    row_offsets: Sequence[int],
-    row_lengths: Sequence[int],
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    lengths: Sequence[int],
-) -> Tensor:
+def _triangle(x: Tensor, diagonal: int, upper: bool, *atoms: Sequence[int]) -> Tensor:
     """tril or triu of the shard whose last two dims hold the given rows and columns."""
-    rows = global_index(row_sizes, row_offsets, row_lengths, x.device).unsqueeze(-1)
-    columns = global_index(sizes, offsets, lengths, x.device)
+    rows = global_index(x.device, *atoms[:3]).unsqueeze(-1)
+    columns = global_index(x.device, *atoms[3:])
     dropped = columns - rows < diagonal if upper else columns - rows > diagonal
     return x.masked_fill(dropped, 0)  # (where would turn booleans into integers)
 
 
-def _eye_block(
-    row_sizes: Sequence[int],
-    row_offsets: Sequence[int],
-    row_lengths: Sequence[int],
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    lengths: Sequence[int],
-    dtype: torch.dtype,
-    device: Any,
-) -> Tensor:
-    rows = global_index(row_sizes, row_offsets, row_lengths, device).unsqueeze(-1)
-    return (rows == global_index(sizes, offsets, lengths, device)).to(dtype)
+def _eye_block(*args: Any) -> Tensor:
+    *atoms, dtype, device = args
+    rows, columns = (global_index(device, *atoms[i : i + 3]) for i in (0, 3))
+    return (rows.unsqueeze(-1) == columns).to(dtype)
 
 
-def _range_block(
-    start: float,
-    step: float,
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    lengths: Sequence[int],
-    dtype: torch.dtype,
-    device: Any,
-) -> Tensor:
-    index = global_index(sizes, offsets, lengths, device)
+def _range_block(start: float, step: float, *args: Any) -> Tensor:
+    *atoms, dtype, device = args
+    index = global_index(device, *atoms)
     if dtype.is_floating_point:
         return (index.to(torch.float64) * step + start).to(dtype)
     return (index * int(step) + int(start)).to(dtype)
 
 
-def _linspace_block(
-    start: float,
-    end: float,
-    steps: int,
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    lengths: Sequence[int],
-    dtype: torch.dtype,
-    device: Any,
-) -> Tensor:
+def _linspace_block(start: float, end: float, steps: int, *args: Any) -> Tensor:
+    *atoms, dtype, device = args
     whole = torch.linspace(start, end, steps, dtype=dtype, device=device)
-    return whole[global_index(sizes, offsets, lengths, device)]
+    return whole[global_index(device, *atoms)]
 
 
-def _cumulated(
-    x: Tensor,
-    dim: int,
-    dtype: torch.dtype,
-    row_sizes: Sequence[int],
-    row_offsets: Sequence[int],
-    row_lengths: Sequence[int],
-    sizes: Sequence[int],
-    offsets: Sequence[int],
-    lengths: Sequence[int],
-) -> Tensor:
-    """Return what the addends given by sizes, offsets, lengths contribute to the given rows of a cumulative sum."""
+def _cumulated(x: Tensor, dim: int, dtype: torch.dtype, *atoms: Sequence[int]) -> Tensor:
+    """Return what the addends (the last atoms) contribute to the rows (the first) of a cumulative sum."""
     total = torch.cumsum(x, dim, dtype=dtype)
     total = torch.cat([total.new_zeros([1 if i == dim else n for i, n in enumerate(total.shape)]), total], dim)
-    addends = global_index(sizes, offsets, lengths, x.device)
-    rows = global_index(row_sizes, row_offsets, row_lengths, x.device)
+    addends = global_index(x.device, *atoms[3:])
+    rows = global_index(x.device, *atoms[:3])
     return torch.index_select(total, dim, torch.searchsorted(addends, rows, right=True))
 
 
@@ -420,6 +344,5 @@ LINSPACE_BLOCK: Final = _define(
 )
 CUMULATED: Final = _define(f"cumulated(Tensor x, int dim, ScalarType dtype, {_ROWS}, {_ATOMS}) -> Tensor", _cumulated)
 NOTHING: Final = _define(
-    "nothing(Tensor[] operands, int[] sizes, int[] ranks, str[] dtypes, bool[] differentiable) -> Tensor[]",
-    _nothing,
+    "nothing(Tensor[] operands, int[] sizes, int[] ranks, str[] dtypes, bool[] differentiable) -> Tensor[]", _nothing
 )

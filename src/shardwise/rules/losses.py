@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -10,10 +10,10 @@ import torch
 from torch._ops import OpOverload
 
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 from shardwise.graph.stand_ins import ctc_loss
 from shardwise.rules.arguments import broadcast_shape
-from shardwise.rules.binding import RuleFunction, RuleTable, build, dim_names, single
+from shardwise.rules.binding import RuleTable, build, dim_names, single
 from shardwise.rules.elementwise import broadcast_dims
 from shardwise.rules.lowerings import losses as lowerings
 from shardwise.rules.lowerings.losses import MEAN, NONE
@@ -70,50 +70,34 @@ def _class_loss(op: Op, graph: Graph, lowering: Lowering) -> OpRule | None:
     return build(op, graph, operands, [result], kinds=kinds, lowering=lowering)
 
 
-def _cross_entropy(op: Op, graph: Graph) -> OpRule | None:
-    return _class_loss(op, graph, lowerings.cross_entropy_loss)
-
-
-def _nll(op: Op, graph: Graph) -> OpRule | None:
-    return _class_loss(op, graph, lowerings.nll_loss)
-
-
-def _row_loss(lowering: Lowering) -> RuleFunction:
+def _row_loss(lowering: Lowering, op: Op, graph: Graph) -> OpRule | None:
     """``... d, ... d, ..., -> ...`` or ``()``: the features of a sample are lowered, samples have the reduction's kind.
     Operands that broadcast have no rule."""
-
-    def function(op: Op, graph: Graph) -> OpRule | None:
-        shapes = [graph.by_name[name].shape for name in op.operands]
-        rows = shapes[0][:-1]
-        if not shapes[0] or any(shape not in (shapes[0], rows) for shape in shapes):
-            return None
-        args = arguments(op)
-        kind = _batch_kind(args.get("reduction", NONE))
-        names = (*dim_names(len(rows)), "d")
-        operands = [single(names[: len(shape)]) for shape in shapes]
-        kept: Dims = ((),) if args.get("keepdim") else ()
-        result = single(names[:-1]) + kept if kind == "parallel" else ()
-        kinds: dict[str, FactorKind] = {**dict.fromkeys(names, kind), "d": "lowered"}
-        return build(op, graph, operands, [result], kinds=kinds, lowering=lowering)
-
-    return function
+    shapes = [graph.by_name[name].shape for name in op.operands]
+    rows = shapes[0][:-1]
+    if not shapes[0] or any(shape not in (shapes[0], rows) for shape in shapes):
+        return None
+    args = arguments(op)
+    kind = _batch_kind(args.get("reduction", NONE))
+    names = (*dim_names(len(rows)), "d")
+    operands = [single(names[: len(shape)]) for shape in shapes]
+    kept: Dims = ((),) if args.get("keepdim") else ()
+    result = single(names[:-1]) + kept if kind == "parallel" else ()
+    kinds: dict[str, FactorKind] = {**dict.fromkeys(names, kind), "d": "lowered"}
+    return build(op, graph, operands, [result], kinds=kinds, lowering=lowering)
 
 
-def _margin_loss(lowering: Lowering) -> RuleFunction:
+def _margin_loss(lowering: Lowering, op: Op, graph: Graph) -> OpRule | None:
     """``n c, n or n c, c -> n`` or ``()``: every class of a sample is compared with every other."""
-
-    def function(op: Op, graph: Graph) -> OpRule | None:
-        shapes = [graph.by_name[name].shape for name in op.operands]
-        if len(shapes[0]) != 2 or 0 in shapes[0]:
-            return None
-        kind = _batch_kind(arguments(op)["reduction"])
-        operands = [single("nc"), *(single("nc"[: len(shape)]) for shape in shapes[1:2])]
-        operands += [single("c")] * (len(shapes) - 2)
-        result = single("n") if kind == "parallel" else ()
-        kinds: dict[str, FactorKind] = {"n": kind, "c": "whole"}
-        return build(op, graph, operands, [result], kinds=kinds, lowering=lowering)
-
-    return function
+    shapes = [graph.by_name[name].shape for name in op.operands]
+    if len(shapes[0]) != 2 or 0 in shapes[0]:
+        return None
+    kind = _batch_kind(arguments(op)["reduction"])
+    operands = [single("nc"), *(single("nc"[: len(shape)]) for shape in shapes[1:2])]
+    operands += [single("c")] * (len(shapes) - 2)
+    result = single("n") if kind == "parallel" else ()
+    kinds: dict[str, FactorKind] = {"n": kind, "c": "whole"}
+    return build(op, graph, operands, [result], kinds=kinds, lowering=lowering)
 
 
 def _ctc(op: Op, graph: Graph) -> OpRule:
@@ -124,26 +108,17 @@ def _ctc(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, [single("tnc"), targets, single("n"), single("n")], [single("n")], kinds=kinds)
 
 
-LOSSES: RuleTable = {
-    aten.cross_entropy_loss.default: _cross_entropy,
-    aten.nll_loss.default: _nll,
-    aten.nll_loss_nd.default: _nll,
-    aten.nll_loss2d.default: _nll,
-    aten.mse_loss.default: element_loss_rule,
-    aten.l1_loss.default: element_loss_rule,
-    aten.smooth_l1_loss.default: element_loss_rule,
-    aten.huber_loss.default: element_loss_rule,
-    aten.binary_cross_entropy.default: element_loss_rule,
-    aten.binary_cross_entropy_with_logits.default: element_loss_rule,
-    aten.kl_div.default: element_loss_rule,
-    aten.soft_margin_loss.default: element_loss_rule,
-    aten.poisson_nll_loss.default: element_loss_rule,
-    ctc_loss._opoverload: _ctc,
-    aten.hinge_embedding_loss.default: element_loss_rule,
-    aten.margin_ranking_loss.default: element_loss_rule,
-    aten.cosine_embedding_loss.default: _row_loss(lowerings.cosine_embedding_loss),
-    aten.triplet_margin_loss.default: _row_loss(lowerings.triplet_margin_loss),
-    aten.pairwise_distance.default: _row_loss(lowerings.pairwise_distance),
-    aten.multi_margin_loss.default: _margin_loss(lowerings.multi_margin_loss),
-    aten.multilabel_margin_loss.default: _margin_loss(lowerings.multilabel_margin_loss),
-}
+_OF_ATEN: RuleTable = by_operator(
+    {
+        "cross_entropy_loss": partial(_class_loss, lowering=lowerings.cross_entropy_loss),
+        "nll_loss nll_loss_nd nll_loss2d": partial(_class_loss, lowering=lowerings.nll_loss),
+        "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits "
+        "kl_div soft_margin_loss poisson_nll_loss hinge_embedding_loss margin_ranking_loss": element_loss_rule,
+        "cosine_embedding_loss": partial(_row_loss, lowerings.cosine_embedding_loss),
+        "triplet_margin_loss": partial(_row_loss, lowerings.triplet_margin_loss),
+        "pairwise_distance": partial(_row_loss, lowerings.pairwise_distance),
+        "multi_margin_loss": partial(_margin_loss, lowerings.multi_margin_loss),
+        "multilabel_margin_loss": partial(_margin_loss, lowerings.multilabel_margin_loss),
+    }
+)
+LOSSES: RuleTable = {**_OF_ATEN, ctc_loss._opoverload: _ctc}

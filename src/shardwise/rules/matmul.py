@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from shardwise.graph.einsum import DOTS, terms_of
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, rule, single
 from shardwise.rules.elementwise import broadcast_dims
 from shardwise.rules.lowerings.contractions import addbmm, addmm, addmv, baddbmm, linear
-from shardwise.rules.rule import Dims, FactorKind, OpRule
+from shardwise.rules.rule import Dims, FactorKind, Lowering, OpRule
 
 aten = torch.ops.aten
 
@@ -30,13 +32,7 @@ def linear_rule(op: Op, graph: Graph) -> OpRule:
         return build(op, graph, [x, weight], [result], kinds=_SUM, linear=_BILINEAR)
     bias = single(["n"] if weight_rank == 2 else [])
     return build(
-        op,
-        graph,
-        [x, weight, bias],
-        [result],
-        kinds={"k": "lowered"},
-        linear=((0, 2), (1, 2)),
-        lowering=linear,
+        op, graph, [x, weight, bias], [result], kinds={"k": "lowered"}, linear=((0, 2), (1, 2)), lowering=linear
     )
 
 
@@ -56,50 +52,20 @@ def matmul_rule(op: Op, graph: Graph) -> OpRule:
 
     result = single(batch) + left_matrix[:-1] + (right_matrix[1:])
     return build(
-        op,
-        graph,
-        [batched(left, left_matrix), batched(right, right_matrix)],
-        [result],
-        kinds=_SUM,
-        linear=_BILINEAR,
+        op, graph, [batched(left, left_matrix), batched(right, right_matrix)], [result], kinds=_SUM, linear=_BILINEAR
     )
 
 
-def _broadcast_bias(op: Op, graph: Graph) -> Dims:
-    """The dims of the added operand against the result's ``b m n`` or ``m n``."""
-    shape, result = (graph.by_name[name].shape for name in (op.operands[0], op.results[0]))
-    names = ("b", "m", "n")[3 - len(result) :][len(result) - len(shape) :]
-    sizes = result[len(result) - len(shape) :]
-    return tuple(
-        (name,) if bias_size == size else () for name, bias_size, size in zip(names, shape, sizes, strict=True)
-    )
-
-
-def addmm_rule(op: Op, graph: Graph) -> OpRule:
-    """``1|m 1|n, m k, k n -> m n``: the added matrix may broadcast."""
-    operands = [_broadcast_bias(op, graph), single(["m", "k"]), single(["k", "n"])]
+def _plus_product(left: str, right: str, result: str, op: Op, graph: Graph, lowering: Lowering | None = None) -> OpRule:
+    """``1|m 1|n, m k, k n -> m n``: the added tensor may broadcast; what is summed is lowered, to add it once."""
+    dims = [single(dims.split()) for dims in (left, right, result)]
+    summed: dict[str, FactorKind] = {name: "lowered" for (name,) in dims[0] if (name,) not in dims[2]}
+    shape, whole = (graph.by_name[name].shape for name in (op.operands[0], op.results[0]))
+    behind = len(whole) - len(shape)
+    aligned = zip(dims[2][behind:], shape, whole[behind:], strict=True)
+    added = tuple(dim if size == total else () for dim, size, total in aligned)
     linear_in = ((0, 1), (0, 2))
-    return build(op, graph, operands, [single(["m", "n"])], kinds={"k": "lowered"}, linear=linear_in, lowering=addmm)
-
-
-def baddbmm_rule(op: Op, graph: Graph) -> OpRule:
-    operands = [_broadcast_bias(op, graph), single(["b", "m", "k"]), single(["b", "k", "n"])]
-    result = single(["b", "m", "n"])
-    linear_in = ((0, 1), (0, 2))
-    return build(op, graph, operands, [result], kinds={"k": "lowered"}, linear=linear_in, lowering=baddbmm)
-
-
-def addbmm_rule(op: Op, graph: Graph) -> OpRule:
-    operands = [_broadcast_bias(op, graph), single(["b", "m", "k"]), single(["b", "k", "n"])]
-    result = single(["m", "n"])
-    kinds: dict[str, FactorKind] = {"k": "lowered", "b": "lowered"}
-    return build(op, graph, operands, [result], kinds=kinds, linear=((0, 1), (0, 2)), lowering=addbmm)
-
-
-def addr_rule(op: Op, graph: Graph) -> OpRule:
-    """``1|m 1|n, m, n -> m n``: the added matrix may broadcast."""
-    operands = [_broadcast_bias(op, graph), single(["m"]), single(["n"])]
-    return build(op, graph, operands, [single(["m", "n"])], linear=((0, 1), (0, 2)))
+    return build(op, graph, [added, *dims[:2]], dims[2:], kinds=summed, linear=linear_in, lowering=lowering)
 
 
 def cdist_rule(op: Op, graph: Graph) -> OpRule:
@@ -109,15 +75,6 @@ def cdist_rule(op: Op, graph: Graph) -> OpRule:
     batches = [broadcast_dims(graph.by_name[name].shape[:-2], result[:-2], names) for name in op.operands]
     operands = [(*batch, (row,), ("d",)) for batch, row in zip(batches, "mn", strict=True)]
     return build(op, graph, operands, [single([*names, "m", "n"])], kinds={"d": "whole"})
-
-
-def addmv_rule(op: Op, graph: Graph) -> OpRule:
-    shape = graph.by_name[op.operands[0]].shape
-    rows = graph.by_name[op.results[0]].shape[0]
-    bias: Dims = (("m",) if shape[0] == rows else (),) if shape else ()
-    operands = [bias, single(["m", "k"]), single(["k"])]
-    linear_in = ((0, 1), (0, 2))
-    return build(op, graph, operands, [single(["m"])], kinds={"k": "lowered"}, linear=linear_in, lowering=addmv)
 
 
 def einsum_rule(op: Op, graph: Graph) -> OpRule | None:
@@ -154,20 +111,21 @@ def _letter(letter: str) -> str:
     return letter if letter.islower() else f"{letter.lower()}_"
 
 
-MATMUL: RuleTable = {
-    aten.linear.default: linear_rule,
-    aten.matmul.default: matmul_rule,
-    aten.mm.default: rule("m k, k n -> m n", reduction=_SUM, linear=_BILINEAR),
-    aten.bmm.default: rule("b m k, b k n -> b m n", reduction=_SUM, linear=_BILINEAR),
-    aten.mv.default: rule("m k, k -> m", reduction=_SUM, linear=_BILINEAR),
-    aten.dot.default: rule("k, k -> ()", reduction=_SUM, linear=_BILINEAR),
-    aten.vdot.default: rule("k, k -> ()", reduction=_SUM, linear=_BILINEAR),
-    aten.cdist.default: cdist_rule,
-    aten.outer.default: rule("m, n -> m n", linear=_BILINEAR),
-    aten.addmm.default: addmm_rule,
-    aten.baddbmm.default: baddbmm_rule,
-    aten.addbmm.default: addbmm_rule,
-    aten.addmv.default: addmv_rule,
-    aten.addr.default: addr_rule,
-    aten.einsum.default: einsum_rule,
-}
+MATMUL: RuleTable = by_operator(
+    {
+        "linear": linear_rule,
+        "matmul": matmul_rule,
+        "mm": rule("m k, k n -> m n", reduction=_SUM, linear=_BILINEAR),
+        "bmm": rule("b m k, b k n -> b m n", reduction=_SUM, linear=_BILINEAR),
+        "mv": rule("m k, k -> m", reduction=_SUM, linear=_BILINEAR),
+        "dot vdot": rule("k, k -> ()", reduction=_SUM, linear=_BILINEAR),
+        "cdist": cdist_rule,
+        "outer": rule("m, n -> m n", linear=_BILINEAR),
+        "addmm": partial(_plus_product, "m k", "k n", "m n", lowering=addmm),
+        "baddbmm": partial(_plus_product, "b m k", "b k n", "b m n", lowering=baddbmm),
+        "addbmm": partial(_plus_product, "b m k", "b k n", "m n", lowering=addbmm),
+        "addmv": partial(_plus_product, "m k", "k", "m", lowering=addmv),
+        "addr": partial(_plus_product, "m", "n", "m n"),
+        "einsum": einsum_rule,
+    }
+)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import local_size, normal_dim, operand_positions, replace_arguments
-from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, single
+from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, rank_of, single
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.lowerings import normalization as lowerings
 from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, Lowering, OpRule
@@ -17,7 +19,7 @@ aten = torch.ops.aten
 
 def _trailing_norm(op: Op, graph: Graph, kind: FactorKind, lowering: Lowering | None) -> OpRule:
     """``... n`` with weight and bias ``n``: leading dims are parallel, the normalised ones have ``kind``."""
-    rank = len(graph.by_name[op.operands[0]].shape)
+    rank = rank_of(op, graph)
     count = len(arguments(op)["normalized_shape"])
     leading = leading_names(rank - count)
     normalised = ("n",) if count == 1 else tuple(f"n{i}" for i in range(count))
@@ -29,21 +31,9 @@ def _trailing_norm(op: Op, graph: Graph, kind: FactorKind, lowering: Lowering | 
     return build(op, graph, [dims, *affine], results, kinds=kinds, lowering=lowering)
 
 
-def _layer_norm(op: Op, graph: Graph) -> OpRule:
-    return _trailing_norm(op, graph, "lowered", lowerings.layer_norm)
-
-
-def _rms_norm(op: Op, graph: Graph) -> OpRule:
-    return _trailing_norm(op, graph, "lowered", lowerings.rms_norm)
-
-
-def _whole_norm(op: Op, graph: Graph) -> OpRule:
-    return _trailing_norm(op, graph, "whole", None)
-
-
 def _group_norm(op: Op, graph: Graph) -> OpRule:
     """``n (g c) x...``: groups and samples are parallel, what a group averages over is lowered."""
-    rank = len(graph.by_name[op.operands[0]].shape)
+    rank = rank_of(op, graph)
     spatial = dim_names(rank - 2)
     dims: Dims = (("n",), ("g", "c"), *single(spatial))
     affine: list[Dims] = [(("g", "c"),)] * (len(op.operands) - 1)
@@ -65,16 +55,18 @@ def _local_groups(op: Op, context: LocalContext) -> LocalOpCall:
 
 
 def _channel_norm(op: Op, graph: Graph, averaged: tuple[str, ...], lowering: Lowering | None) -> OpRule:
-    """``n c x...`` with per-channel tensors ``c``; ``averaged`` factors share statistics."""
-    rank = len(graph.by_name[op.operands[0]].shape)
+    """``n c x...`` with per-channel tensors ``c``; ``averaged`` factors share statistics. Further results are empty."""
+    rank = rank_of(op, graph)
     dims = single(["n", "c", *dim_names(rank - 2)][:rank])
     per_channel: list[Dims] = [(("c",),)] * (len(op.operands) - 1)
-    kinds: dict[str, FactorKind] = dict.fromkeys(averaged, "lowered" if lowering else "whole")
-    return build(op, graph, [dims, *per_channel], [dims], kinds=kinds, lowering=lowering)
+    empty = [single([f"empty{i}"]) for i in range(len(op.results) - 1)]
+    kinds: dict[str, FactorKind] = dict.fromkeys(averaged, "lowered")
+    kinds |= {name: "whole" for dims_of_one in empty for (name,) in dims_of_one}
+    return build(op, graph, [dims, *per_channel], [dims, *empty], kinds=kinds, lowering=lowering)
 
 
 def _spatial(op: Op, graph: Graph) -> tuple[str, ...]:
-    return dim_names(len(graph.by_name[op.operands[0]].shape) - 2)
+    return dim_names(rank_of(op, graph) - 2)
 
 
 def _batch_norm(op: Op, graph: Graph) -> OpRule | None:
@@ -99,30 +91,26 @@ def _fixed_batch_norm(op: Op, graph: Graph) -> OpRule | None:
     """The decomposed form for evaluation; its saved statistics are empty tensors, which have no dims to split."""
     if any(0 not in graph.by_name[name].shape for name in op.results[1:]):
         return None
-    rank = len(graph.by_name[op.operands[0]].shape)
-    dims = single(["n", "c", *dim_names(rank - 2)][:rank])
-    per_channel: list[Dims] = [(("c",),)] * (len(op.operands) - 1)
-    empty = [single([f"empty{i}"]) for i in range(len(op.results) - 1)]
-    kinds: dict[str, FactorKind] = {f"empty{i}": "whole" for i in range(len(empty))}
-    return build(op, graph, [dims, *per_channel], [dims, *empty], kinds=kinds)
+    return _channel_norm(op, graph, (), None)
 
 
 def _renorm(op: Op, graph: Graph) -> OpRule:
     """Split the slices along ``dim`` only: the norm of each is over all other dims."""
-    rank = len(graph.by_name[op.operands[0]].shape)
+    rank = rank_of(op, graph)
     names, place = dim_names(rank), normal_dim(arguments(op)["dim"], rank)
     kinds: dict[str, FactorKind] = {name: "whole" for i, name in enumerate(names) if i != place}
     return build(op, graph, [single(names)], [single(names)], kinds=kinds)
 
 
-NORMALIZATION: RuleTable = {
-    aten.layer_norm.default: _layer_norm,
-    aten.rms_norm.default: _rms_norm,
-    aten.native_layer_norm.default: _whole_norm,
-    aten._fused_rms_norm.default: _whole_norm,
-    aten.group_norm.default: zeros_if_empty(_group_norm),
-    aten.renorm.default: _renorm,
-    aten.batch_norm.default: zeros_if_empty(_batch_norm),
-    aten.instance_norm.default: zeros_if_empty(_instance_norm),
-    aten._native_batch_norm_legit_no_training.default: zeros_if_empty(_fixed_batch_norm),
-}
+NORMALIZATION: RuleTable = by_operator(
+    {
+        "layer_norm": partial(_trailing_norm, kind="lowered", lowering=lowerings.layer_norm),
+        "rms_norm": partial(_trailing_norm, kind="lowered", lowering=lowerings.rms_norm),
+        "native_layer_norm _fused_rms_norm": partial(_trailing_norm, kind="whole", lowering=None),
+        "group_norm": zeros_if_empty(_group_norm),
+        "renorm": _renorm,
+        "batch_norm": zeros_if_empty(_batch_norm),
+        "instance_norm": zeros_if_empty(_instance_norm),
+        "_native_batch_norm_legit_no_training": zeros_if_empty(_fixed_batch_norm),
+    }
+)

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments
-from shardwise.rules.arguments import any_split, same_call
+from shardwise.rules.arguments import if_split
 from shardwise.rules.binding import RuleFunction, RuleTable, build, single
 from shardwise.rules.convolution import per_dim, spatial
 from shardwise.rules.empty import zeros_if_empty
@@ -58,9 +58,6 @@ def _over_maps(
     windows = {f"x{i}": Window(f"y{i}", rows[i]) for i in range(count) if f"x{i}" not in kinds}
     kinds = kinds | {f"y{name[1:]}": "whole" for name in kinds}
 
-    def local(op: Op, context: LocalContext) -> LocalOpCall:
-        return localize(op, context) if any_split(context, spatial("y", count)) else same_call(op)
-
     return build(
         op,
         graph,
@@ -68,7 +65,7 @@ def _over_maps(
         [single([*leading, *spatial("y", count)])] * len(op.results),
         kinds=kinds,
         linear=((0,),) if linear else (),
-        localize=local,
+        localize=if_split(localize, *spatial("y", count)),
         lowering=lowering,
         windows=windows,
     )
@@ -83,83 +80,73 @@ def _starts(context: LocalContext, rows: list[_Rows]) -> tuple[int, ...]:
     return tuple(ranges[0][0] for ranges in windows)
 
 
-def _pooling(count: int) -> RuleFunction:
+def _pooling(count: int, op: Op, graph: Graph) -> OpRule:
     """Maximum and average over windows. Positions of maxima are those in the whole map."""
+    args = arguments(op)
+    sizes = graph.by_name[op.operands[0]].shape[-count:]
+    kernel = per_dim(args["kernel_size"], count)
+    stride = per_dim(args["stride"], count) if args.get("stride") else kernel
+    padding, dilation = per_dim(args["padding"], count), per_dim(args.get("dilation", 1), count)
+    maps = [Sliding(sizes[i], kernel[i], stride[i], dilation[i], padding[i]) for i in range(count)]
+    rows: list[_Rows] = [sliding_map.aligned for sliding_map in maps]
+    averages = "dilation" not in args
 
-    def function(op: Op, graph: Graph) -> OpRule:
-        args = arguments(op)
-        sizes = graph.by_name[op.operands[0]].shape[-count:]
-        kernel = per_dim(args["kernel_size"], count)
-        stride = per_dim(args["stride"], count) if args.get("stride") else kernel
-        padding, dilation = per_dim(args["padding"], count), per_dim(args.get("dilation", 1), count)
-        maps = [Sliding(sizes[i], kernel[i], stride[i], dilation[i], padding[i]) for i in range(count)]
-        rows: list[_Rows] = [sliding_map.aligned for sliding_map in maps]
-        averages = "dilation" not in args
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
+        parts = [part_of(context, f"y{i}") for i in range(count)]
+        split = [context.is_split(f"y{i}") for i in range(count)]
+        fronts = tuple(
+            sliding_map.position_in_aligned(*part) if cut else 0
+            for sliding_map, part, cut in zip(maps, parts, split, strict=True)
+        )
+        lengths = tuple(length for _, length in parts)
+        x = Ref(op.operands[0])
+        if averages:
+            options = (args["ceil_mode"], args["count_include_pad"], args.get("divisor_override"))
+            return LocalOpCall(AVG_POOL_WINDOW, (x, kernel, stride, padding, *options, fronts, lengths))
+        kernel_args = (x, kernel, stride, padding, dilation, args["ceil_mode"], fronts, lengths)
+        if len(op.results) == 1:
+            return LocalOpCall(MAX_POOL_VALUES_WINDOW, kernel_args)
+        return LocalOpCall(MAX_POOL_WINDOW, (*kernel_args, _starts(context, rows), sizes))
 
-        def localize(op: Op, context: LocalContext) -> LocalOpCall:
-            parts = [part_of(context, f"y{i}") for i in range(count)]
-            split = [context.is_split(f"y{i}") for i in range(count)]
-            fronts = tuple(
-                sliding_map.position_in_aligned(*part) if cut else 0
-                for sliding_map, part, cut in zip(maps, parts, split, strict=True)
-            )
-            lengths = tuple(length for _, length in parts)
-            x = Ref(op.operands[0])
-            if averages:
-                options = (args["ceil_mode"], args["count_include_pad"], args.get("divisor_override"))
-                return LocalOpCall(AVG_POOL_WINDOW, (x, kernel, stride, padding, *options, fronts, lengths))
-            kernel_args = (x, kernel, stride, padding, dilation, args["ceil_mode"], fronts, lengths)
-            if len(op.results) == 1:
-                return LocalOpCall(MAX_POOL_VALUES_WINDOW, kernel_args)
-            return LocalOpCall(MAX_POOL_WINDOW, (*kernel_args, _starts(context, rows), sizes))
-
-        return _over_maps(op, graph, count, rows, localize, linear=averages)
-
-    return function
+    return _over_maps(op, graph, count, rows, localize, linear=averages)
 
 
-def _adaptive(count: int) -> RuleFunction:
+def _adaptive(count: int, op: Op, graph: Graph) -> OpRule:
     """Bin y of m holds the rows ``floor(y n / m)`` to ``ceil((y + 1) n / m)``. One bin is a mean, or a maximum of the
     whole map: it is lowered to that."""
+    sizes = graph.by_name[op.operands[0]].shape[-count:]
+    after = graph.by_name[op.results[0]].shape[-count:]
+    averages = len(op.results) == 1
 
-    def function(op: Op, graph: Graph) -> OpRule:
-        sizes = graph.by_name[op.operands[0]].shape[-count:]
-        after = graph.by_name[op.results[0]].shape[-count:]
-        averages = len(op.results) == 1
+    def bins(i: int, offset: int, length: int) -> list[tuple[int, int]]:
+        return [(y * sizes[i] // after[i], -(-(y + 1) * sizes[i] // after[i])) for y in range(offset, offset + length)]
 
-        def bins(i: int, offset: int, length: int) -> list[tuple[int, int]]:
-            return [
-                (y * sizes[i] // after[i], -(-(y + 1) * sizes[i] // after[i])) for y in range(offset, offset + length)
-            ]
+    def window(i: int, offset: int, length: int) -> Ranges:
+        own_range = bins(i, offset, length)
+        return clip_rows(own_range[0][0], own_range[-1][1], sizes[i])
 
-        def window(i: int, offset: int, length: int) -> Ranges:
-            own_range = bins(i, offset, length)
-            return clip_rows(own_range[0][0], own_range[-1][1], sizes[i])
+    rows: list[_Rows] = [partial(window, i) for i in range(count)]
 
-        rows: list[_Rows] = [partial(window, i) for i in range(count)]
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
+        starts, bins_here = _starts(context, rows), []
+        for i in range(count):
+            uneven = context.is_split(f"y{i}") and sizes[i] % after[i] != 0
+            bins_here.append(bins(i, *part_of(context, f"y{i}")) if uneven else [])
+        output = tuple(part_of(context, f"y{i}")[1] for i in range(count))
+        begins = tuple(begin - starts[i] for i, ranges in enumerate(bins_here) for begin, _ in ranges)
+        ends = tuple(end - starts[i] for i, ranges in enumerate(bins_here) for _, end in ranges)
+        kernel_args = (Ref(op.operands[0]), output, begins, ends, tuple(map(len, bins_here)))
+        return (
+            LocalOpCall(ADAPTIVE_AVG_WINDOW, kernel_args)
+            if averages
+            else LocalOpCall(ADAPTIVE_MAX_WINDOW, (*kernel_args, starts, sizes))
+        )
 
-        def localize(op: Op, context: LocalContext) -> LocalOpCall:
-            starts, bins_here = _starts(context, rows), []
-            for i in range(count):
-                uneven = context.is_split(f"y{i}") and sizes[i] % after[i] != 0
-                bins_here.append(bins(i, *part_of(context, f"y{i}")) if uneven else [])
-            output = tuple(part_of(context, f"y{i}")[1] for i in range(count))
-            begins = tuple(begin - starts[i] for i, ranges in enumerate(bins_here) for begin, _ in ranges)
-            ends = tuple(end - starts[i] for i, ranges in enumerate(bins_here) for _, end in ranges)
-            kernel_args = (Ref(op.operands[0]), output, begins, ends, tuple(map(len, bins_here)))
-            return (
-                LocalOpCall(ADAPTIVE_AVG_WINDOW, kernel_args)
-                if averages
-                else LocalOpCall(ADAPTIVE_MAX_WINDOW, (*kernel_args, starts, sizes))
-            )
-
-        single_bins = [f"x{i}" for i in range(count) if after[i] == 1]
-        lowered = averages or len(single_bins) == count
-        kinds: dict[str, FactorKind] = dict.fromkeys(single_bins, "lowered" if lowered else "whole")
-        lowering = _means_first if averages else _maximum
-        return _over_maps(op, graph, count, rows, localize, linear=averages, kinds=kinds, lowering=lowering)
-
-    return function
+    single_bins = [f"x{i}" for i in range(count) if after[i] == 1]
+    lowered = averages or len(single_bins) == count
+    kinds: dict[str, FactorKind] = dict.fromkeys(single_bins, "lowered" if lowered else "whole")
+    lowering = _means_first if averages else _maximum
+    return _over_maps(op, graph, count, rows, localize, linear=averages, kinds=kinds, lowering=lowering)
 
 
 def _means_first(x: torch.Tensor, output_size: Any) -> torch.Tensor:
@@ -175,50 +162,43 @@ def _means_first(x: torch.Tensor, output_size: Any) -> torch.Tensor:
 
 
 def _maximum(x: torch.Tensor, output_size: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the maximum of a whole map, and where it is."""
     ones = (1,) if isinstance(output_size, int) else (1,) * len(output_size)
     values, indices = max_dim(x.flatten(-len(ones)), -1)
     return values.reshape(*values.shape, *ones), indices.reshape(*indices.shape, *ones)
 
 
-def _resampling(count: int, mode: str) -> RuleFunction:
+def _resampling(count: int, mode: str, op: Op, graph: Graph) -> OpRule:
     """Interpolation: row y reads the rows around ``y n / m``."""
+    args = arguments(op)
+    sizes = graph.by_name[op.operands[0]].shape[-count:]
+    after = graph.by_name[op.results[0]].shape[-count:]
+    align = bool(args.get("align_corners", False))
+    scales = _scales(args, count)
 
-    def function(op: Op, graph: Graph) -> OpRule:
-        args = arguments(op)
-        sizes = graph.by_name[op.operands[0]].shape[-count:]
-        after = graph.by_name[op.results[0]].shape[-count:]
-        align = bool(args.get("align_corners", False))
-        scales = _scales(args, count)
+    def window(i: int, offset: int, length: int) -> Ranges:
+        """Return the rows that the first and the last row read, by the arithmetic of float32 and of float64."""
+        how = Resampling(mode, align, sizes[i], after[i], scales[i])
+        rows = [
+            int(index.clamp(0, sizes[i] - 1))
+            for y in (offset, offset + length - 1)
+            for dtype in (torch.float32, torch.float64)
+            for index, _ in sample_points(how, y, 1, dtype, torch.device("cpu"))
+        ]
+        return clip_rows(min(rows), max(rows) + 1, sizes[i])
 
-        def window(i: int, offset: int, length: int) -> Ranges:
-            """Return the rows that the first and the last row read, by the arithmetic of float32 and of float64."""
-            how = Resampling(mode, align, sizes[i], after[i], scales[i])
-            rows = [
-                int(index.clamp(0, sizes[i] - 1))
-                for y in (offset, offset + length - 1)
-                for dtype in (torch.float32, torch.float64)
-                for index, _ in sample_points(how, y, 1, dtype, torch.device("cpu"))
-            ]
-            return clip_rows(min(rows), max(rows) + 1, sizes[i])
+    rows: list[_Rows] = [partial(window, i) for i in range(count)]
 
-        rows: list[_Rows] = [partial(window, i) for i in range(count)]
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
+        parts = [part_of(context, f"y{i}") for i in range(count)]
+        split = tuple(context.is_split(f"y{i}") for i in range(count))
+        output = tuple(length for _, length in parts)
+        where = (split, tuple(offset for offset, _ in parts), output, _starts(context, rows))
+        return LocalOpCall(RESAMPLE_WINDOW, (Ref(op.operands[0]), mode, align, output, sizes, after, scales, *where))
 
-        def localize(op: Op, context: LocalContext) -> LocalOpCall:
-            parts = [part_of(context, f"y{i}") for i in range(count)]
-            split = tuple(context.is_split(f"y{i}") for i in range(count))
-            output = tuple(length for _, length in parts)
-            where = (split, tuple(offset for offset, _ in parts), output, _starts(context, rows))
-            return LocalOpCall(
-                RESAMPLE_WINDOW, (Ref(op.operands[0]), mode, align, output, sizes, after, scales, *where)
-            )
-
-        copies = mode.startswith("nearest") or graph.by_name[op.results[0]].dtype.is_floating_point
-        whole = () if copies else [f"y{i}" for i in range(count)]  # means of integers are rounded as the operator likes
-        kinds: dict[str, FactorKind] = dict.fromkeys(whole, "whole")
-        return _over_maps(op, graph, count, rows, localize, linear=copies, kinds=kinds)
-
-    return function
+    copies = mode.startswith("nearest") or graph.by_name[op.results[0]].dtype.is_floating_point
+    whole = () if copies else [f"y{i}" for i in range(count)]  # means of integers are rounded as the operator likes
+    kinds: dict[str, FactorKind] = dict.fromkeys(whole, "whole")
+    return _over_maps(op, graph, count, rows, localize, linear=copies, kinds=kinds)
 
 
 def _scales(args: dict[str, Any], count: int) -> tuple[float, ...]:
@@ -236,26 +216,26 @@ _RESAMPLED = {
 }
 
 _TARGETS: dict[RuleFunction, tuple[Any, ...]] = {
-    _pooling(1): (aten.max_pool1d.default, aten.max_pool1d_with_indices.default, aten.avg_pool1d.default),
-    _pooling(2): (aten.max_pool2d.default, aten.max_pool2d_with_indices.default, aten.avg_pool2d.default),
-    _pooling(3): (aten.max_pool3d.default, aten.max_pool3d_with_indices.default, aten.avg_pool3d.default),
-    _adaptive(1): (aten.adaptive_avg_pool1d.default, aten.adaptive_max_pool1d.default),
-    _adaptive(2): (
+    partial(_pooling, 1): (aten.max_pool1d.default, aten.max_pool1d_with_indices.default, aten.avg_pool1d.default),
+    partial(_pooling, 2): (aten.max_pool2d.default, aten.max_pool2d_with_indices.default, aten.avg_pool2d.default),
+    partial(_pooling, 3): (aten.max_pool3d.default, aten.max_pool3d_with_indices.default, aten.avg_pool3d.default),
+    partial(_adaptive, 1): (aten.adaptive_avg_pool1d.default, aten.adaptive_max_pool1d.default),
+    partial(_adaptive, 2): (
         aten.adaptive_avg_pool2d.default,
         aten._adaptive_avg_pool2d.default,
         aten.adaptive_max_pool2d.default,
     ),
-    _adaptive(3): (
+    partial(_adaptive, 3): (
         aten.adaptive_avg_pool3d.default,
         aten._adaptive_avg_pool3d.default,
         aten.adaptive_max_pool3d.default,
     ),
     **{
-        _resampling(i + 1, mode): (packet.default, packet.vec)
+        partial(_resampling, i + 1, mode): (packet.default, packet.vec)
         for mode, packets in _RESAMPLED.items()
         for i, packet in enumerate(packets)
     },
-    _resampling(2, "cubic"): (aten.upsample_bicubic2d.default, aten.upsample_bicubic2d.vec),
+    partial(_resampling, 2, "cubic"): (aten.upsample_bicubic2d.default, aten.upsample_bicubic2d.vec),
 }
 
 POOLING: RuleTable = {target: zeros_if_empty(function) for function, targets in _TARGETS.items() for target in targets}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import operand_positions
 from shardwise.rules.binding import RuleTable, build, single
 from shardwise.rules.rule import Dims, FactorKind, OpRule
@@ -32,9 +32,4 @@ def recurrent_rule(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, operands, results, kinds=kinds)
 
 
-RECURRENT: RuleTable = {
-    aten.lstm.input: recurrent_rule,
-    aten.gru.input: recurrent_rule,
-    aten.rnn_tanh.input: recurrent_rule,
-    aten.rnn_relu.input: recurrent_rule,
-}
+RECURRENT: RuleTable = by_operator({"lstm.input gru.input rnn_tanh.input rnn_relu.input": recurrent_rule})

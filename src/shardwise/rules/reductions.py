@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from math import inf
 from typing import Any
 
 import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import (
-    any_split,
     broadcast_shape,
     dims_of,
     flat_pieces,
+    if_split,
     normal_dim,
     operand_positions,
     same_call,
 )
-from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, dim_names, single
+from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, dim_names, rank_of, single, with_dim
 from shardwise.rules.elementwise import broadcast_dims
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.local_kernels import CUMULATED
@@ -47,7 +48,7 @@ def reduce_rule(
     localize: Localize | None = None,
 ) -> OpRule:
     """The reduced dims have ``kind``, the others are parallel; a kept dim has no factor in the results."""
-    names = dim_names(len(graph.by_name[op.operands[0]].shape))
+    names = dim_names(rank_of(op, graph))
     dim, keepdim = _dims(op)
     reduced = dims_of(dim, len(names))
     kept: Dims = tuple(() if i in reduced else (name,) for i, name in enumerate(names) if keepdim or i not in reduced)
@@ -63,34 +64,20 @@ def reduce_rule(
     )
 
 
-def _sum(op: Op, graph: Graph) -> OpRule:
-    return reduce_rule(op, graph, "sum", linear=((0,),))
-
-
-def _mean(op: Op, graph: Graph) -> OpRule:
-    """The mean of parts is not the mean: its lowering divides the sum by the whole count."""
-    return reduce_rule(op, graph, "lowered", linear=((0,),), lowering=lowerings.mean)
-
-
 def _lowered(lowering: Lowering) -> RuleFunction:
-    return lambda op, graph: reduce_rule(op, graph, "lowered", lowering=lowering)
+    return partial(reduce_rule, kind="lowered", lowering=lowering)
 
 
-def _whole(op: Op, graph: Graph) -> OpRule:
-    return reduce_rule(op, graph, "whole")
+_whole = partial(reduce_rule, kind="whole")
 
 
-def _extreme(kind: FactorKind, lowering: Lowering) -> RuleFunction:
+def _extreme(kind: FactorKind, lowering: Lowering, op: Op, graph: Graph) -> OpRule:
     """amax, amin and their like: combined by ``kind`` where no gradient flows, by the lowering where one does."""
-
-    def function(op: Op, graph: Graph) -> OpRule:
-        value = graph.by_name[op.operands[0]]
-        if value.requires_grad:
-            return reduce_rule(op, graph, "lowered", lowering=lowering)
-        combined: FactorKind = "any" if kind == "max" and value.dtype == torch.bool else kind
-        return reduce_rule(op, graph, combined, localize=_neutral_if_empty(kind, value.dtype))
-
-    return function
+    value = graph.by_name[op.operands[0]]
+    if value.requires_grad:
+        return reduce_rule(op, graph, "lowered", lowering=lowering)
+    combined: FactorKind = "any" if kind == "max" and value.dtype == torch.bool else kind
+    return reduce_rule(op, graph, combined, localize=_neutral_if_empty(kind, value.dtype))
 
 
 def _neutral_if_empty(kind: FactorKind, dtype: torch.dtype) -> Localize:
@@ -116,39 +103,24 @@ def _histogram(op: Op, graph: Graph) -> OpRule | None:
     args = arguments(op)
     if args["min"] == args["max"]:
         return None
-    names = dim_names(len(graph.by_name[op.operands[0]].shape))
+    names = dim_names(rank_of(op, graph))
     kinds: dict[str, FactorKind] = {"bin": "whole", **dict.fromkeys(names, "sum")}
     return build(op, graph, [single(names)], [single(["bin"])], kinds=kinds)
 
 
-def _any(op: Op, graph: Graph) -> OpRule:
-    return reduce_rule(op, graph, "any")
-
-
-def _all(op: Op, graph: Graph) -> OpRule:
-    """True everywhere: the minimum over the parts, with False below True."""
-    return reduce_rule(op, graph, "min")
-
-
 def along_rule(
-    op: Op,
-    graph: Graph,
-    dim: int,
-    *,
-    kind: FactorKind = "whole",
-    linear: Linear = (),
-    lowering: Lowering | None = None,
+    op: Op, graph: Graph, dim: int, *, kind: FactorKind = "whole", lowering: Lowering | None = None
 ) -> OpRule:
     """Scans and sorts: ``dim`` has ``kind``, the others are parallel. The result may differ in size along ``dim``."""
-    names = dim_names(len(graph.by_name[op.operands[0]].shape))
+    names = dim_names(rank_of(op, graph))
     if not names:
-        return build(op, graph, [()] * len(op.operands), [()] * len(op.results), linear=linear)
+        return build(op, graph, [()] * len(op.operands), [()] * len(op.results))
     whole = normal_dim(dim, len(names))
     result = tuple("y" if i == whole else name for i, name in enumerate(names))
     kinds: Mapping[str, FactorKind] = {names[whole]: kind, "y": "whole"}
     same = all(graph.by_name[r].shape == graph.by_name[op.operands[0]].shape for r in op.results)
     results = [single(names if same else result)] * len(op.results)
-    return build(op, graph, [single(names)], results, kinds=kinds, linear=linear, lowering=lowering)
+    return build(op, graph, [single(names)], results, kinds=kinds, lowering=lowering)
 
 
 def _along(lowering: Lowering | None = None) -> RuleFunction:
@@ -158,9 +130,9 @@ def _along(lowering: Lowering | None = None) -> RuleFunction:
 
 def _glu(op: Op, graph: Graph) -> OpRule:
     """``... (2 h) -> ... h``: the halves stay together."""
-    names = dim_names(len(graph.by_name[op.operands[0]].shape))
+    names = dim_names(rank_of(op, graph))
     dim = normal_dim(arguments(op)["dim"], len(names))
-    operand = tuple(("half", name) if i == dim else (name,) for i, name in enumerate(names))
+    operand = with_dim(names, dim, "half", names[dim])
     return build(op, graph, [operand], [single(names)], kinds={"half": "whole"}, sizes={"half": 2})
 
 
@@ -172,16 +144,19 @@ def _cumsum(op: Op, graph: Graph) -> OpRule:
     names = dim_names(len(value.shape))
     dim = normal_dim(arguments(op)["dim"], len(names))
 
-    def along(name: str) -> Dims:
-        return single([name if i == dim else dim_name for i, dim_name in enumerate(names)])
-
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not any_split(context, ("s", "t")):
-            return same_call(op)
         rows, addends = flat_pieces(context.pieces["t"]), flat_pieces(context.pieces["s"])
         return LocalOpCall(CUMULATED, (Ref(op.operands[0]), dim, value.dtype, *rows, *addends))
 
-    return build(op, graph, [along("s")], [along("t")], kinds={"s": "sum"}, linear=((0,),), localize=localize)
+    return build(
+        op,
+        graph,
+        [with_dim(names, dim, "s")],
+        [with_dim(names, dim, "t")],
+        kinds={"s": "sum"},
+        linear=((0,),),
+        localize=if_split(localize, "s", "t"),
+    )
 
 
 def _diff(op: Op, graph: Graph) -> OpRule:
@@ -191,28 +166,21 @@ def _diff(op: Op, graph: Graph) -> OpRule:
     names = dim_names(len(shape))
     dim = normal_dim(args["dim"], len(names))
 
-    def along(name: str) -> Dims:
-        return single([name if i == dim else dim_name for i, dim_name in enumerate(names)])
-
-    operands = [along(f"x{i}") for i in range(len(op.operands))]
+    operands = [with_dim(names, dim, f"x{i}") for i in range(len(op.operands))]
     linear = (tuple(range(len(operands))),)
     if len(operands) == 1:
         windows = {"x0": Window("y", Sliding(shape[dim], args["n"] + 1, 1).ranges)}
-        return build(op, graph, operands, [along("y")], linear=linear, windows=windows)
+        return build(op, graph, operands, [with_dim(names, dim, "y")], linear=linear, windows=windows)
     kinds: dict[str, FactorKind] = dict.fromkeys((*(f"x{i}" for i in range(len(operands))), "y"), "whole")
-    return build(op, graph, operands, [along("y")], kinds=kinds, linear=linear)
+    return build(op, graph, operands, [with_dim(names, dim, "y")], kinds=kinds, linear=linear)
 
 
-def _vector_norm_only(lowering: Lowering) -> RuleFunction:
+def _vector_norm_only(lowering: Lowering, op: Op, graph: Graph) -> OpRule:
     """Norms that are those of vectors; singular values need the whole matrix."""
-
-    def function(op: Op, graph: Graph) -> OpRule:
-        args = arguments(op)
-        dims = dims_of(args["dim"], len(graph.by_name[op.operands[0]].shape))
-        of_vectors = args["ord"] in (None, "fro") or (len(dims) == 1 and not isinstance(args["ord"], str))
-        return reduce_rule(op, graph, "lowered" if of_vectors else "whole", lowering=lowering if of_vectors else None)
-
-    return function
+    args = arguments(op)
+    dims = dims_of(args["dim"], rank_of(op, graph))
+    of_vectors = args["ord"] in (None, "fro") or (len(dims) == 1 and not isinstance(args["ord"], str))
+    return reduce_rule(op, graph, "lowered" if of_vectors else "whole", lowering=lowering if of_vectors else None)
 
 
 def _search(op: Op, graph: Graph) -> OpRule | None:
@@ -239,20 +207,6 @@ def _is_in(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, operands, [single(names)], kinds=dict.fromkeys(tests, "whole"))
 
 
-def softmax_rule(op: Op, graph: Graph, lowering: Lowering) -> OpRule:
-    """The normalised dim is lowered, the others parallel."""
-    names = dim_names(len(graph.by_name[op.operands[0]].shape))
-    if not names:
-        return build(op, graph, [()], [()])
-    normalised = names[normal_dim(arguments(op)["dim"], len(names))]
-    dims = single(names)
-    return build(op, graph, [dims], [dims], kinds={normalised: "lowered"}, lowering=lowering)
-
-
-def _softmax(lowering: Lowering) -> RuleFunction:
-    return lambda op, graph: softmax_rule(op, graph, lowering)
-
-
 def _cosine(op: Op, graph: Graph) -> OpRule | None:
     left, right = (graph.by_name[name].shape for name in op.operands)
     dim = normal_dim(arguments(op)["dim"], len(left))
@@ -267,86 +221,54 @@ def _cosine(op: Op, graph: Graph) -> OpRule | None:
     )
 
 
-REDUCTIONS: RuleTable = {
-    aten.sum.default: _sum,
-    aten.sum.dim_IntList: _sum,
-    aten.count_nonzero.default: lambda op, graph: reduce_rule(op, graph, "sum"),
-    aten.count_nonzero.dim_IntList: lambda op, graph: reduce_rule(op, graph, "sum"),
-    aten.histc.default: _histogram,
-    aten.nanmean.default: _lowered(lowerings.nanmean),
-    aten.nansum.default: lambda op, graph: reduce_rule(op, graph, "sum"),
-    aten.mean.default: _mean,
-    aten.mean.dim: _mean,
-    aten.amax.default: _extreme("max", lowerings.amax),
-    aten.amin.default: _extreme("min", lowerings.amin),
-    aten.max.default: _extreme("max", lowerings.max_all),
-    aten.min.default: _extreme("min", lowerings.min_all),
-    aten.any.default: _any,
-    aten.any.dim: _any,
-    aten.any.dims: _any,
-    aten.all.default: _all,
-    aten.all.dim: _all,
-    aten.all.dims: _all,
-    aten.prod.default: _lowered(scans.prod_all),
-    aten.prod.dim_int: _lowered(scans.prod_dim),
-    aten.max.dim: _lowered(lowerings.max_dim),
-    aten.min.dim: _lowered(lowerings.min_dim),
-    aten.argmax.default: _lowered(lowerings.argmax),
-    aten.argmin.default: _lowered(lowerings.argmin),
-    # An order statistic depends on all values at once: whole, like a sort.
-    aten.median.default: _whole,
-    aten.median.dim: _whole,
-    aten.nanmedian.default: _whole,
-    aten.nanmedian.dim: _whole,
-    aten.kthvalue.default: _whole,
-    aten.quantile.scalar: zeros_if_empty(_whole),
-    aten.nanquantile.scalar: zeros_if_empty(_whole),
-    aten.mode.default: _whole,
-    aten.var.default: _lowered(lowerings.var_unbiased),
-    aten.var.dim: _lowered(lowerings.var_dim),
-    aten.var.correction: _lowered(lowerings.var),
-    aten.std.default: _lowered(lowerings.std_unbiased),
-    aten.std.dim: _lowered(lowerings.std_dim),
-    aten.std.correction: _lowered(lowerings.std),
-    aten.var_mean.default: _lowered(lowerings.var_mean_unbiased),
-    aten.var_mean.dim: _lowered(lowerings.var_mean_dim),
-    aten.var_mean.correction: _lowered(lowerings.var_mean),
-    aten.std_mean.default: _lowered(lowerings.std_mean_unbiased),
-    aten.std_mean.dim: _lowered(lowerings.std_mean_dim),
-    aten.std_mean.correction: _lowered(lowerings.std_mean),
-    aten.logsumexp.default: _lowered(softmax.logsumexp),
-    aten.linalg_vector_norm.default: _lowered(lowerings.vector_norm),
-    aten.linalg_norm.default: _vector_norm_only(lowerings.linalg_norm),
-    aten.linalg_norm.ord_str: _vector_norm_only(lowerings.linalg_norm),
-    aten.linalg_matrix_norm.default: _vector_norm_only(lowerings.matrix_norm),
-    aten.linalg_matrix_norm.str_ord: _vector_norm_only(lowerings.matrix_norm),
-    aten.norm.Scalar: _lowered(lowerings.norm),
-    aten.norm.ScalarOpt_dim: _lowered(lowerings.norm),
-    aten.frobenius_norm.dim: _lowered(lowerings.frobenius_norm),
-    aten.cosine_similarity.default: _cosine,
-    aten.softmax.int: _softmax(softmax.softmax),
-    aten.log_softmax.int: _softmax(softmax.log_softmax),
-    aten._softmax.default: _softmax(softmax.internal_softmax),
-    aten._log_softmax.default: _softmax(softmax.internal_log_softmax),
-    aten._safe_softmax.default: _softmax(softmax.safe_softmax),
-    aten.cumsum.default: _cumsum,
-    aten.cumprod.default: _along(scans.cumprod),
-    aten.logcumsumexp.default: _along(scans.logcumsumexp),
-    aten.cummax.default: _along(scans.cummax),
-    aten.cummin.default: _along(scans.cummin),
-    # Sorting over devices moves as much as gathering, in more messages. Which of equal values sort and topk take is up
-    # to their kernels, which must see the whole row to choose as on one device.
-    aten.sort.default: _along(),
-    aten.sort.stable: _along(),
-    aten.argsort.default: _along(),
-    aten.argsort.stable: _along(),
-    aten.msort.default: lambda op, graph: along_rule(op, graph, 0),
-    aten.searchsorted.Tensor: _search,
-    aten.bucketize.Tensor: _search,
-    aten.isin.Tensor_Tensor: _is_in,
-    aten.isin.Tensor_Scalar: _is_in,
-    aten.isin.Scalar_Tensor: _is_in,
-    aten.topk.default: _along(),
-    aten.diff.default: _diff,
-    aten.glu.default: _glu,
-}
+REDUCTIONS: RuleTable = by_operator(
+    {
+        "sum sum.dim_IntList": partial(reduce_rule, kind="sum", linear=((0,),)),
+        "count_nonzero count_nonzero.dim_IntList nansum": partial(reduce_rule, kind="sum"),
+        "histc": _histogram,
+        "nanmean": _lowered(lowerings.nanmean),
+        # The mean of parts is not the mean: its lowering divides the sum by the whole count.
+        "mean mean.dim": partial(reduce_rule, kind="lowered", linear=((0,),), lowering=lowerings.mean),
+        "amax": partial(_extreme, "max", lowerings.amax),
+        "amin": partial(_extreme, "min", lowerings.amin),
+        "max": partial(_extreme, "max", lowerings.max_all),
+        "min": partial(_extreme, "min", lowerings.min_all),
+        "any any.dim any.dims": partial(reduce_rule, kind="any"),
+        "all all.dim all.dims": partial(reduce_rule, kind="min"),  # False is below True
+        "prod": _lowered(scans.prod_all),
+        "prod.dim_int": _lowered(scans.prod_dim),
+        "max.dim": _lowered(lowerings.max_dim),
+        "min.dim": _lowered(lowerings.min_dim),
+        "argmax": _lowered(lowerings.argmax),
+        "argmin": _lowered(lowerings.argmin),
+        # An order statistic depends on all values at once: whole, like a sort.
+        "median median.dim nanmedian nanmedian.dim kthvalue mode": _whole,
+        "quantile.scalar nanquantile.scalar": zeros_if_empty(_whole),
+        **{name: _lowered(lowering) for name, lowering in lowerings.MOMENTS.items()},
+        "logsumexp": _lowered(softmax.logsumexp),
+        "linalg_vector_norm": _lowered(lowerings.vector_norm),
+        "linalg_norm linalg_norm.ord_str": partial(_vector_norm_only, lowerings.linalg_norm),
+        "linalg_matrix_norm linalg_matrix_norm.str_ord": partial(_vector_norm_only, lowerings.matrix_norm),
+        "norm.Scalar norm.ScalarOpt_dim": _lowered(lowerings.norm),
+        "frobenius_norm.dim": _lowered(lowerings.frobenius_norm),
+        "cosine_similarity": _cosine,
+        "softmax.int": _along(softmax.softmax),
+        "log_softmax.int": _along(softmax.log_softmax),
+        "_softmax": _along(softmax.internal_softmax),
+        "_log_softmax": _along(softmax.internal_log_softmax),
+        "_safe_softmax": _along(softmax.safe_softmax),
+        "cumsum": _cumsum,
+        "cumprod": _along(scans.cumprod),
+        "logcumsumexp": _along(scans.logcumsumexp),
+        "cummax": _along(scans.cummax),
+        "cummin": _along(scans.cummin),
+        # Sorting over devices moves as much as gathering, in more messages. Which of equal values sort and topk take is
+        # up to their kernels, which must see the whole row to choose as on one device.
+        "sort sort.stable argsort argsort.stable topk": _along(),
+        "msort": lambda op, graph: along_rule(op, graph, 0),
+        "searchsorted.Tensor bucketize.Tensor": _search,
+        "isin.Tensor_Tensor isin.Tensor_Scalar isin.Scalar_Tensor": _is_in,
+        "diff": _diff,
+        "glu": _glu,
+    }
+)

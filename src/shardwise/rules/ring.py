@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
-from math import inf, sqrt
+from math import inf
 from typing import Final, NamedTuple
 
 import torch
@@ -31,8 +31,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.rules.attention_bands import CAUSAL, EVERYTHING, Band
-from shardwise.rules.lowerings.attention import attention_within, by_group, scaled_dot_product_attention
-from shardwise.rules.lowerings.precision import cast, wide
+from shardwise.rules.lowerings.attention import (
+    as_queries,
+    attention_within,
+    masked,
+    scaled_dot_product_attention,
+    scaled_operands,
+)
 
 # Positions of queries and of keys, both broadcast over blocks, queries and keys -> which pairs are hidden.
 Hidden = Callable[[Tensor, Tensor], Tensor]
@@ -60,9 +65,8 @@ class Ring:
     ) -> Tensor:
         """Scaled dot-product attention. ``runs``: how many queries and keys a device holds; all, where they do not
         divide, and there is no ring then."""
-        length = query.shape[-2]
-        run = runs[query.dim() - 2] if runs else length
-        if not 0 < run < length:
+        run = _run(query, runs)
+        if not run:
             return scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
@@ -90,11 +94,10 @@ class RingWithin:
         runs: Sequence[int] = (),
     ) -> Tensor:
         """Attention of queries that see the keys from ``first`` up to ``end``; ``runs`` as of ``Ring``."""
-        length = query.shape[-2]
-        run = runs[query.dim() - 2] if runs else length
-        if not 0 < run < length:
+        run = _run(query, runs)
+        if not run:
             return attention_within(query, key, value, first, end, seen, enable_gqa, scale)
-        bounds = [None if x is None else x.unflatten(0, (length // run, run)).unsqueeze(-1) for x in (first, end)]
+        bounds = [None if x is None else x.unflatten(0, (-1, run)).unsqueeze(-1) for x in (first, end)]
 
         def is_outside(rows: Tensor, columns: Tensor) -> Tensor:
             before, behind = bounds
@@ -104,6 +107,13 @@ class RingWithin:
 
         hidden = is_outside if any(bound is not None for bound in bounds) else None
         return _in_turns(query, key, value, seen, hidden, self.band, (scale, enable_gqa, run))
+
+
+def _run(query: Tensor, runs: Sequence[int]) -> int:
+    """Return how many queries a device holds; 0 if it holds all, or they do not divide."""
+    length = query.shape[-2]
+    run = runs[query.dim() - 2] if runs else length
+    return run if run < length else 0
 
 
 def _is_later(rows: Tensor, columns: Tensor) -> Tensor:
@@ -123,7 +133,7 @@ def _in_turns(
     scale, enable_gqa, run = settings
     length = query.shape[-2]
     number = length // run
-    q, k, v, mask, grouped = _operands(query, key, value, attn_mask, scale, enable_gqa)
+    q, k, v, mask = scaled_operands(query, key, value, attn_mask, scale, enable_gqa)
     q, k, v = (x.unflatten(-2, (number, run)) for x in (q, k, v))
     blocks = torch.arange(number, device=query.device)
     within = torch.arange(run, device=query.device)
@@ -138,8 +148,7 @@ def _in_turns(
             columns = (origin.unsqueeze(-1) * run + within).unsqueeze(-2)
             unseen = hidden(rows, columns)
         seen = _met(seen, q, k_now, v_now, unseen, None if mask is None else _columns_of(mask, origin, number))
-    result = _attended(seen).flatten(-3, -2)
-    return cast(result.flatten(-4, -3) if grouped else result, query.dtype)
+    return as_queries(_attended(seen).flatten(-3, -2), query)
 
 
 def zigzag(
@@ -158,12 +167,11 @@ def zigzag(
     number."""
     assert is_causal, "the rule offers it for causal attention alone"
     assert attn_mask is None, "causal attention has no other mask"
-    length = query.shape[-2]
-    run = runs[query.dim() - 2] if runs else length
-    if not 0 < run < length or run % 2:
+    run = _run(query, runs)
+    if not run or run % 2:
         return Ring()(query, key, value, None, dropout_p, True, scale=scale, enable_gqa=enable_gqa, runs=runs)
-    number, chunk = length // run, run // 2
-    q, k, v, _, grouped = _operands(query, key, value, None, scale, enable_gqa)
+    number, chunk = query.shape[-2] // run, run // 2
+    q, k, v, _ = scaled_operands(query, key, value, None, scale, enable_gqa)
     order = [chunk for i in range(number) for chunk in (i, 2 * number - 1 - i)]  # of the chunks, device by device
     q, k, v = (_chunks(x, order, chunk).unflatten(-2, (number, 2, chunk)) for x in (q, k, v))
     first_q, last_q = q.unbind(-3)
@@ -195,8 +203,7 @@ def zigzag(
         )
         first, last = _SoftmaxState(*map(chosen, met, first)), _SoftmaxState(*map(chosen, last, met))
     result = torch.stack((_attended(first), _attended(last)), -3).flatten(-4, -2)
-    result = _chunks(result, sorted(range(2 * number), key=order.__getitem__), chunk)
-    return cast(result.flatten(-4, -3) if grouped else result, query.dtype)
+    return as_queries(_chunks(result, sorted(range(2 * number), key=order.__getitem__), chunk), query)
 
 
 # ------------------------------------------------------------------------------------------------------ online softmax
@@ -222,8 +229,7 @@ def _met(
     scores = torch.matmul(q, k.transpose(-2, -1))
     if hidden is not None:
         scores = scores.masked_fill(hidden, -inf)
-    if mask is not None:
-        scores = scores.masked_fill(mask.logical_not(), -inf) if mask.dtype == torch.bool else scores + mask
+    scores = masked(scores, mask)
     higher = torch.maximum(seen.top, scores.detach().amax(-1, keepdim=True))
     settled = torch.where(higher == -inf, 0, higher)  # nothing seen yet: any number will do
     weights, kept = torch.exp(scores - settled), torch.exp(seen.top - settled)
@@ -233,17 +239,6 @@ def _met(
 
 def _attended(seen: _SoftmaxState) -> Tensor:
     return seen.result / torch.where(seen.total == 0, 1, seen.total)  # a row that sees nothing is 0, as in PyTorch
-
-
-def _operands(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, enable_gqa: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
-    """Scaled queries, keys, values and mask in the precision of scores, and whether heads are grouped in them."""
-    q, k, v = wide(query), wide(key), wide(value)
-    grouped = enable_gqa and query.shape[-3] != key.shape[-3]
-    if grouped:
-        q, k, v, mask = by_group(q, k, v, mask)
-    return q * (1 / sqrt(query.shape[-1]) if scale is None else scale), k, v, mask, grouped
 
 
 # -------------------------------------------------------------------------------------------------------- handing on
@@ -260,21 +255,20 @@ def _handed_on(k: Tensor, v: Tensor, number: int, run: int, band: Band) -> Itera
     before = [step for step in range(1, number) if is_seen(-step)]
     behind = [step for step in range(1, number) if is_seen(number - step)]
     yield 0, k, v
-    held_k, held_v, last = k, v, 0
-    for step in (step for step in before if step in behind):
-        held_k, held_v = (torch.roll(x, step - last, -3) for x in (held_k, held_v))
-        yield step, held_k, held_v
-        last = step
-    held_k, held_v, last = k, v, 0
-    for step in (step for step in before if step not in behind):
-        held_k, held_v = (_shifted(x, step - last) for x in (held_k, held_v))
-        yield step, held_k, held_v
-        last = step
-    held_k, held_v, last = k, v, number
-    for step in (step for step in reversed(behind) if step not in before):
-        held_k, held_v = (_shifted(x, step - last) for x in (held_k, held_v))
-        yield step, held_k, held_v
-        last = step
+    for steps, last, moved in (
+        ([step for step in before if step in behind], 0, _turned),
+        ([step for step in before if step not in behind], 0, _shifted),
+        ([step for step in reversed(behind) if step not in before], number, _shifted),
+    ):
+        held_k, held_v = k, v
+        for step in steps:
+            held_k, held_v = (moved(x, step - last) for x in (held_k, held_v))
+            yield step, held_k, held_v
+            last = step
+
+
+def _turned(x: Tensor, number: int) -> Tensor:
+    return torch.roll(x, number, -3)
 
 
 def _shifted(x: Tensor, number: int) -> Tensor:
@@ -283,7 +277,6 @@ def _shifted(x: Tensor, number: int) -> Tensor:
 
 
 def _chunks(x: Tensor, order: Sequence[int], chunk: int) -> Tensor:
-    """Return the chunks of rows in another order."""
     count = len(order)
     moved: Tensor = torch.ops.shardwise.copied_runs(
         x, [x.dim() - 2], [count], [chunk] * count, [i * chunk for i in order], [1] * count
@@ -314,4 +307,3 @@ def _columns_of(mask: Tensor, origin: Tensor, number: int) -> Tensor:
 
 
 RING: Final = Ring()
-__all__ = ["RING", "Ring", "RingWithin", "zigzag"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import count, islice
 from math import gcd, prod
 
 import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import (
     any_split,
     block_offset,
@@ -19,7 +20,7 @@ from shardwise.rules.arguments import (
     replace_arguments,
     same_call,
 )
-from shardwise.rules.binding import RuleFunction, RuleTable, build, dim_names, single
+from shardwise.rules.binding import RuleTable, build, dim_names, rank_of, single, with_dim
 from shardwise.rules.elementwise import broadcast_dims, pointwise_rule
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.local_kernels import TRIANGLE
@@ -142,42 +143,35 @@ def _local_reshape(op: Op, context: LocalContext) -> LocalOpCall:
 
 
 def permute_rule(op: Op, graph: Graph, order: Sequence[int]) -> OpRule:
-    names = dim_names(len(graph.by_name[op.operands[0]].shape))
+    names = dim_names(rank_of(op, graph))
     return build(op, graph, [single(names)], [single([names[i] for i in order])], linear=_FIRST)
 
 
-def _rank(op: Op, graph: Graph) -> int:
-    return len(graph.by_name[op.operands[0]].shape)
-
-
-def _swap(first: str, second: str) -> RuleFunction:
-    def function(op: Op, graph: Graph) -> OpRule:
-        args, rank = arguments(op), _rank(op, graph)
-        order = list(range(rank))
-        if rank:
-            i, j = normal_dim(args[first], rank), normal_dim(args[second], rank)
-            order[i], order[j] = order[j], order[i]
-        return permute_rule(op, graph, order)
-
-    return function
+def _swap(first: str, second: str, op: Op, graph: Graph) -> OpRule:
+    args, rank = arguments(op), rank_of(op, graph)
+    order = list(range(rank))
+    if rank:
+        i, j = normal_dim(args[first], rank), normal_dim(args[second], rank)
+        order[i], order[j] = order[j], order[i]
+    return permute_rule(op, graph, order)
 
 
 def _permute(op: Op, graph: Graph) -> OpRule:
-    rank = _rank(op, graph)
+    rank = rank_of(op, graph)
     return permute_rule(op, graph, [normal_dim(d, rank) for d in arguments(op)["dims"]])
 
 
 def _swap_last(op: Op, graph: Graph) -> OpRule:
-    rank = _rank(op, graph)
+    rank = rank_of(op, graph)
     return permute_rule(op, graph, [*range(rank - 2), *reversed(range(max(rank - 2, 0), rank))])
 
 
 def _reverse(op: Op, graph: Graph) -> OpRule:
-    return permute_rule(op, graph, list(reversed(range(_rank(op, graph)))))
+    return permute_rule(op, graph, list(reversed(range(rank_of(op, graph)))))
 
 
 def _move(op: Op, graph: Graph) -> OpRule:
-    args, rank = arguments(op), _rank(op, graph)
+    args, rank = arguments(op), rank_of(op, graph)
     source, destination = dims_in_order(args["source"], rank), dims_in_order(args["destination"], rank)
     rest = iter(i for i in range(rank) if i not in source)
     moved = dict(zip(destination, source, strict=True))
@@ -204,38 +198,24 @@ def _squeeze(op: Op, graph: Graph) -> OpRule:
 
 
 def _unsqueeze(op: Op, graph: Graph) -> OpRule:
-    names = dim_names(_rank(op, graph))
+    names = dim_names(rank_of(op, graph))
     place = arguments(op)["dim"] % (len(names) + 1)
     dims = single(names)
     return build(op, graph, [dims], [(*dims[:place], (), *dims[place:])], linear=_FIRST)
 
 
 def _diagonal(op: Op, graph: Graph) -> OpRule:
-    args, rank = arguments(op), _rank(op, graph)
+    """diagonal, its reverse diag_embed, and diagonal_scatter: the two dims and the diagonal are whole."""
+    args, along = arguments(op), "y" if op.target is aten.diagonal.default else "x"
+    rank = len(graph.by_name[op.results[0] if op.target is aten.diag_embed.default else op.operands[0]].shape)
     names = dim_names(rank)
     pair = {normal_dim(args["dim1"], rank), normal_dim(args["dim2"], rank)}
-    result = (*(name for i, name in enumerate(names) if i not in pair), "y")
-    kinds: dict[str, FactorKind] = dict.fromkeys((*(names[i] for i in pair), "y"), "whole")
-    return build(op, graph, [single(names)], [single(result)], kinds=kinds, linear=_FIRST)
-
-
-def _diagonal_scatter(op: Op, graph: Graph) -> OpRule:
-    args, rank = arguments(op), _rank(op, graph)
-    names = dim_names(rank)
-    pair = {normal_dim(args["dim1"], rank), normal_dim(args["dim2"], rank)}
-    diagonal = (*(name for i, name in enumerate(names) if i not in pair), "x")
-    kinds: dict[str, FactorKind] = dict.fromkeys((*(names[i] for i in pair), "x"), "whole")
-    return build(op, graph, [single(names), single(diagonal)], [single(names)], kinds=kinds, linear=((0, 1),))
-
-
-def _diag_embed(op: Op, graph: Graph) -> OpRule:
-    """The reverse of ``diagonal``."""
-    args, rank = arguments(op), len(graph.by_name[op.results[0]].shape)
-    names = dim_names(rank)
-    pair = {normal_dim(args["dim1"], rank), normal_dim(args["dim2"], rank)}
-    operand = (*(name for i, name in enumerate(names) if i not in pair), "x")
-    kinds: dict[str, FactorKind] = dict.fromkeys((*(names[i] for i in pair), "x"), "whole")
-    return build(op, graph, [single(operand)], [single(names)], kinds=kinds, linear=_FIRST)
+    square, line = single(names), single((*(name for i, name in enumerate(names) if i not in pair), along))
+    kinds: dict[str, FactorKind] = dict.fromkeys((*(names[i] for i in pair), along), "whole")
+    if len(op.operands) == 2:
+        return build(op, graph, [square, line], [square], kinds=kinds, linear=((0, 1),))
+    operand, result = (square, line) if op.target is aten.diagonal.default else (line, square)
+    return build(op, graph, [operand], [result], kinds=kinds, linear=_FIRST)
 
 
 def _complex_pairs(op: Op, graph: Graph) -> OpRule:
@@ -258,30 +238,26 @@ def _expand(op: Op, graph: Graph) -> OpRule:
     return pointwise_rule(op, graph, _FIRST, localize)
 
 
-def _repeat(argument: str) -> RuleFunction:
+def _repeat(argument: str, op: Op, graph: Graph) -> OpRule:
     """``repeat``: the result's dims are ``(r d)``, repetition major, and both can be split."""
+    shape = graph.by_name[op.operands[0]].shape
+    result = graph.by_name[op.results[0]].shape
+    repeats = tuple(arguments(op)[argument])
+    times = (1,) * (len(result) - len(repeats)) + repeats
+    names = dim_names(len(result))
+    dims = broadcast_dims(shape, result, names)
+    padded: Dims = ((),) * (len(result) - len(shape)) + dims
+    repeated: Dims = tuple(
+        (() if number == 1 else (f"r{i}",)) + dim_names_here
+        for i, (number, dim_names_here) in enumerate(zip(times, padded, strict=True))
+    )
+    sizes = {f"r{i}": number for i, number in enumerate(times) if number != 1}
 
-    def function(op: Op, graph: Graph) -> OpRule:
-        shape = graph.by_name[op.operands[0]].shape
-        result = graph.by_name[op.results[0]].shape
-        repeats = tuple(arguments(op)[argument])
-        times = (1,) * (len(result) - len(repeats)) + repeats
-        names = dim_names(len(result))
-        dims = broadcast_dims(shape, result, names)
-        padded: Dims = ((),) * (len(result) - len(shape)) + dims
-        repeated: Dims = tuple(
-            (() if number == 1 else (f"r{i}",)) + dim_names_here
-            for i, (number, dim_names_here) in enumerate(zip(times, padded, strict=True))
-        )
-        sizes = {f"r{i}": number for i, number in enumerate(times) if number != 1}
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
+        local = tuple(local_size(context, f"r{i}") if f"r{i}" in sizes else 1 for i in range(len(times)))
+        return LocalOpCall(aten.repeat.default, (Ref(op.operands[0]), local))
 
-        def localize(op: Op, context: LocalContext) -> LocalOpCall:
-            local = tuple(local_size(context, f"r{i}") if f"r{i}" in sizes else 1 for i in range(len(times)))
-            return LocalOpCall(aten.repeat.default, (Ref(op.operands[0]), local))
-
-        return build(op, graph, [dims], [repeated], sizes=sizes, linear=_FIRST, localize=localize)
-
-    return function
+    return build(op, graph, [dims], [repeated], sizes=sizes, linear=_FIRST, localize=localize)
 
 
 def _repeat_interleave(op: Op, graph: Graph) -> OpRule:
@@ -289,12 +265,11 @@ def _repeat_interleave(op: Op, graph: Graph) -> OpRule:
     args, shape = arguments(op), graph.by_name[op.operands[0]].shape
     names = dim_names(len(shape))
     dims = single(names)
-    flat = args["dim"] is None or not shape
-    if flat:
+    if args["dim"] is None or not shape:
         result: Dims = ((*names, "r"),)
     else:
         place = normal_dim(args["dim"], len(shape))
-        result = tuple((*dim, "r") if i == place else dim for i, dim in enumerate(dims))
+        result = with_dim(names, place, names[place], "r")
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
         return replace_arguments(op, repeats=local_size(context, "r"), output_size=None)
@@ -320,7 +295,7 @@ def _meshgrid(op: Op, graph: Graph) -> OpRule:
 def copied_rule(op: Op, graph: Graph, runs: Mapping[int, Sequence[RowRun]], plain: LocalOpCall | None = None) -> OpRule:
     """Operators whose results are copies of rows: ``runs`` per dim along which they move. ``plain``: the call where
     none of these is split, if it is not the operator's own."""
-    names = dim_names(_rank(op, graph))
+    names = dim_names(rank_of(op, graph))
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
         if not any_split(context, [f"y{dim}" for dim in runs]):
@@ -453,74 +428,45 @@ def _unfold(op: Op, graph: Graph) -> OpRule:
     return moved_rule(op, graph, {place: sliding_map.ranges}, None, names, more=(("window",),))
 
 
-def _triangle(upper: bool) -> RuleFunction:
+def _triangle(op: Op, graph: Graph, *, upper: bool) -> OpRule:
     """tril and triu: a part of the rows or columns moves the diagonal."""
+    names = (*dim_names(rank_of(op, graph) - 2), "m", "n")
+    diagonal = arguments(op)["diagonal"]
 
-    def function(op: Op, graph: Graph) -> OpRule:
-        names = (*dim_names(_rank(op, graph) - 2), "m", "n")
-        diagonal = arguments(op)["diagonal"]
+    def localize(op: Op, context: LocalContext) -> LocalOpCall:
+        rows, columns = context.pieces["m"], context.pieces["n"]
+        first_row, first_column = block_offset(rows), block_offset(columns)
+        if first_row is not None and first_column is not None:
+            return LocalOpCall(op.target, (Ref(op.operands[0]), diagonal + first_row - first_column))
+        return LocalOpCall(TRIANGLE, (Ref(op.operands[0]), diagonal, upper, *flat_pieces(rows), *flat_pieces(columns)))
 
-        def localize(op: Op, context: LocalContext) -> LocalOpCall:
-            rows, columns = context.pieces["m"], context.pieces["n"]
-            first_row, first_column = block_offset(rows), block_offset(columns)
-            if first_row is not None and first_column is not None:
-                return LocalOpCall(op.target, (Ref(op.operands[0]), diagonal + first_row - first_column))
-            return LocalOpCall(
-                TRIANGLE, (Ref(op.operands[0]), diagonal, upper, *flat_pieces(rows), *flat_pieces(columns))
-            )
-
-        return build(op, graph, [single(names)], [single(names)], linear=_FIRST, localize=localize)
-
-    return function
+    return build(op, graph, [single(names)], [single(names)], linear=_FIRST, localize=localize)
 
 
-SHAPES: RuleTable = {
-    aten.view.default: reshape_rule,
-    aten.reshape.default: reshape_rule,
-    aten._unsafe_view.default: reshape_rule,
-    aten.flatten.using_ints: reshape_rule,
-    aten.unflatten.int: reshape_rule,
-    aten.ravel.default: reshape_rule,
-    aten.view_as.default: reshape_rule,
-    aten.reshape_as.default: reshape_rule,
-    aten.transpose.int: _swap("dim0", "dim1"),
-    aten.swapaxes.default: _swap("axis0", "axis1"),
-    aten.swapdims.default: _swap("dim0", "dim1"),
-    aten.permute.default: _permute,
-    aten.t.default: _swap_last,
-    aten.mT.default: _swap_last,
-    aten.mH.default: _swap_last,
-    aten.adjoint.default: _swap_last,
-    aten.numpy_T.default: _reverse,
-    aten.movedim.int: _move,
-    aten.movedim.intlist: _move,
-    aten.moveaxis.int: _move,
-    aten.moveaxis.intlist: _move,
-    aten.squeeze.default: _squeeze,
-    aten.squeeze.dim: _squeeze,
-    aten.squeeze.dims: _squeeze,
-    aten.unsqueeze.default: _unsqueeze,
-    aten.diagonal.default: _diagonal,
-    aten.diag_embed.default: _diag_embed,
-    aten.diagonal_scatter.default: _diagonal_scatter,
-    aten.view_as_complex.default: _complex_pairs,
-    aten.view_as_real.default: _complex_pairs,
-    aten.expand.default: _expand,
-    aten.expand_as.default: _expand,
-    aten.broadcast_to.default: _expand,
-    aten.repeat.default: _repeat("repeats"),
-    aten.tile.default: _repeat("dims"),
-    aten.repeat_interleave.self_int: _repeat_interleave,
-    aten.meshgrid.default: _meshgrid,
-    aten.meshgrid.indexing: _meshgrid,
-    COPIED_RUNS: _copied_runs,
-    aten.roll.default: _roll,
-    aten.flip.default: _flip,
-    aten.fliplr.default: _flip,
-    aten.flipud.default: _flip,
-    aten.pad.default: zeros_if_empty(_pad),
-    aten.constant_pad_nd.default: _pad,
-    aten.unfold.default: zeros_if_empty(_unfold),
-    aten.tril.default: _triangle(upper=False),
-    aten.triu.default: _triangle(upper=True),
-}
+SHAPES: RuleTable = by_operator(
+    {
+        "view reshape _unsafe_view flatten.using_ints unflatten.int ravel view_as reshape_as": reshape_rule,
+        "transpose.int swapdims": partial(_swap, "dim0", "dim1"),
+        "swapaxes": partial(_swap, "axis0", "axis1"),
+        "permute": _permute,
+        "t mT mH adjoint": _swap_last,
+        "numpy_T": _reverse,
+        "movedim.int movedim.intlist moveaxis.int moveaxis.intlist": _move,
+        "squeeze squeeze.dim squeeze.dims": _squeeze,
+        "unsqueeze": _unsqueeze,
+        "diagonal diag_embed diagonal_scatter": _diagonal,
+        "view_as_complex view_as_real": _complex_pairs,
+        "expand expand_as broadcast_to": _expand,
+        "repeat": partial(_repeat, "repeats"),
+        "tile": partial(_repeat, "dims"),
+        "repeat_interleave.self_int": _repeat_interleave,
+        "meshgrid meshgrid.indexing": _meshgrid,
+        "roll": _roll,
+        "flip fliplr flipud": _flip,
+        "pad": zeros_if_empty(_pad),
+        "constant_pad_nd": _pad,
+        "unfold": zeros_if_empty(_unfold),
+        "tril": partial(_triangle, upper=False),
+        "triu": partial(_triangle, upper=True),
+    }
+) | {COPIED_RUNS: _copied_runs}

@@ -13,17 +13,16 @@ from typing import Any
 import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import (
-    any_split,
     broadcast_shape,
     flat_pieces,
+    if_split,
     normal_dim,
     operand_positions,
-    replace_arguments,
-    same_call,
+    with_pieces,
 )
-from shardwise.rules.binding import RuleTable, build, dim_names, single
+from shardwise.rules.binding import RuleTable, build, dim_names, single, with_dim
 from shardwise.rules.elementwise import broadcast_dims
 from shardwise.rules.indexing import aligned_dims, index_layout
 from shardwise.rules.local_kernels import INDEX_PUT_ROWS, SCATTER_ROWS, SCATTERED_SUM
@@ -69,8 +68,6 @@ def scatter_rule(op: Op, graph: Graph) -> OpRule | None:
         operands.append(tuple(dims))
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not context.is_split("v"):
-            return same_call(op)
         x, ids, *source = map(Ref, op.operands)
         rest = (source[0] if source else None, args.get("value", 1), how, args.get("include_self", True), False)
         return LocalOpCall(SCATTER_ROWS, (x, place, ids, *rest, *flat_pieces(context.pieces["v"])))
@@ -78,8 +75,8 @@ def scatter_rule(op: Op, graph: Graph) -> OpRule | None:
     together = tuple(positions[name][0] for name in ("self", "src") if name in positions)
     additive = op.target is aten.scatter_add.default or (not how and args.get("value", 0) == 0)
     linear = (together,) if additive else ()
-    lowering = lowerings.scatter_add if adds else None
-    return build(op, graph, operands, [operand], kinds=kinds, linear=linear, localize=localize, lowering=lowering)
+    lowering, local = lowerings.scatter_add if adds else None, if_split(localize, "v")
+    return build(op, graph, operands, [operand], kinds=kinds, linear=linear, localize=local, lowering=lowering)
 
 
 def index_update_rule(op: Op, graph: Graph) -> OpRule | None:
@@ -94,7 +91,7 @@ def index_update_rule(op: Op, graph: Graph) -> OpRule | None:
     by_argument: dict[str, Dims] = {
         "self": dims,
         "index": single(["i"])[: len(graph.by_name[op.operands[1]].shape)],
-        "source": single(["i" if i == place else name for i, name in enumerate(names)]),
+        "source": with_dim(names, place, "i"),
         "value": (),
     }
     ordered = [name for _, name in sorted((p[0], name) for name, p in positions.items())]
@@ -102,8 +99,6 @@ def index_update_rule(op: Op, graph: Graph) -> OpRule | None:
     fills = "source" not in positions
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not context.is_split(names[place]):
-            return same_call(op)
         x, ids = map(Ref, op.operands[:2])
         source = Ref(op.operands[2]) if len(op.operands) > 2 else None
         number = args["value"] if source is None else args.get("alpha", 1)
@@ -122,7 +117,7 @@ def index_update_rule(op: Op, graph: Graph) -> OpRule | None:
         [dims],
         kinds=kinds,
         linear=linear,
-        localize=localize,
+        localize=if_split(localize, names[place]),
         lowering=lowerings.index_add if adds else None,
     )
 
@@ -143,8 +138,6 @@ def index_put_rule(op: Op, graph: Graph) -> OpRule | None:
     adds = arguments(op)["accumulate"] and places == list(range(places[0], places[0] + len(places)))
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if not any_split(context, indexed):
-            return same_call(op)
         x, *ids, source = map(Ref, op.operands)
         counts = tuple(len(context.pieces[name]) for name in indexed)
         pieces = flat_pieces([piece for name in indexed for piece in context.pieces[name]])
@@ -159,7 +152,7 @@ def index_put_rule(op: Op, graph: Graph) -> OpRule | None:
         [operand],
         kinds=kinds,
         linear=((0, len(op.operands) - 1),),
-        localize=localize,
+        localize=if_split(localize, *indexed),
         lowering=lowerings.index_put if adds else None,
     )
 
@@ -189,13 +182,12 @@ def scattered_sum_rule(op: Op, graph: Graph) -> OpRule:
     place = op.args[1]
     assert isinstance(place, int), "the dim is a number"
     names = dim_names(len(src))
-    added = single(["i" if dim == place else name for dim, name in enumerate(names)])
-    rows = single(["v" if dim == place else name for dim, name in enumerate(names)])
+    added = with_dim(names, place, "i")
+    rows = with_dim(names, place, "v")
     indices = added if len(index) == len(src) else single(["i"])
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        sizes, offsets, lengths = flat_pieces(context.pieces["v"])
-        return replace_arguments(op, sizes=sizes, offsets=offsets, lengths=lengths)
+        return with_pieces(op, context.pieces["v"])
 
     return build(op, graph, [added, indices], [rows], kinds={"i": "sum"}, linear=((0,),), localize=localize)
 
@@ -212,19 +204,11 @@ def masked_scatter_rule(op: Op, graph: Graph) -> OpRule | None:
     return build(op, graph, operands, [dims], kinds=kinds, linear=((0, 2),), lowering=lowerings.masked_scatter)
 
 
-UPDATES: RuleTable = {
-    aten.scatter.src: scatter_rule,
-    aten.scatter.value: scatter_rule,
-    aten.scatter.reduce: scatter_rule,
-    aten.scatter.value_reduce: scatter_rule,
-    aten.scatter_add.default: scatter_rule,
-    aten.scatter_reduce.two: scatter_rule,
-    aten.index_add.default: index_update_rule,
-    aten.index_copy.default: index_update_rule,
-    aten.index_fill.int_Scalar: index_update_rule,
-    aten.index_fill.int_Tensor: index_update_rule,
-    aten.index_reduce.default: index_update_rule,
-    aten.index_put.default: index_put_rule,
-    SCATTERED_SUM: scattered_sum_rule,
-    aten.masked_scatter.default: masked_scatter_rule,
-}
+UPDATES: RuleTable = by_operator(
+    {
+        "scatter.src scatter.value scatter.reduce scatter.value_reduce scatter_add scatter_reduce.two": scatter_rule,
+        "index_add index_copy index_fill.int_Scalar index_fill.int_Tensor index_reduce": index_update_rule,
+        "index_put": index_put_rule,
+        "masked_scatter": masked_scatter_rule,
+    }
+) | {SCATTERED_SUM: scattered_sum_rule}

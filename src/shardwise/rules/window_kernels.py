@@ -19,21 +19,13 @@ from shardwise.rules.local_kernels import _define
 aten = torch.ops.aten
 
 
-def _copied_runs(
-    x: Tensor,
-    dims: Sequence[int],
-    counts: Sequence[int],
-    lengths: Sequence[int],
-    firsts: Sequence[int],
-    steps: Sequence[int],
-) -> Tensor:
-    """In every one of ``dims`` the rows of its runs (``rules.windows.RowRun``), of which it has ``counts``."""
+def _copied_runs(x: Tensor, dims: Sequence[int], counts: Sequence[int], *runs: Sequence[int]) -> Tensor:
+    """In every one of ``dims`` the rows of its runs (``rules.windows.RowRun``: lengths, firsts, steps), of which it has
+    ``counts``."""
     start = 0
     for dim, count in zip(dims, counts, strict=True):
-        parts = [
-            _run(x, dim, *run)
-            for run in zip(*(values[start : start + count] for values in (lengths, firsts, steps)), strict=True)
-        ]
+        of_dim = zip(*(values[start : start + count] for values in runs), strict=True)
+        parts = [_run(x, dim, *run) for run in of_dim]
         start += count
         x = torch.cat(parts, dim) if len(parts) > 1 else parts[0] if parts else x.narrow(dim, 0, 0)
     return x
@@ -110,37 +102,19 @@ def _valid_part(y: Tensor, fronts: Sequence[int], lengths: Sequence[int]) -> Ten
     return y
 
 
-def _max_pool_window(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-    fronts: Sequence[int],
-    lengths: Sequence[int],
-    starts: Sequence[int],
-    sizes: Sequence[int],
-) -> tuple[Tensor, Tensor]:
+def _max_pool_window(x: Tensor, kernel: list[int], *rest: Any) -> tuple[Tensor, Tensor]:
     """Values, and positions in the whole map, whose sizes are ``sizes`` and of which x begins at ``starts``."""
+    *settings, fronts, lengths, starts, sizes = rest
     pool = (F.max_pool1d_with_indices, F.max_pool2d_with_indices, F.max_pool3d_with_indices)[len(kernel) - 1]
-    values, indices = pool(x, list(kernel), list(stride), list(padding), list(dilation), ceil_mode)
+    values, indices = pool(x, kernel, *settings)
     indices = _global_positions(_valid_part(indices, fronts, lengths), x.shape[-len(kernel) :], starts, sizes)
     return _valid_part(values, fronts, lengths), indices
 
 
-def _max_pool_values_window(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-    fronts: Sequence[int],
-    lengths: Sequence[int],
-) -> Tensor:
+def _max_pool_values_window(x: Tensor, kernel: list[int], *rest: Any) -> Tensor:
+    *settings, fronts, lengths = rest
     pool = (F.max_pool1d, F.max_pool2d, F.max_pool3d)[len(kernel) - 1]
-    return _valid_part(pool(x, list(kernel), list(stride), list(padding), list(dilation), ceil_mode), fronts, lengths)
+    return _valid_part(pool(x, kernel, *settings), fronts, lengths)
 
 
 def _global_positions(index: Tensor, local: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -152,22 +126,13 @@ def _global_positions(index: Tensor, local: Sequence[int], starts: Sequence[int]
     return positions
 
 
-def _avg_pool_window(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor: int | None,
-    fronts: Sequence[int],
-    lengths: Sequence[int],
-) -> Tensor:
-    settings = (list(kernel), list(stride), list(padding), ceil_mode, count_include_pad)
+def _avg_pool_window(x: Tensor, kernel: list[int], *rest: Any) -> Tensor:
+    stride, padding, ceil_mode, include_pad, divisor, fronts, lengths = rest
     if len(kernel) == 1:
-        y = F.avg_pool1d(x, *settings)
+        y = F.avg_pool1d(x, kernel, stride, padding, ceil_mode, include_pad)
     else:
-        y = (F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d)(x, *settings, divisor)
+        average = F.avg_pool2d if len(kernel) == 2 else F.avg_pool3d
+        y = average(x, kernel, stride, padding, ceil_mode, include_pad, divisor)
     return _valid_part(y, fronts, lengths)
 
 
@@ -300,21 +265,10 @@ _NATIVE: dict[str, tuple[Any, ...]] = {
 _CUBIC = -0.75  # the coefficient of PyTorch's cubic convolution
 
 
-def _resample_window(
-    x: Tensor,
-    mode: str,
-    align_corners: bool,
-    output: Sequence[int],
-    sizes: Sequence[int],
-    sizes_after: Sequence[int],
-    scales: Sequence[float],
-    split: Sequence[bool],
-    offsets: Sequence[int],
-    lengths: Sequence[int],
-    starts: Sequence[int],
-) -> Tensor:
+def _resample_window(x: Tensor, mode: str, align_corners: bool, output: Sequence[int], *of_dims: Any) -> Tensor:
     """Interpolation of a part: split dims, of whose ``sizes`` rows x holds those from ``starts`` on, tap by tap for the
     rows from ``offsets`` on; the others by the operator itself. ``scales``: as the operator is given them, 0: none."""
+    sizes, sizes_after, scales, split, offsets, lengths, starts = of_dims
     count = len(output)
     local_sizes = x.shape[-count:]
     native = [local_size if cut else size for local_size, size, cut in zip(local_sizes, output, split, strict=True)]

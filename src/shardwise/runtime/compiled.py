@@ -171,6 +171,7 @@ class _Compiler:
         halves = [self._compiled(region) for region in divided.regions]
         forms = dict(program.forms)
         placed = [self._placed(i, region, halves[i], forms) for i, region in enumerate(divided.regions)]
+        self.names = {name: self._name(name) for name in self.names}  # without chains
         forward = [self._instruction(item, [first for first, _ in placed]) for item in divided.forward]
         backward = [self._instruction(item, [second for _, second in placed]) for item in divided.backward]
         gradients = {source: self._name(name) for source, name in program.gradients.items()}
@@ -252,8 +253,8 @@ class _Compiler:
 
     def _instruction(self, item: SectionIndex | Instruction, placed: Sequence[Sequence[Compute]]) -> Instruction:
         if isinstance(item, SectionIndex):
-            return with_operands(placed[item.region][item.section], self._name)
-        instruction = with_operands(item, self._name)
+            return with_operands(placed[item.region][item.section], self.names)
+        instruction = with_operands(item, self.names)
         # A section's result may be saved for backward under another name, so nothing is reduced in place.
         return replace(instruction, overwrites=False) if isinstance(instruction, (Convert, Depart)) else instruction
 

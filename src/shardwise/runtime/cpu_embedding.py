@@ -105,7 +105,7 @@ def with_copies(program: RankProgram, on_host: frozenset[str]) -> tuple[RankProg
         if isinstance(instruction, Compute) and on_host.intersection(instruction.operands)
     }
     placing = _CpuAssignment(program.spmd.layouts, lookups, set(on_host), dict(program.forms))
-    forward = placing.through(program.forward, (*program.delivered, *(value for _, value in program.mutations)))
+    forward = placing.through(program.forward, program.ends)
     backward = placing.through(program.backward, (), mark="'")
     return replace(program, forward=forward, backward=backward, forms=placing.forms), frozenset(placing.on_host)
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from shardwise.errors import ShardwiseError, problem
 from shardwise.programs.rank_program import RankProgram
 from shardwise.runtime.compiled import CompiledVariant
 from shardwise.runtime.emit import Emitted
@@ -55,26 +54,6 @@ class GradAccumState:
     emitted: Emitted
     prepared: tuple[Tensor, ...]
     sums: dict[str, Tensor] = field(default_factory=dict)
-
-    def run(
-        self, tensors: Sequence[Tensor], scale: Tensor | None = None, observed: Forward | None = None
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Run forward and backward of a micro-batch: return (delivered, mutations). ``scale``: the cotangent of the
-        loss (1); ``observed``: runs forward instead of the program's own."""
-        program = self.emitted.program
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-        with torch.no_grad():
-            delivered, written, saved = self.forward(tensors, observed)
-            kept = list(saved) if hooks is None else [_through(hooks, value) for value in saved]
-            del saved
-            named = zip(program.cotangents, delivered, strict=True)
-            cotangents = [cotangent_of(value, scale) for name, value in named if name is not None]
-            if not cotangents:
-                raise ShardwiseError(
-                    problem("the loss depends on no parameter that requires a gradient", fix="unfreeze a parameter")
-                )
-            self.add(self.backward(kept, cotangents), tensors)
-        return delivered, written
 
     def forward(self, tensors: Sequence[Tensor], observed: Forward | None = None) -> tuple[Any, Any, Any]:
         """Run forward of a micro-batch: return (delivered, mutations, saved)."""
@@ -135,12 +114,6 @@ def _extent(tensor: Tensor) -> _Extent:
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = int(tensor.storage_offset()) * tensor.itemsize
     return tensor.untyped_storage().data_ptr(), first, first + (reach + 1) * tensor.itemsize * bool(tensor.numel())
-
-
-def _through(hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]], value: Any) -> Any:
-    """Pack and unpack a value with saved-tensor hooks (CPU offload, quantization); backward follows at once."""
-    pack, unpack = hooks
-    return unpack(pack(value)) if isinstance(value, Tensor) else value
 
 
 __all__ = ["GradAccumState", "GradAccumStep", "cotangent_of", "scale_of"]

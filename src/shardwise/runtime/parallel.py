@@ -1,138 +1,95 @@
-"""The module that a rank trains under a plan without stages: its shards and the program of its plan."""
+"""The module that a rank trains under a plan: its calls."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal, overload
 
 import torch
+import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
 from shardwise.errors import PlanWarning, ShardwiseError, problem, warn_user
 from shardwise.graph.batch import num_samples
 from shardwise.graph.ir import Ref
 from shardwise.graph.normalize_random import SEED
-from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
+from shardwise.graph.trees import unflatten
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.placement import Placement
-from shardwise.plans.micro_batch_search import announce_statistics
-from shardwise.plans.plan import Plan
+from shardwise.plans.bind_stages import delivered_layouts
+from shardwise.programs.micro_batches import Passes
 from shardwise.runtime.agree import show_progress_once
+from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.cpu_optimizer import place_states
 from shardwise.runtime.faults import refuse_create_graph
-from shardwise.runtime.grad_accum import GradAccumStep, scale_of
-from shardwise.runtime.guards.protect import protect
-from shardwise.runtime.guards.registry import shard_records
-from shardwise.runtime.holding import install_shards
 from shardwise.runtime.hooks import gather_whole
-from shardwise.runtime.initial.materialize import Init
-from shardwise.runtime.initial.shards import ShardMaterializer
 from shardwise.runtime.lazy_gather import deliver_outputs
 from shardwise.runtime.local_shards import shard
 from shardwise.runtime.memory_of_outputs import alias_buffers, separate_memory, write_buffers
-from shardwise.runtime.micro_batched_step import MicroBatchedStep, rows_of_pass, samples_of, with_samples_in
-from shardwise.runtime.parallel_module import ParallelModule
+from shardwise.runtime.parallel_module import ParallelModule, named_tensors, no_loss, whole_arguments
+from shardwise.runtime.pipeline_profile import PipelineProfile, profile_pipeline
 from shardwise.runtime.program_cache import (
     CallSpec,
     Executable,
     Mode,
-    ProgramCache,
-    RunSettings,
+    apart_from_caller,
     check_frozen,
     in_plan_precision,
     refuse_input_gradients,
 )
 from shardwise.runtime.replicas import ReplicaCheck
-from shardwise.runtime.same_inputs import SameInputs
-from shardwise.runtime.signatures import Batch, LocalInputs, Wanted, call_key, check_equal, in_other_mode, leaves_of
-from shardwise.runtime.step import CallableStep
+from shardwise.runtime.stage import BoundaryTensor, StageCall
 from shardwise.runtime.step_profile import StepProfile, profile_step
-from shardwise.runtime.tensor_table import TensorTable
 
 CallResult = tuple[Executable, torch.Tensor | None, Sequence[Any]]  # program, loss, flattened outputs
 
 
 class Parallel(ParallelModule):
     """This rank's shards of a module. ``named_parameters()`` yields them under the original names, so any element-wise
-    ``torch.optim`` optimizer updates them as it would on one device."""
+    ``torch.optim`` optimizer updates them as it would on one device.
 
-    def __init__(
-        self,
-        module: torch.nn.Module,
-        plan: Plan,
-        settings: RunSettings,
-        *,
-        seed: int | None = None,
-        init: Init | None = None,
-        weights: str | Path | None = None,
-    ) -> None:
-        super().__init__()
-        self.plan, self.device, self.inputs, self._settings = plan, settings.device, settings.inputs, settings
-        name, everywhere = type(module).__name__, Placement.whole(plan.mesh)
-        self._ranks = self._host_ranks = Communicator(everywhere, name)
-        if settings.host and self.device.type != "cpu":
-            self._host_ranks = Communicator(everywhere, name, backend="gloo")
-        every = settings.check_replicas
-        self._replicas = ReplicaCheck(every, self._ranks, self.device) if every else None
-        numbers = Communicator(everywhere, name, backend="gloo")
-        self._parts: LocalInputs | None = None
-        self._same: SameInputs | None = None
-        if self.inputs == "local":
-            self._parts = LocalInputs(plan, self._ranks, self._ranks, numbers, self.device)
-        elif plan.mesh.num_devices > 1:
-            self._same = SameInputs(self._ranks, numbers, self.device)
-        self._calls = ProgramCache(module, plan, settings, self._ranks, self._host_ranks)
-        self._compiled: dict[Any, Executable] = {}
-        self._in_passes: dict[Any, MicroBatchedStep] = {}
-        self._has_said_whole = False
-        self._latest: Executable | None = None
-        self._start_from(seed, self.device)
-        hosts = (settings.host, self._host_ranks)
-        install_shards(
-            self,
-            module,
-            plan,
-            ShardMaterializer(plan.layouts, self._ranks, self._ranks, *hosts),
-            self.device,
-            seed,
-            init,
-            weights,
-        )
-        self._protect()
-        self._state = TensorTable(self)
-        self.stand_for(module)
+    Under a plan of stages a rank holds the shards of its stages. Only ``step`` computes gradients there, since the
+    caller's own backward would not cross stages."""
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            **self.__dict__,
-            "_compiled": {},
-            "_in_passes": {},
-            "_signatures": {},
-            "_latest": None,
-        }  # a copy builds its own programs
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._protect()  # a deep copy also holds shards
-
-    def _protect(self) -> None:
-        protect(self, shard_records(self, self.plan.layouts, self._ranks))
-        place_states(self, self.plan.optimizer, self._settings.host)
+    _has_said_whole = False
 
     @in_plan_precision
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module on the whole batch in one pass, whatever the plan's micro-batch; differentiable. Every output
-        tensor is whole on every rank. If the module has a loss, other outputs are gathered when they are read (see
-        ``parallelize(outputs=)``)."""
-        if self.training and torch.is_grad_enabled() and self._is_in_passes(args, kwargs):
+        """Run the module on the whole batch in one pass, whatever the plan's micro-batch; differentiable, except under
+        a plan of stages. Every output tensor is whole on every rank. If the module has a loss, other outputs are
+        gathered when they are read (see ``parallelize(outputs=)``).
+
+        Raises:
+            ShardwiseError: Under a plan of stages, if gradients are needed.
+        """
+        needs_gradients = self.training and torch.is_grad_enabled()
+        if self.plan.is_pipeline:
+            if needs_gradients:
+                raise ShardwiseError(
+                    problem(
+                        "under a plan of stages a call is forward only, but this one needs gradients",
+                        fix="train with loss = par.step(*batch); evaluate under torch.no_grad(), or after par.eval()",
+                    )
+                )
+            return self._evaluate(args, kwargs, predicts=False)
+        if needs_gradients and self._is_in_passes(args, kwargs):
             self._say_whole()
         compiled, _, outputs = self._call(args, kwargs, loss_only=False)
         return unflatten(outputs, compiled.captured.out_spec)
 
+    @overload
+    def step(
+        self, *args: Any, loss: Literal["all"] = "all", scaler: GradScaler | None = None, **kwargs: Any
+    ) -> torch.Tensor: ...
+
+    @overload
+    def step(
+        self, *args: Any, loss: Literal["last"], scaler: GradScaler | None = None, **kwargs: Any
+    ) -> torch.Tensor | None: ...
+
     @in_plan_precision
-    def step(self, *args: Any, scaler: GradScaler | None = None, **kwargs: Any) -> torch.Tensor:
+    def step(
+        self, *args: Any, loss: Literal["all", "last"] = "all", scaler: GradScaler | None = None, **kwargs: Any
+    ) -> torch.Tensor | None:
         """Run forward and backward of the whole batch, add to ``.grad`` and return the detached loss.
 
         Under a plan of several micro-batches it takes the batch of the optimizer step, with any number of samples. It
@@ -141,23 +98,44 @@ class Parallel(ParallelModule):
 
         Args:
             args: Positional inputs of the module.
+            loss: ``"all"``: every rank gets the loss. ``"last"``: under a plan of stages only ranks of the last stage
+                do, and nothing is broadcast.
             scaler: Gradient scaler whose scaled loss is differentiated. The returned loss is not scaled; the caller
                 still calls ``scaler.step`` and ``scaler.update``.
             kwargs: Keyword inputs of the module.
 
         Returns:
-            The detached loss of the whole batch, a scalar.
+            The detached loss of the whole batch, a scalar; None on ranks that do not get it.
+
+        Raises:
+            ShardwiseError: If ``loss`` is invalid or, in several micro-batches, an input requires a gradient.
         """
-        if self._is_in_passes(args, kwargs):
-            return self._step_in_passes(args, kwargs, scale_of(scaler, self.device))
-        loss = self._loss(args, kwargs)
-        (loss if scaler is None else scaler.scale(loss)).backward()
-        return loss.detach()
+        if loss not in ("all", "last"):
+            raise ShardwiseError(
+                f'loss is "all" (every rank gets it) or "last" (those of the last stage), not {loss!r}'
+            )
+        if not (self.plan.is_pipeline or self._is_in_passes(args, kwargs)):
+            result = self._loss(args, kwargs)
+            (result if scaler is None else scaler.scale(result)).backward()
+            return result.detach()
+        if torch.compiler.is_compiling():  # a torch.compile around this module: its programs are not for Dynamo
+            ready, total = torch.compiler.disable(self._step)(args, kwargs, scaler)
+        else:
+            ready, total = self._step(args, kwargs, scaler)
+        if loss == "last" or not self.plan.is_pipeline:
+            return total
+        last, graph = self.plan.stages[-1].placement.ranks, ready.bound.cut.parts[-1]
+        value: torch.Tensor = total
+        if total is None:
+            value = torch.zeros((), dtype=graph.by_name[str(graph.loss)].dtype, device=self.device)
+        with self._exchange(f"the loss of stage {len(self.plan.stages) - 1}", last[:1]), trail.waiting(b"the loss"):
+            dist.broadcast(value, last[0])
+        return value
 
     @in_plan_precision
     def loss_of(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the loss alone, for a backward by the caller; other outputs are not gathered. Like a call it is one
-        pass over the whole batch, whatever the plan's micro-batch."""
+        pass over the whole batch, whatever the plan's micro-batch. Raises PlanError under a plan of stages."""
         if self.training and torch.is_grad_enabled() and self._is_in_passes(args, kwargs):
             self._say_whole()
         return self._loss(args, kwargs)
@@ -165,23 +143,22 @@ class Parallel(ParallelModule):
     def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         _, loss, _ = self._call(args, kwargs, loss_only=True)
         if loss is None:
-            raise ShardwiseError(
-                problem(
-                    "the module returns no loss to differentiate",
-                    fix="return the loss first, or pass loss= to plan and parallelize",
-                )
-            )
+            raise no_loss()
         return loss
 
     @in_plan_precision
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's own output, without the loss function given to ``parallelize``: pass no targets. Every
-        tensor is whole on every rank; differentiable."""
-        compiled, _, outputs = self._call(args, kwargs, loss_only=False, predicts=self._settings.loss is not None)
+        tensor is whole on every rank; differentiable, except under a plan of stages."""
+        predicts = self._settings.loss is not None
+        if self.plan.is_pipeline:
+            return self._evaluate(args, kwargs, predicts=predicts)
+        compiled, _, outputs = self._call(args, kwargs, loss_only=False, predicts=predicts)
         return unflatten(outputs, compiled.captured.out_spec)
 
-    def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> StepProfile:
-        """Measure a training step on this batch and compare it with the prediction, per operator and per message.
+    def profile(self, *args: Any, steps: int = 3, **kwargs: Any) -> StepProfile | PipelineProfile:
+        """Measure a training step on this batch and compare it with the prediction, per operator and per message; under
+        a plan of stages also the times and waits of stages with the simulation.
 
         Every rank calls it; ``print`` shows the largest disagreements first. Gradients, buffers and random state are
         restored afterwards; optimizers are not run.
@@ -201,31 +178,31 @@ class Parallel(ParallelModule):
             self.zero_grad()
             self.step(*args, **kwargs)
 
-        def latest_call() -> CallableStep | GradAccumStep:
-            assert self._latest is not None, "a step has run"
-            return self._latest.runs
-
         replicas, self._replicas = self._replicas, None  # a checked step runs another program
-        state = [*self.parameters(), *self.buffers()]
         try:
             with self._unchanged():
-                return profile_step(step, latest_call, self.plan, state, self.device, steps)
+                step()  # compiles and allocates memory
+                if self.plan.is_pipeline:
+                    return profile_pipeline(step, self._latest, self.plan, self._stage_ranks, self.device, steps)
+                state = [*self.parameters(), *self.buffers()]
+                return profile_step(step, self.latest.runs, self.plan, state, self.device, steps)
         finally:
             self._replicas = replicas
+
+    # -- a call under a plan without stages ----------------------------------------------------------------------------
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, loss_only: bool, predicts: bool = False
     ) -> CallResult:
-        """Return (program, loss, flattened outputs) for one batch."""
-        if torch.compiler.is_compiling():  # a torch.compile around this module: its programs are not for Dynamo
+        if torch.compiler.is_compiling():
             called: CallResult = torch.compiler.disable(self._call)(
                 args, kwargs, loss_only=loss_only, predicts=predicts
             )
             return called
-        flat, spec = self._flattened(args, kwargs)
-        mode = (self.training, loss_only, predicts, in_other_mode(self._state.modules))
-        check = self._replicas if self.training and torch.is_grad_enabled() else None
-        check = check if check is not None and check.is_due() else None
+        self.plan.only_stage  # noqa: B018 - raises PlanError for several
+        flat, spec = self._begin(args, kwargs)
+        mode = self._mode(loss_only=loss_only, predicts=predicts)
+        check: ReplicaCheck | None = self._due_check() if torch.is_grad_enabled() else None
         same = self._same if check is None and torch.is_grad_enabled() and (self.training or loss_only) else None
         compiled, inputs_here = self._program(flat, spec, mode)
         if same is not None:  # ranks make this call: one that they refuse leaves nothing to compare
@@ -255,7 +232,30 @@ class Parallel(ParallelModule):
             outputs = deliver_outputs(outputs, names, compiled.split, graph, self._ranks) if compiled.split else outputs
         return compiled, loss, tuple(outputs)
 
-    # -- a step over micro-batches -------------------------------------------------------------------------------------
+    def _program(self, flat: Sequence[Any], spec: Any, mode: Mode) -> tuple[Executable, list[torch.Tensor]]:
+        tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+        key, shapes, batch = self._agree(flat, spec, mode, self._compiled)
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            call = CallSpec(whole_arguments(flat, spec, shapes), *mode)
+            with show_progress_once("writing the program of every rank"), apart_from_caller():
+                compiled = self._calls.compiled(call, {**self._state.tensors, SEED: self._seed})
+            self._compiled[key] = compiled
+        if torch.is_grad_enabled():
+            check_frozen(compiled)
+        if batch is None:  # copy only this rank's part of a host batch to the device
+            with_layouts = zip(tensors, compiled.inputs, strict=False)
+            return compiled, [self._own_part(x, layout).to(self.device) for x, layout in with_layouts]
+        with_layouts = zip([x.to(self.device) for x in tensors], compiled.inputs, strict=False)
+        assert self._parts is not None
+        named = zip(batch.shapes, with_layouts, strict=False)
+        return compiled, [self._parts.own_part(name, x, layout, batch) for name, (x, layout) in named]
+
+    def _own_part(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        if not layout.positions:
+            return tensor
+        part: torch.Tensor = _Part.apply(tensor, layout, self._ranks)  # type: ignore[no-untyped-call]
+        return part
 
     def _is_in_passes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether a batch has more samples than a micro-batch of the plan."""
@@ -276,142 +276,63 @@ class Parallel(ParallelModule):
             )
         self._has_said_whole = True
 
-    def _step_in_passes(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], scale: torch.Tensor | None
-    ) -> torch.Tensor:
-        """Run forward and backward of a whole batch, one micro-batch at a time."""
-        if torch.compiler.is_compiling():
-            loss: torch.Tensor = torch.compiler.disable(self._step_in_passes)(args, kwargs, scale)
-            return loss
-        flat, spec = self._flattened(args, kwargs)
-        named = [leaf_name(path) for path, x in flatten_with_path((args, kwargs))[0] if isinstance(x, torch.Tensor)]
-        tensors = [x for x in flat if isinstance(x, torch.Tensor)]
-        refuse_input_gradients(dict(zip(named, tensors, strict=True)), "in several micro-batches", "make one pass")
-        check = self._replicas if self.training and self._replicas is not None and self._replicas.is_due() else None
-        mode = (self.training, True, False, in_other_mode(self._state.modules))
-        own_key = key = call_key(flat, spec, mode, [x.shape for x in tensors])
-        batch = None
-        if self._parts is not None:
-            batch = self._parts.batch(self._signature(own_key, flat, spec, mode), tensors)
-        shapes = dict(zip(named, (tuple(x.shape) for x in tensors), strict=True)) if batch is None else batch.shapes
-        samples = samples_of(self.plan, shapes)
-        if batch is not None:
-            key = call_key(flat, spec, mode, list(shapes.values()))
-        step = self._in_passes.get(key)
-        if batch is None and (step is None or self._is_new(key) or self._is_changed()):
-            check_equal(self._signature(own_key, flat, spec, mode), tensors, self._ranks, self.device)
-        self._compared(key)
-        if self._same is not None and check is None:
-            self._same.begin(flat, spec)
-        if step is None:
-            call = CallSpec(self._examples(flat, spec, list(shapes.values())), *mode)
-            step = MicroBatchedStep(*self._calls.in_passes(call, {**self._state.tensors, SEED: self._seed}))
-            self._in_passes[key] = step
-            if self._ranks.rank == 0:
-                announce_statistics(sorted(step.passes.statistics))
-        self._latest = next(iter(step.programs.values()))
-        check_frozen(self._latest)
-        named_inputs = dict(zip(named, (x.to(self.device) for x in tensors), strict=True))
-        split = with_samples_in(self.plan)
-        cut_by = samples
-        if (
-            self._parts is not None
-            and batch is not None
-            and not self._parts.divides(batch, step.passes, lambda whole: self._input_layouts(step, whole), split)
-        ):
-            named_inputs = {name: self._parts.whole(name, x, batch) for name, x in named_inputs.items()}
-            batch = None
+    # -- evaluation under a plan of stages -----------------------------------------------------------------------------
 
-        def parts(compiled: Executable, start: int | None, size: int) -> list[torch.Tensor]:
-            tensors_here = []
-            for (name, x), layout in zip(named_inputs.items(), compiled.inputs, strict=False):
-                rows = x if start is None or name not in split else rows_of_pass(x, start, size, cut_by)
-                tensors_here.append(self._own_part(rows, layout) if batch is None else rows)
-            return tensors_here
-
-        return step.run(parts, self._seed_of_call(draws=step.draws), self.device, check, scale)
-
-    @staticmethod
-    def _input_layouts(step: MicroBatchedStep, batch: Batch) -> list[Wanted]:
-        """Return the layouts and sample ranges in which the programs of a step take its inputs."""
-        spans = [(step.programs[n], a, a + n) for a, n in zip(step.passes.starts, step.passes.sizes, strict=True)]
-        spans += [] if step.prelude is None else [(step.prelude, 0, sum(step.passes.sizes))]
-        return [(dict(zip(batch.shapes, program.inputs, strict=False)), start, stop) for program, start, stop in spans]
-
-    def _flattened(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
-        """Begin a call and return its leaves and their tree."""
-        self._ranks.calls += 1
-        self._calls.check_surroundings()
-        self._template.look()
-        flat, spec = leaves_of(args, kwargs, self.device)
-        if self._state.refresh():
-            state = self._state.tensors
-            self._compiled = {key: compiled.with_state(state) for key, compiled in self._compiled.items()}
-            self._in_passes = {key: step.with_state(state) for key, step in self._in_passes.items()}
-        self._circumstances = self._state.circumstances()
-        return flat, spec
-
-    # -- programs ------------------------------------------------------------------------------------------------------
-
-    def _program(self, flat: Sequence[Any], spec: Any, mode: Mode) -> tuple[Executable, list[torch.Tensor]]:
-        """Return the program of a call in a mode (training, the loss only, without the loss function) and this rank's
-        part of its inputs."""
-        tensors = [x for x in flat if isinstance(x, torch.Tensor)]
-        shapes: Sequence[tuple[int, ...]] = [x.shape for x in tensors]
-        own_key = key = call_key(flat, spec, mode, shapes)
-        batch = None
-        if self._parts is not None:
-            batch = self._parts.batch(self._signature(own_key, flat, spec, mode), tensors)
-            shapes = tuple(batch.shapes.values())
-            key = call_key(flat, spec, mode, shapes)
-        compiled = self._compiled.get(key)
-        # A program for this kind of call may exist while one rank makes another call now.
-        if batch is None and (compiled is None or self._is_new(key) or self._is_changed()):
-            check_equal(self._signature(own_key, flat, spec, mode), tensors, self._ranks, self.device)
-        self._compared(key)
-        if compiled is None:
-            call = CallSpec(self._examples(flat, spec, shapes), *mode)
-            with show_progress_once("writing the program of every rank"):
-                compiled = self._calls.compiled(call, {**self._state.tensors, SEED: self._seed})
-            self._compiled[key] = compiled
+    def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, predicts: bool) -> Any:
+        flat, spec = self._begin(args, kwargs)
+        tensors = named_tensors(args, kwargs)
         if torch.is_grad_enabled():
-            check_frozen(compiled)
-        if batch is None:  # copy only this rank's part of a host batch to the device
-            with_layouts = zip(tensors, compiled.inputs, strict=False)
-            return compiled, [self._own_part(x, layout).to(self.device) for x, layout in with_layouts]
-        with_layouts = zip([x.to(self.device) for x in tensors], compiled.inputs, strict=False)
-        assert self._parts is not None
-        named = zip(batch.shapes, with_layouts, strict=False)
-        return compiled, [self._parts.own_part(name, x, layout, batch) for name, (x, layout) in named]
+            refuse_input_gradients(tensors, self.plan)
+        mode = self._mode(loss_only=False, predicts=predicts)
+        key, shapes, batch = self._agree(flat, spec, mode, self._ready)
+        if key not in self._ready:
+            call = CallSpec(whole_arguments(flat, spec, shapes), *mode)
+            with apart_from_caller():
+                captured = self._calls.captured(call)
+                self._ready[key] = self._build(captured, Passes.single(captured.graph), call)
+        ready = self._ready[key]
+        self._run(ready, tensors, batch, keeps=False)
+        return unflatten(self._outputs(ready), ready.captured.out_spec)
 
-    def _own_part(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Return this rank's part of a whole input."""
-        if not layout.positions:
-            return tensor
-        part: torch.Tensor = _Part.apply(tensor, layout, self._ranks)  # type: ignore[no-untyped-call]
-        return part
+    def _outputs(self, ready: StageCall) -> list[Any]:
+        """Return the flattened outputs of a finished call on all ranks, broadcast from the stages that compute them."""
+        graph, bound = ready.captured.graph, ready.bound
+        home = dict(bound.cut.output_parts)
+        layouts = [delivered_layouts(part, spmd) for part, spmd in zip(bound.cut.parts, bound.spmds, strict=True)]
+        outputs = {name: tensor for worker in ready.workers for name, tensor in worker.outputs.items()}
+        whole: dict[str, torch.Tensor] = {}
+        for out in graph.outputs:
+            if not isinstance(out, Ref) or out.name in whole:
+                continue
+            value, number = graph.by_name[out.name], home[out.name]
+            makers, what = self._stage_ranks[number].place.ranks, f"an output of stage {number}"
+            crossing = BoundaryTensor(out.name, value.shape, value.dtype, returns=False)
+            with self._exchange(what, makers), trail.waiting(b"an output"):
+                if dist.get_rank() in makers:
+                    tensor = outputs[out.name].detach().clone()
+                    layout = layouts[number][out.name]
+                    if layout.positions:  # also sent to the next stage, which has it sharded
+                        tensor = gather_whole(tensor, layout, what, self._stage_ranks[number])
+                    wire = crossing.packed(tensor, crossing.example())
+                else:
+                    wire = torch.empty_like(crossing.example(), device=self.device)
+                dist.broadcast(wire, makers[0])
+            whole[out.name] = crossing.unpacked(wire)
+        return [whole[out.name] if isinstance(out, Ref) else out for out in graph.outputs]
 
-    @property
-    def coordinates(self) -> Mapping[str, int]:
-        """Return this rank's coordinate on each mesh axis."""
-        return self._ranks.coordinates
-
-    @property
-    def device_number(self) -> int:
-        return self._ranks.rank
+    # -- inspection ----------------------------------------------------------------------------------------------------
 
     @property
     def compiled(self) -> tuple[Executable, ...]:
-        """Return the programs compiled so far, one per input signature, oldest first."""
-        in_passes = (compiled for step in self._in_passes.values() for compiled in step.programs.values())
-        return (*self._compiled.values(), *in_passes)
+        """Return this rank's programs compiled so far: of single calls, oldest first, then of micro-batches."""
+        return (*self._compiled.values(), *(compiled for step in self._ready.values() for compiled in step.executables))
 
     @property
     def latest(self) -> Executable:
         """Return the program of the last call. Raises ShardwiseError before the first call."""
         if self._latest is None:
             raise ShardwiseError("no program yet: the first call compiles it")
-        return self._latest
+        return self._latest.executables[0] if isinstance(self._latest, StageCall) else self._latest
 
     def output_layout(self, index: int) -> Layout:
         """Return the layout that the ``index``-th tensor of the last call's output had before it was gathered."""

@@ -1,27 +1,90 @@
-"""Base of the modules that are sharded over ranks: a plan, this rank's shards, and random numbers from one seed for all
-ranks that advances with every training call."""
+"""The module that a rank trains under a plan: its shards, the programs of its stages, and a step over micro-batches.
+
+All ranks make the same calls. A rank works on the stages of its pipeline rank; a plan without stages is a plan of one
+stage. Random numbers come from one seed for all ranks that advances with every training call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
+from torch.amp.grad_scaler import GradScaler
 
-from shardwise.errors import PlanWarning, warn_user
+from shardwise.errors import PlanWarning, ShardwiseError, problem, warn_user
+from shardwise.graph.batch import with_samples
+from shardwise.graph.capture import Capture
 from shardwise.graph.custom_operators import splitmix64
+from shardwise.graph.interpret import interpret
+from shardwise.graph.ir import Graph
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.layout import Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.placement import Placement
+from shardwise.plans.bind_stages import bound, only_read, step_graph
+from shardwise.plans.micro_batch_search import announce_statistics
 from shardwise.plans.plan import Plan
-from shardwise.runtime.hooks import ShardedModule
+from shardwise.plans.schedule import Schedule, schedule_of
+from shardwise.programs.micro_batches import Passes, whole_sources
+from shardwise.runtime.collective_tracker import trail
+from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.cpu_optimizer import place_states
+from shardwise.runtime.grad_accum import scale_of
+from shardwise.runtime.guards.protect import protect
+from shardwise.runtime.guards.registry import shard_records
+from shardwise.runtime.holding import install_shards
+from shardwise.runtime.hooks import ShardedModule, gather_whole
+from shardwise.runtime.initial.materialize import Init
+from shardwise.runtime.initial.shards import ShardMaterializer
 from shardwise.runtime.original_module import OriginalModuleMonitor
-from shardwise.runtime.program_cache import Inputs, Mode, ProgramCache
-from shardwise.runtime.signatures import ParamFlags, Signature, mode_text, takes_gradient
+from shardwise.runtime.program_cache import (
+    CallSpec,
+    Executable,
+    Mode,
+    ProgramCache,
+    RunSettings,
+    apart_from_caller,
+    check_frozen,
+    refuse_input_gradients,
+)
+from shardwise.runtime.replicas import ReplicaCheck
+from shardwise.runtime.same_inputs import SameInputs
+from shardwise.runtime.shared_parameters import PipelineRankGroups
+from shardwise.runtime.signatures import (
+    Batch,
+    LocalInputs,
+    ParamFlags,
+    Signature,
+    call_key,
+    check_equal,
+    in_other_mode,
+    leaves_of,
+    mode_text,
+    takes_gradient,
+)
+from shardwise.runtime.stage import (
+    MicroBatchesInTurn,
+    StageCall,
+    StageInputs,
+    StageProgram,
+    StageWorker,
+    samples_of,
+    with_samples_in,
+)
+from shardwise.runtime.stage_faults import StageFaults
+from shardwise.runtime.stage_replicas import PipelineCheck
 from shardwise.runtime.state_dict_entries import KEY, Shard, check_entries, cut_entries, shard_metadata
 from shardwise.runtime.tensor_table import TensorTable
+from shardwise.runtime.torch_schedules import Scheduled
 
+Agreed = tuple[Any, Sequence[tuple[int, ...]], Batch | None]  # key of a call, whole shapes of its tensors, batch
 MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
 _SET_BY_CALLS = frozenset(
     {"_seed", "_failed", "_draws", "_latest", "_last_kind", "_circumstances", "_last_circumstances"}
@@ -30,12 +93,103 @@ _SET_BY_CALLS = frozenset(
 
 class ParallelModule(ShardedModule):
     """A module that holds this rank's parts of another module's tensors, under the same names. Its state contains the
-    seed once its programs have drawn random numbers."""
+    seed once its programs have drawn random numbers.
 
-    plan: Plan
-    inputs: Inputs
-    _calls: ProgramCache
-    _state: TensorTable
+    ``_everyone``: communicator of all ranks; ``_stage_ranks``: of every stage; ``_ranks``: of this rank's first stage;
+    ``_host_ranks``: as ``_ranks``, for tensors on the CPU; ``_compiled``: the programs of single calls so far, by the
+    key of a call; ``_ready``: those of steps.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        plan: Plan,
+        settings: RunSettings,
+        *,
+        seed: int | None = None,
+        init: Init | None = None,
+        weights: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        if plan.is_pipeline:
+            settings = replace(settings, outputs="whole")  # each call sends the outputs of all stages to all ranks
+        self.plan, self.device, self.inputs, self._settings = plan, settings.device, settings.inputs, settings
+        name = type(module).__name__
+        self._join(module, name)
+        self._compiled: dict[Any, Executable] = {}
+        self._ready: dict[Any, StageCall] = {}
+        self._latest: Any = None
+        self._has_said_instead = False
+        self._start_from(seed, self.device)
+        numbers = Communicator(self._everyone.place, name, backend="gloo")
+        self._parts: LocalInputs | None = None
+        self._same: SameInputs | None = None
+        if self.inputs == "local":
+            self._parts = LocalInputs(plan, self._ranks, self._everyone, numbers, self.device)
+        elif dist.get_world_size() > 1:
+            self._same = SameInputs(self._everyone, numbers, self.device)
+        names = self._names if plan.is_pipeline else None
+        holder = ShardMaterializer(self.layouts, self._ranks, self._everyone, settings.host, self._host_ranks, names)
+        install_shards(self, module, plan, holder, self.device, seed, init, weights)
+        self._protect()
+        self._state = TensorTable(self)
+        self._replicas: ReplicaCheck | PipelineCheck | None = None
+        if settings.check_replicas:
+            own = {number: self._stage_ranks[number] for number in self._stages}
+            self._replicas = (
+                PipelineCheck(settings, plan, self._everyone, own)
+                if plan.is_pipeline
+                else ReplicaCheck(settings.check_replicas, self._ranks, self.device)
+            )
+        self.stand_for(module)
+
+    def _join(self, module: torch.nn.Module, name: str) -> None:
+        """Create the communicators of this rank and the caches of its stages' programs."""
+        plan, settings, rank = self.plan, self._settings, dist.get_rank()
+        own_ranks = next(stage.placement.ranks for stage in plan.stages if rank in stage.placement.ranks)
+        self._position = own_ranks.index(rank)
+        self._stages = [number for number, stage in enumerate(plan.stages) if stage.placement.ranks == own_ranks]
+        self._stage_ranks = host_ranks = [Communicator(stage.placement, name) for stage in plan.stages]
+        if settings.host and self.device.type != "cpu":
+            host_ranks = [Communicator(stage.placement, name, backend="gloo") for stage in plan.stages]
+        self._everyone = self._ranks = self._stage_ranks[self._stages[0]]
+        self._host_ranks = host_ranks[self._stages[0]]
+        self._faults: StageFaults | None = None
+        self._groups: PipelineRankGroups | None = None
+        if not plan.is_pipeline:
+            self._calls = ProgramCache(module, plan, settings, self._ranks, self._host_ranks)
+            self._calls_of = [self._calls]
+            return
+        self._everyone = Communicator(Placement.whole(Mesh(rank=dist.get_world_size())), name)
+        self._faults = StageFaults(plan, self._stages, self._position, self._everyone)
+        self._groups = PipelineRankGroups.of(plan, own_ranks, self._position, settings.host)
+        for ranks in dict.fromkeys((*self._stage_ranks, *host_ranks)):
+            ranks.create_groups([ranks.mesh.sub_axes])  # all ranks of a stage: hooks gather parameters over them
+        self._calls = ProgramCache(module, plan, settings, self._everyone, self._everyone)
+        pairs = enumerate(zip(self._stage_ranks, host_ranks, strict=True))
+        self._calls_of = [self._calls.of_stage(plan.alone(i), *communicators) for i, communicators in pairs]
+
+    @property
+    def _shared(self) -> Mapping[str, Any]:
+        """Map each parameter that several pipeline ranks have to the group of those that have this rank's shard."""
+        return {} if self._groups is None else self._groups.shared
+
+    def __getstate__(self) -> dict[str, Any]:
+        programs = {"_compiled": {}, "_ready": {}, "_latest": None, "_signatures": {}}  # a copy builds its own
+        return {**self.__dict__, **programs}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._protect()  # a deep copy also holds shards
+
+    def _protect(self) -> None:
+        stages = reversed(self.plan.stages)
+        first = {entry.name: stage.placement.ranks for stage in stages for entry in stage.parameters}
+        elsewhere = frozenset(name for name in self._shared if first[name] != self._ranks.place.ranks)
+        is_pipeline = self.plan.is_pipeline
+        records = shard_records(self, self.layouts, self._ranks, elsewhere if is_pipeline else None)
+        protect(self, records, self._everyone if is_pipeline else None)
+        place_states(self, self.plan.optimizer, self._settings.host)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _SET_BY_CALLS:  # skip torch's checks for parameters and modules
@@ -68,20 +222,31 @@ class ParallelModule(ShardedModule):
             own_part.requires_grad_(parameter.requires_grad)
         return self
 
-    @property
+    # -- state ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
     def layouts(self) -> Mapping[str, Layout]:
-        """Map each parameter, buffer or input to its layout on the mesh of ``coordinates``."""
-        return self.plan.layouts
+        """Map each parameter, buffer or input of this rank's stages to its layout over the devices of its first stage.
+        A tensor that several of these stages have, has the same layout in all."""
+        layouts: dict[str, Layout] = {}
+        for number in self._stages:
+            layouts = {**self.plan.stages[number].layouts, **layouts}
+        return layouts
 
     @property
     def coordinates(self) -> Mapping[str, int]:
-        """Return this rank's coordinate on each mesh axis."""
-        raise NotImplementedError
+        """Return this rank's coordinate on each mesh axis of its first stage."""
+        return self._ranks.coordinates
 
     @property
     def device_number(self) -> int:
         """Return the number of this rank's device, the same on the mesh of every stage that it works on."""
-        raise NotImplementedError
+        return self._position
+
+    @cached_property
+    def _names(self) -> frozenset[str]:
+        stages = [self.plan.stages[number] for number in self._stages]
+        return frozenset(entry.name for stage in stages for entry in (*stage.parameters, *stage.buffers))
 
     @property
     def original(self) -> torch.nn.Module:
@@ -105,20 +270,6 @@ class ParallelModule(ShardedModule):
         self._last_circumstances: ParamFlags = ()
         self._seeds: dict[int, torch.Tensor] = {}  # of recent calls, by the number that identifies a recomputation
 
-    def _is_new(self, key: object) -> bool:
-        """Return whether all ranks must compare their calls although a program exists: the last call failed on this
-        rank or was of another kind."""
-        return self._failed or (key, torch.is_grad_enabled()) != self._last_kind
-
-    def _is_changed(self) -> bool:
-        """Return whether ranks that hold the same tensors must compare: some were frozen or replaced since."""
-        return self._circumstances != self._last_circumstances
-
-    def _compared(self, key: object) -> None:
-        """Record that the ranks have compared their calls where they had to."""
-        self._last_kind, self._last_circumstances = (key, torch.is_grad_enabled()), self._circumstances
-        self._failed = False
-
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
         """Restore gradients, buffers and random state after trial steps."""
@@ -133,27 +284,6 @@ class ParallelModule(ShardedModule):
                 for buffer, value in zip(self.buffers(), buffers, strict=True):
                     buffer.copy_(value)
             self._seed, self._draws = seed, draws
-
-    def _signature(self, key: object, flat: Sequence[Any], spec: Any, mode: Mode) -> Signature:
-        """Return the signature of a call, for comparison with the other ranks."""
-        key = key, torch.is_grad_enabled(), self._circumstances
-        if key not in self._signatures:
-            named = [(leaf_name(path), x) for path, x in flatten_with_path(unflatten(flat, spec))[0]]
-            words = mode_text(*mode) + ("" if torch.is_grad_enabled() else ", gradients off")
-            self._signatures[key] = Signature.of(named, words, self._circumstances)
-        return self._signatures[key]
-
-    @staticmethod
-    def _examples(flat: Sequence[Any], spec: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
-        """Return the arguments of a call with meta tensors of the given shapes."""
-        whole = iter(shapes)
-        examples = [
-            torch.empty(next(whole), dtype=x.dtype, device="meta", requires_grad=takes_gradient(x))
-            if isinstance(x, torch.Tensor)
-            else x
-            for x in flat
-        ]
-        return unflatten(examples, spec)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -178,10 +308,15 @@ class ParallelModule(ShardedModule):
         rest = {k: v for k, v in state_dict.items() if k != prefix + SEED}
         super()._load_from_state_dict(rest, prefix, local_metadata, *others)
 
-    @property
+    @cached_property
     def _elsewhere(self) -> frozenset[str]:
         """Return the names of tensors that only ranks of other stages hold."""
-        return frozenset()
+
+        def names(module: torch.nn.Module) -> set[str]:
+            tensors = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+            return {name for named in tensors for name, _ in named}
+
+        return frozenset(names(self.original) - names(self)) if self.plan.is_pipeline else frozenset()
 
     @property
     def _shards(self) -> dict[str, Shard]:
@@ -212,3 +347,295 @@ class ParallelModule(ShardedModule):
             with torch.no_grad():
                 self._seed += 1
         return seed
+
+    # -- calls ---------------------------------------------------------------------------------------------------------
+
+    def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], Any]:
+        for ranks in dict.fromkeys((self._everyone, *self._stage_ranks)):
+            ranks.calls += 1
+        self._calls.check_surroundings()
+        self._template.look()
+        flat, spec = leaves_of(args, kwargs, self.device)
+        if self._state.refresh():
+            state = self._state.tensors
+            self._compiled = {key: compiled.with_state(state) for key, compiled in self._compiled.items()}
+            self._ready = {key: ready.with_state(state) for key, ready in self._ready.items()}
+        self._circumstances = self._state.circumstances()
+        return flat, spec
+
+    def _mode(self, *, loss_only: bool, predicts: bool = False) -> Mode:
+        return self.training, loss_only, predicts, in_other_mode(self._state.modules)
+
+    def _signature(self, key: object, flat: Sequence[Any], spec: Any, mode: Mode) -> Signature:
+        key = key, torch.is_grad_enabled(), self._circumstances
+        if key not in self._signatures:
+            named = [(leaf_name(path), x) for path, x in flatten_with_path(unflatten(flat, spec))[0]]
+            words = mode_text(*mode) + ("" if torch.is_grad_enabled() else ", gradients off")
+            self._signatures[key] = Signature.of(named, words, self._circumstances)
+        return self._signatures[key]
+
+    def _agree(self, flat: Sequence[Any], spec: Any, mode: Mode, known: Collection[Any]) -> Agreed:
+        """Return (key, whole shapes, batch) of a call; ranks compare it when it is new or other than the last. ``key``
+        identifies its programs, of which ``known`` exist; ``batch`` is None unless ranks pass parts."""
+        tensors = [x for x in flat if isinstance(x, torch.Tensor)]
+        shapes: Sequence[tuple[int, ...]] = [tuple(x.shape) for x in tensors]
+        own_key = key = call_key(flat, spec, mode, shapes)
+        batch = None
+        if self._parts is not None:
+            batch = self._parts.batch(self._signature(own_key, flat, spec, mode), tensors)
+            shapes = tuple(batch.shapes.values())
+            key = call_key(flat, spec, mode, shapes)
+        # One rank may make another call now, after the last one failed on it, or ended in another way.
+        elif key not in known or self._failed or (key, torch.is_grad_enabled()) != self._last_kind:
+            signature = self._signature(own_key, flat, spec, mode)
+            check_equal(signature, tensors, self._everyone, self.device, self.plan.holds)
+        elif self._circumstances != self._last_circumstances:  # ranks of other stages may have nothing to freeze
+            check_equal(self._signature(own_key, flat, spec, mode), tensors, self._ranks, self.device)
+        self._last_kind, self._last_circumstances = (key, torch.is_grad_enabled()), self._circumstances
+        self._failed = False
+        return key, shapes, batch
+
+    def _due_check(self) -> Any:
+        return self._replicas if self.training and self._replicas is not None and self._replicas.is_due() else None
+
+    # -- a step over micro-batches -------------------------------------------------------------------------------------
+
+    def _step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], scaler: GradScaler | None
+    ) -> tuple[StageCall, torch.Tensor | None]:
+        """Run forward and backward of a whole batch and add to ``.grad``. Return what ran, and the loss on the ranks of
+        the last stage."""
+        flat, spec = self._begin(args, kwargs)
+        tensors = named_tensors(args, kwargs)
+        refuse_input_gradients(tensors, self.plan)
+        if not (self.plan.is_pipeline or torch.is_grad_enabled()):
+            what = "par.step computes gradients, but they are disabled here"
+            raise ShardwiseError(problem(what, fix="call par.step outside torch.no_grad() and torch.inference_mode()"))
+        check = self._due_check()
+        ready, batch = self._for_step(flat, spec)
+        if self._same is not None and check is None:
+            self._same.begin(flat, spec)
+        for compiled in ready.executables:
+            check_frozen(compiled)
+        losses = self._run(ready, tensors, batch, keeps=True, scale=scale_of(scaler, self.device), check=check)
+        self._add_gradients(ready, check)
+        return ready, sum(losses[1:], losses[0]).detach() if losses else None
+
+    def _for_step(self, flat: Sequence[Any], spec: Any) -> tuple[StageCall, Batch | None]:
+        mode = self._mode(loss_only=True)
+        key, shapes, batch = self._agree(flat, spec, mode, self._ready)
+        if key not in self._ready:
+            self._ready[key] = self._build_step(CallSpec(whole_arguments(flat, spec, shapes), *mode))
+        self._latest = self._ready[key]
+        return self._ready[key], batch
+
+    @apart_from_caller()
+    def _build_step(self, call: CallSpec) -> StageCall:
+        shapes = {name: tuple(x.shape) for name, x in named_tensors(*call.arguments).items()}
+        samples = samples_of(self.plan, shapes) if with_samples_in(self.plan) else 0
+        captured = self._calls.captured(call)
+        graph, micro_batch, is_pipeline = captured.graph, self.plan.micro_batch, self.plan.is_pipeline
+        if graph.loss is None and not is_pipeline:
+            raise no_loss()
+        if is_pipeline:
+            graph = step_graph(graph)
+        passes = Passes.single(graph)
+        if micro_batch is not None and self.plan.micro_batches > 1 and (samples > micro_batch or not is_pipeline):
+
+            def alone(count: int) -> Graph:
+                return self._calls.captured(replace(call, arguments=with_samples(call.arguments, count))).graph
+
+            passes = Passes.over(self._calls.model, graph, micro_batch, alone)
+            if dist.get_rank() == 0:
+                announce_statistics(sorted(passes.statistics))
+        return self._build(captured, passes, call)
+
+    def _build(self, captured: Capture, passes: Passes, call: CallSpec) -> StageCall:
+        """Build the programs of this rank's stages on a schedule; all ranks create the process groups of all stages."""
+        # The plan names the operators of a micro-batch; other steps and calls with outputs have different ones.
+        plan = self.plan
+        is_planned = call.loss_only and (not plan.is_pipeline or plan.micro_batches == 1 or len(passes.sizes) > 1)
+        training = self._calls.mode_of(call) if is_planned else None
+        bounds = {
+            size: bound(plan, graph, prelude=passes.prelude, training=training, constants=call.constants)
+            for size, graph in passes.graphs.items()
+        }
+        state = {**self._state.tensors, SEED: self._seed}
+        programs: dict[int, dict[int, StageProgram]] = {number: {} for number in self._stages}
+        for size, of_size in bounds.items():
+            for calls, spmd in zip(self._calls_of, of_size.spmds, strict=True):
+                calls.check_hosted(spmd)  # on all ranks
+            for number, (calls, spmd) in enumerate(zip(self._calls_of, of_size.spmds, strict=True)):
+                calls.create_groups(spmd)
+                if number in programs:
+                    part = of_size.cut.parts[number]
+                    compiled = calls.compiled_of(spmd, captured, part, call, state, repeats=call.loss_only)
+                    returned = {
+                        *(part.cotangents or ()),
+                        *(of_size.cut.parts[number - 1].cotangents or () if number else ()),
+                    }
+                    sends = of_size.cut.sends(number)
+                    ranks = self._stage_ranks[number]
+                    programs[number][size] = StageProgram(compiled, ranks, sends, frozenset(returned))
+        prelude = None
+        if passes.prelude is not None and not plan.is_pipeline:
+            compiled = self._calls.compiled_for(captured, passes.prelude, call, state, None)
+            size = sum(passes.sizes)
+            prelude = StageWorker(0, True, {size: StageProgram(compiled, self._ranks)}, (size,))
+        last = len(plan.stages) - 1
+        workers = tuple(
+            StageWorker(number, number == last, programs[number], passes.sizes, passes.statistics)
+            for number in self._stages
+        )
+        runs: Scheduled | MicroBatchesInTurn = MicroBatchesInTurn(workers[0])
+        if self._groups is not None:
+            schedule = self._schedule_for(len(passes.sizes), call)
+            by_number = {worker.number: worker for worker in workers}
+            runs = Scheduled(schedule, by_number, last + 1, len(passes.sizes), self.device, self._groups.every)
+        return StageCall(captured, passes, bounds, workers, runs, prelude)
+
+    def _schedule_for(self, num_micro_batches: int, call: CallSpec) -> Schedule:
+        """Return the plan's schedule, or its substitute for evaluation and if it does not support so few
+        micro-batches."""
+        schedule = schedule_of(self.plan.schedule, self.plan.order)
+        places = dict.fromkeys(stage.placement.ranks for stage in self.plan.stages)
+        fault = schedule.fault(len(places), num_micro_batches)
+        if call.loss_only and not fault:
+            return schedule
+        if call.loss_only and not self._has_said_instead and dist.get_rank() == 0:
+            warn_user(f"{fault}: such a step runs as {schedule.instead}", PlanWarning)
+        self._has_said_instead |= call.loss_only
+        return schedule_of(schedule.instead)
+
+    def _run(
+        self,
+        ready: StageCall,
+        tensors: Mapping[str, torch.Tensor],
+        batch: Batch | None,
+        *,
+        keeps: bool,
+        scale: torch.Tensor | None = None,
+        check: ReplicaCheck | PipelineCheck | None = None,
+    ) -> list[torch.Tensor]:
+        """Run the schedule and return the losses of the micro-batches on ranks of the last stage. ``tensors``: this
+        rank's parts of a ``batch``, or all of it (None)."""
+        if isinstance(check, PipelineCheck):
+            check.begin(tensors if batch is None else {}, self._state.tensors)
+        seed, split = self._seed_of_call(draws=ready.draws), with_samples_in(self.plan)
+        if batch is not None and self._parts is not None:
+            tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+            if not self._parts.divides(batch, ready.passes, lambda _: ready.wanted, split):
+                tensors = {name: self._parts.whole(name, tensor, batch) for name, tensor in tensors.items()}
+                batch = None
+        step = StageInputs(tensors, batch is not None, split, {}, seed, self.device, scale)
+        step.whole = self._whole(ready, step, batch)
+        checks = check.stages if isinstance(check, PipelineCheck) else {} if check is None else {0: check}
+        for worker in ready.workers:
+            worker.begin(step, keeps=keeps, check=checks.get(worker.number))
+        try:
+            losses = ready.runs.step() if keeps else ready.runs.forward()
+        except RuntimeError as error:
+            explanation = None
+            if self._faults is not None and isinstance(ready.runs, Scheduled):
+                explanation = self._faults.explained(error, ready.runs)
+            if explanation is None:
+                raise
+            raise explanation from error
+        if isinstance(check, PipelineCheck):
+            check.settle_forward()
+        return losses
+
+    def _whole(self, ready: StageCall, step: StageInputs, batch: Batch | None) -> dict[str, torch.Tensor]:
+        """Return the values of the prelude, which depends on the inputs of all micro-batches. Parts of a ``batch`` are
+        gathered for it under stages, where every rank that needs the values computes them."""
+        if ready.prelude is not None:
+            ready.prelude.begin(step, keeps=False)
+            ready.prelude.forward(0, ())
+            return {name: ready.prelude.outputs[name] for name in ready.passes.whole}
+        prelude = None if ready.passes.prelude is None else only_read(ready.passes.prelude)
+        if prelude is None or not any(whole_sources(compiled.captured.graph) for compiled in ready.executables):
+            return {}
+        state = self._state.tensors
+        values: dict[str, torch.Tensor] = {}
+        for source in prelude.sources:
+            name = source.names[0]
+            if source.kind == "input":
+                tensor = step.inputs[name]
+                if batch is not None and self._parts is not None:
+                    tensor = self._parts.whole(name, tensor, batch)
+                values[source.value] = tensor.to(self.device, prelude.by_name[source.value].dtype)
+            elif source.kind == "constant":
+                values[source.value] = ready.captured.constants[source.value].to(self.device)
+            else:
+                layout = self.layouts[name]
+                is_whole = not layout.positions
+                values[source.value] = state[name] if is_whole else gather_whole(state[name], layout, name, self._ranks)
+        with torch.no_grad(), self.device:
+            results = interpret(prelude, values)
+        return {name: results[name] for name in ready.passes.whole}
+
+    def _add_gradients(self, ready: StageCall, check: ReplicaCheck | PipelineCheck | None) -> None:
+        """Add the step's gradients to ``.grad``, summed over stages for parameters that several pipeline ranks have."""
+        state = self._state.tensors
+        totals: dict[str, torch.Tensor] = {}
+        for worker in ready.workers:
+            sources = ready.bound.cut.parts[worker.number].source_of
+            with self._exchange(f"gradients of stage {worker.number}", self._stage_ranks[worker.number].place.ranks):
+                gradients = worker.end()
+            for value, gradient in gradients.items():
+                name = sources[value].names[0]
+                totals[name] = totals[name] + gradient if name in totals else gradient
+        self._sum_shared(ready, totals)
+        reached = [(state[name], gradient) for name, gradient in totals.items() if state[name].requires_grad]
+        for worker in ready.workers if check is not None else ():
+            compiled = worker.programs[max(worker.sizes)].compiled
+            stage_check = check.stages[worker.number] if isinstance(check, PipelineCheck) else check
+            stage_check.watch(compiled.spmd, compiled.tensors)
+        torch.autograd.backward([parameter for parameter, _ in reached], [gradient for _, gradient in reached])
+        if isinstance(check, PipelineCheck):
+            check.settle()
+
+    def _exchange(self, what: str, ranks: Sequence[int]) -> AbstractContextManager[None]:
+        """Explain a failed exchange between stages."""
+        return nullcontext() if self._faults is None else self._faults.exchange(what, ranks)
+
+    def _sum_shared(self, ready: StageCall, totals: dict[str, torch.Tensor]) -> None:
+        state = self._state.tensors
+        updated: set[str] = set()
+        for part in ready.bound.cut.parts if self._shared else ():
+            updated.update(name for s in part.sources if s.value in part.updated for name in s.names[:1])
+        for name, group in self._shared.items():
+            if name in updated and state[name].requires_grad:
+                total = totals[name].contiguous() if name in totals else torch.zeros_like(state[name])
+                what = f"gradient of {name}, which several stages have"
+                have = {stage.placement.ranks for stage in self.plan.stages if name in stage.layouts}
+                others = sorted({ranks[self._position] for ranks in have} - {dist.get_rank()})
+                with self._exchange(what, others), trail.waiting(what.encode()):
+                    dist.all_reduce(total, group=group)
+                totals[name] = total
+
+
+def no_loss() -> ShardwiseError:
+    return ShardwiseError(
+        problem(
+            "the module returns no loss to differentiate",
+            fix="return the loss first, or pass loss= to plan and parallelize",
+        )
+    )
+
+
+def named_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a call by the paths of their leaves."""
+    return {leaf_name(path): x for path, x in flatten_with_path((args, kwargs))[0] if isinstance(x, torch.Tensor)}
+
+
+def whole_arguments(flat: Sequence[Any], spec: Any, shapes: Sequence[tuple[int, ...]]) -> Any:
+    """Return the arguments of a call with meta tensors of the given shapes."""
+    whole = iter(shapes)
+    examples = [
+        torch.empty(next(whole), dtype=x.dtype, device="meta", requires_grad=takes_gradient(x))
+        if isinstance(x, torch.Tensor)
+        else x
+        for x in flat
+    ]
+    return unflatten(examples, spec)

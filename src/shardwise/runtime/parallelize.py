@@ -23,7 +23,6 @@ from shardwise.runtime.hooks import announce_hooks
 from shardwise.runtime.initial.materialize import Init
 from shardwise.runtime.memory_check import require_memory
 from shardwise.runtime.parallel import Parallel
-from shardwise.runtime.pipeline import Pipeline
 from shardwise.runtime.program_cache import Compile, Inputs, Outputs, RunSettings
 from shardwise.runtime.replicas import checked_interval
 
@@ -45,7 +44,7 @@ def parallelize(
     randomness: Randomness = "same_as_one_device",
     host: Sequence[str] = (),
     outputs: Outputs | None = None,
-) -> Parallel | Pipeline:
+) -> Parallel:
     """Return this rank's part of ``module`` under ``plan``. Every rank calls it.
 
     Args:
@@ -87,7 +86,7 @@ def parallelize(
             outputs of 1 MiB or more (logits of a language model) stay sharded. Under stages all are gathered.
 
     Returns:
-        A ``Parallel`` module, or a ``Pipeline`` for a plan of stages.
+        The ``Parallel`` module.
 
     Raises:
         LaunchError: Without process group, or if ranks disagree.
@@ -107,29 +106,25 @@ def parallelize(
                 fix="call sw.init_ranks() first and start the script with: shardwise run -n 8 train.py (or torchrun)",
             )
         )
-    if inputs not in ("global", "local"):
-        raise ShardwiseError(
-            f'inputs is "global" (the whole batch on every rank) or "local" (its part), not {inputs!r}'
-        )
-    if compile not in (None, True, False, "auto"):
-        raise ShardwiseError(f'compile is True, False or "auto" (where it compiles), not {compile!r}')
-    if randomness not in ("same_as_one_device", "per_shard"):
-        raise ShardwiseError(f'randomness is "same_as_one_device" or "per_shard", not {randomness!r}')
+    for name, value, allowed, meaning in (
+        ("inputs", inputs, ("global", "local"), '"global" (the whole batch on every rank) or "local" (its part)'),
+        ("compile", compile, (None, True, False, "auto"), 'True, False or "auto" (where it compiles)'),
+        ("randomness", randomness, ("same_as_one_device", "per_shard"), '"same_as_one_device" or "per_shard"'),
+        (
+            "outputs",
+            outputs,
+            (None, "when read", "whole"),
+            '"when read" (gathered then, by every rank) or "whole" (at the call)',
+        ),
+    ):
+        if value not in allowed:
+            raise ShardwiseError(f"{name} is {meaning}, not {value!r}")
     if isinstance(seed, bool) or not isinstance(seed, int | None):
         raise ShardwiseError(f"seed is a whole number, not {seed!r}")
-    if outputs not in (None, "when read", "whole"):
-        raise ShardwiseError(
-            f'outputs is "when read" (gathered then, by every rank) or "whole" (at the call), not {outputs!r}'
-        )
     check_kinds(module)
     agreed = agree_on_plan(plan)
-    size = dist.get_world_size()
-    if agreed.is_pipeline:
-        _check_pipeline(agreed, size, compile)
-        if schedule_of(agreed.schedule, agreed.order).splits_backward:
-            compile = False
-    else:
-        _check_ranks(agreed, size)
+    if _check_ranks(agreed, dist.get_world_size(), compile):
+        compile = False
     if device is None:
         device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
     device = torch.device(device)
@@ -143,42 +138,35 @@ def parallelize(
     if dist.get_rank() == 0 and (sentence := only_priced(agreed)):
         warn_user(f"the plan was {sentence}", PlanWarning)
     settings = RunSettings(loss, inputs, device, compile, every, streams, on_host, outputs)
-    kind = Pipeline if agreed.is_pipeline else Parallel
     with show_progress_once("making the ranks' parts of the model"):
-        return kind(module, agreed, settings, seed=seed, init=init, weights=weights)
+        return Parallel(module, agreed, settings, seed=seed, init=init, weights=weights)
 
 
-def _check_ranks(plan: Plan, size: int) -> None:
-    """Raise PlanError unless a plan of one stage is for the running ranks."""
-    if size != plan.mesh.num_devices:
-        raise PlanError(
-            problem(
-                f"the plan is for {plan.mesh.num_devices} devices ({plan.mesh}); {size} ranks are running",
-                fix=f"start {plan.mesh.num_devices} ranks, or plan for {size}",
-            )
-        )
-    ranks = plan.only_stage.placement.ranks
-    if ranks != Placement.whole(plan.mesh).ranks:
-        raise PlanError(
-            problem(
-                f"the plan puts the devices of {plan.mesh} on ranks {format_ranks(ranks)}; a plan of one stage runs "
-                "on all ranks in their order",
-                fix=f'write "ranks": "0-{size - 1}" in the file, and name the mesh axes in the intended order',
-            )
-        )
-
-
-def _check_pipeline(plan: Plan, size: int, compile: Compile | None) -> None:
-    """Raise PlanError unless a plan of stages is for the running ranks and its schedule supports ``compile``."""
+def _check_ranks(plan: Plan, size: int, compile: Compile | None) -> bool:
+    """Return whether the plan splits backward, which compiled kernels do not. Raises PlanError unless the plan is for
+    the running ranks, and if it splits backward and ``compile`` is True."""
     if size != plan.num_ranks:
         places = "; ".join(f"stage {i} on ranks {format_ranks(s.placement.ranks)}" for i, s in enumerate(plan.stages))
         raise PlanError(
             problem(
-                f"the plan is for {plan.num_ranks} devices ({places}); {size} ranks are running",
+                f"the plan is for {plan.num_ranks} devices ({places if plan.is_pipeline else plan.mesh}); {size} ranks "
+                "are running",
                 fix=f"start {plan.num_ranks} ranks, or plan for {size}",
             )
         )
-    if compile is True and schedule_of(plan.schedule, plan.order).splits_backward:
+    if not plan.is_pipeline:
+        ranks = plan.only_stage.placement.ranks
+        if ranks != Placement.whole(plan.mesh).ranks:
+            raise PlanError(
+                problem(
+                    f"the plan puts the devices of {plan.mesh} on ranks {format_ranks(ranks)}; a plan of one stage "
+                    "runs on all ranks in their order",
+                    fix=f'write "ranks": "0-{size - 1}" in the file, and name the mesh axes in the intended order',
+                )
+            )
+        return False
+    splits_backward = schedule_of(plan.schedule, plan.order).splits_backward
+    if compile is True and splits_backward:
         whole = listed([name for name, schedule in SCHEDULES.items() if not schedule.splits_backward])
         raise PlanError(
             problem(
@@ -186,6 +174,7 @@ def _check_pipeline(plan: Plan, size: int, compile: Compile | None) -> None:
                 fix=f"plan with another schedule ({whole}), or omit compile=True",
             )
         )
+    return splits_backward
 
 
 def agree_on_plan(plan: Plan | str | Path | None) -> Plan:

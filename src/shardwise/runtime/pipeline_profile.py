@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.costs.pipeline_simulation import Kind, Order, StageSeconds, simulate_pipeline, stage_seconds
+from shardwise.costs.pipeline_simulation import Action, Kind, Order, StageSeconds, simulate_pipeline, stage_seconds
 from shardwise.costs.timeline import Event
 from shardwise.costs.trace import Track, write_trace
 from shardwise.layouts.mesh import Mesh
@@ -27,10 +27,9 @@ from shardwise.plans.price_scope import prices_of
 from shardwise.plans.quantities import format_seconds
 from shardwise.programs.vjp import VjpCache
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.stage import StageWorker
-from shardwise.runtime.stage_calls import StageCall
+from shardwise.runtime.stage import StageCall, StageWorker
 from shardwise.runtime.step_profile import StepProfile, profile_step, steps_of
-from shardwise.runtime.torch_schedules import TimedAction
+from shardwise.runtime.torch_schedules import Scheduled
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,26 +88,25 @@ class PipelineProfile:
 
 def profile_pipeline(
     step: Callable[[], Any],
-    taken: Callable[[], StageCall],
+    ready: StageCall,
     plan: Plan,
-    ranks: Mapping[int, Communicator],
+    ranks: Sequence[Communicator],
     device: torch.device,
     steps: int,
 ) -> PipelineProfile:
-    """Profile a pipeline step; every rank calls it. ``step``: runs forward and backward of a batch; ``taken``: returns
-    what it ran on this rank; ``ranks``: communicators of this rank's stages, by number."""
-    step()
-    ready = taken()
-    walls, busy, seconds, last = _steps(step, ready, steps)
+    """Profile a pipeline step that has run once; every rank calls it. ``step``: runs forward and backward of a batch by
+    ``ready``; ``ranks``: communicators of all stages."""
+    assert isinstance(ready.runs, Scheduled), "stages run on a schedule of torch"
+    walls, busy, seconds, last = _steps(step, ready.runs, steps)
     for worker in ready.workers:
         worker.remembers = True
     step()
     profiles_here = {
         worker.number: _operators(worker, plan, ranks[worker.number], device, steps) for worker in ready.workers
     }
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    place_of = {rank: place for place, ranks in enumerate(_places(plan)) for rank in ranks}
-    dist.all_gather_object(everywhere, (median(walls), busy / sum(walls), seconds, last, profiles_here))
+    everywhere = _from_all((median(walls), busy / sum(walls), seconds, last, profiles_here))
+    places = dict.fromkeys(stage.placement.ranks for stage in plan.stages)
+    place_of = {rank: place for place, place_ranks in enumerate(places) for rank in place_ranks}
     slowest: dict[tuple[int, Kind], float] = defaultdict(float)
     operators: dict[int, StepProfile] = {}
     events: dict[int, tuple[Event, ...]] = {}
@@ -119,8 +117,8 @@ def profile_pipeline(
         events.setdefault(place_of[rank], timed)
     measured = tuple(_measured(slowest, number) for number in range(len(plan.stages)))
     predicted = _predicted(plan, ready)
-    order = ready.scheduled.order
-    simulated = simulate_pipeline(order, [_without_update(stage) for stage in predicted])
+    order = ready.runs.order
+    simulated = simulate_pipeline(order, [replace(stage, update=0.0) for stage in predicted])
     return PipelineProfile(
         (max(wall for wall, *_ in everywhere), simulated.seconds),
         (1 - mean(share for _, share, *_ in everywhere), simulated.bubbles),
@@ -134,12 +132,14 @@ def profile_pipeline(
     )
 
 
-def _places(plan: Plan) -> list[tuple[int, ...]]:
-    return list(dict.fromkeys(stage.placement.ranks for stage in plan.stages))
+def _from_all(value: Any) -> list[Any]:
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def _steps(
-    step: Callable[[], Any], ready: StageCall, steps: int
+    step: Callable[[], Any], scheduled: Scheduled, steps: int
 ) -> tuple[list[float], float, dict[tuple[int, Kind], float], tuple[Event, ...]]:
     """Run steps and return (seconds of each, busy seconds of this rank, mean seconds per action, actions of the last
     step)."""
@@ -150,21 +150,15 @@ def _steps(
     for _ in range(steps):
         dist.barrier()
         start = time.perf_counter()
-        with ready.scheduled.measured() as actions:
+        with scheduled.measured() as actions:
             step()
         dist.barrier()  # a pipeline rank waits at the end for slower ones
         walls.append(time.perf_counter() - start)
         busy += sum(timed.seconds for timed in actions)
         for timed in actions:
             taken[timed.action.stage, timed.action.kind].append(timed.seconds)
-        last = tuple(_event(timed, start) for timed in actions)
+        last = tuple(_event(timed.action, timed.start - start, timed.seconds) for timed in actions)
     return walls, busy, {key: mean(seconds) for key, seconds in taken.items()}, last
-
-
-def _event(timed: TimedAction, start: float) -> Event:
-    return Event(
-        f"stage {timed.action.stage}, {timed.action}", timed.action.kind, (), timed.start - start, timed.seconds
-    )
 
 
 def _operators(worker: StageWorker, plan: Plan, ranks: Communicator, device: torch.device, steps: int) -> StepProfile:
@@ -172,15 +166,9 @@ def _operators(worker: StageWorker, plan: Plan, ranks: Communicator, device: tor
     in_passes = worker.programs[max(worker.sizes)].compiled.in_passes
     tensors, worker.remembered, worker.remembers = worker.remembered, [], False
     state = [tensor for tensor in worker.programs[max(worker.sizes)].compiled.tensors if tensor is not None]
-    group = ranks.group(ranks.mesh.sub_axes)
-
-    def gather(value: Any) -> list[Any]:
-        gathered: list[Any] = [None] * len(ranks.place.ranks)
-        dist.all_gather_object(gathered, value, group=group)
-        return gathered
-
-    run = steps_of(in_passes, tensors, plan.micro_batches)
-    return profile_step(run, lambda: in_passes, plan.alone(worker.number), state, device, steps, gather=gather)
+    run, group = steps_of(in_passes, tensors, plan.micro_batches), ranks.group(ranks.mesh.sub_axes)
+    run()
+    return profile_step(run, in_passes, plan.alone(worker.number), state, device, steps, group=group)
 
 
 def _measured(seconds: Mapping[tuple[int, Kind], float], number: int) -> StageSeconds:
@@ -199,20 +187,20 @@ def _predicted(plan: Plan, ready: StageCall) -> tuple[StageSeconds, ...]:
     return tuple(stage_seconds(spmd, prices_of(plan.alone(number)), 0.0, VjpCache()) for number, spmd in priced)
 
 
-def _without_update(seconds: StageSeconds) -> StageSeconds:
-    return StageSeconds(seconds.forward, seconds.input, seconds.weight, seconds.send, 0.0)
-
-
 def _simulated_events(
     order: Order, starts: Sequence[Sequence[float]], stages: Sequence[StageSeconds]
 ) -> tuple[tuple[Event, ...], ...]:
     return tuple(
         tuple(
-            Event(f"stage {action.stage}, {action}", action.kind, (), start, stages[action.stage].of(action.kind))
+            _event(action, start, stages[action.stage].of(action.kind))
             for action, start in zip(actions, begins, strict=True)
         )
         for actions, begins in zip(order, starts, strict=True)
     )
+
+
+def _event(action: Action, start: float, seconds: float) -> Event:
+    return Event(f"stage {action.stage}, {action}", action.kind, (), start, seconds)
 
 
 __all__ = ["PipelineProfile", "profile_pipeline"]

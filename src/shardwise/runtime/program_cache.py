@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from types import FunctionType
@@ -13,7 +14,6 @@ import torch
 
 from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, problem, warn_user
 from shardwise.graph.autocast import check_ambient, no_autocast
-from shardwise.graph.batch import with_samples
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.closure_guards import ClosureGuards
 from shardwise.graph.code_reachability import reachable_code
@@ -29,7 +29,6 @@ from shardwise.plans.plan import Plan
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.grad_accum_program import repeated
 from shardwise.programs.hoist_constants import with_constants_apart
-from shardwise.programs.micro_batches import Passes
 from shardwise.programs.program import LocalOp, LocalProgram, localize
 from shardwise.programs.rank_program import RankProgram, delivered_values
 from shardwise.programs.spmd import SpmdProgram
@@ -140,7 +139,7 @@ class Executable:
     @property
     def step(self) -> CallableStep:
         """Return the single step."""
-        assert isinstance(self.runs, CallableStep), "the program of a pass is run by its step"
+        assert isinstance(self.runs, CallableStep), "a program of micro-batches is run by its stage"
         return self.runs
 
     @property
@@ -202,45 +201,15 @@ class ProgramCache:
 
     def compiled(self, call: CallSpec, state: Mapping[str, torch.Tensor]) -> Executable:
         """Return the program of a call over this rank's parameters and buffers. Every rank calls it."""
-        # Only rank 0 captures, so capture must not trigger the caller's saved-tensor hooks (torch.utils.checkpoint
-        # counts them). Constants must not be inference tensors.
-        with torch.inference_mode(False), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-            return self._compiled(call, state)
-
-    def _compiled(self, call: CallSpec, state: Mapping[str, torch.Tensor]) -> Executable:
-        self._check_inputs(call)
-        captured = self._captured(call)
+        captured = self.captured(call)
         # Without its loss function the model has fewer operators than the plan, which lists those of a micro-batch.
         is_whole = call.predicts or self.plan.micro_batches > 1
-        return self._compiled_for(captured, captured.graph, call, state, None if is_whole else self.mode_of(call))
+        return self.compiled_for(captured, captured.graph, call, state, None if is_whole else self.mode_of(call))
 
     def mode_of(self, call: CallSpec) -> bool | None:
         """Return whether a call is in training. Returns None if submodules are in another mode than when the module was
         parallelized, since its operators then differ from the plan's."""
         return call.training if call.in_other_mode == self._in_other_mode else None
-
-    def in_passes(
-        self, call: CallSpec, state: Mapping[str, torch.Tensor]
-    ) -> tuple[Passes, dict[int, Executable], Executable | None]:
-        """Return the micro-batches of a step, their programs by size in samples, and the prelude's program. Every rank
-        calls it. Raises PlanError if the step is not a sum over micro-batches."""
-        with torch.inference_mode(False), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-            self._check_inputs(call)
-            captured = self._captured(call)
-
-            def alone(samples: int) -> Graph:
-                return self._captured(replace(call, arguments=with_samples(call.arguments, samples))).graph
-
-            assert self.plan.micro_batch is not None, "a plan of several passes has samples"
-            passes = Passes.of(captured.graph, self.plan.micro_batch, alone)
-            programs = {
-                size: self._compiled_for(captured, graph, call, state, self.mode_of(call), repeats=True)
-                for size, graph in passes.graphs.items()
-            }
-            prelude = None
-            if passes.prelude is not None:
-                prelude = self._compiled_for(captured, passes.prelude, call, state, None)
-            return passes, programs, prelude
 
     def of_stage(self, plan: Plan, ranks: Communicator, host_ranks: Communicator) -> ProgramCache:
         """Return a copy for the plan of one stage, on its ranks."""
@@ -251,20 +220,11 @@ class ProgramCache:
     def captured(self, call: CallSpec) -> Capture:
         """Return the call as captured by rank 0. Every rank calls it. Raises PlanError if the inputs do not match the
         plan."""
-        with torch.inference_mode(False), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
-            self._check_inputs(call)
-            return self._captured(call)
-
-    def _check_inputs(self, call: CallSpec) -> None:
-        """Raise PlanError if the inputs do not match the plan."""
         leaves, _ = flatten_with_path(call.arguments)
         shapes = {leaf_name(p): (x.dtype, tuple(x.shape)) for p, x in leaves if isinstance(x, torch.Tensor)}
         faults = input_faults(self.plan, shapes)
         if faults:
             raise PlanError("\n".join(["the inputs are not those of the plan:", *(f"  {fault}" for fault in faults)]))
-
-    def _captured(self, call: CallSpec) -> Capture:
-        """Return the call as captured by rank 0."""
         args, kwargs = call.arguments
         model = self.model
         for path, part in model.named_modules():
@@ -273,25 +233,22 @@ class ProgramCache:
         captured = from_rank_zero(
             lambda: capture(model, args, kwargs, loss=loss, precision=self.plan.precision, input_gradients=True)
         )
-        leaves, _ = flatten_with_path(call.arguments)
         self._given |= {leaf: None for _, leaf in leaves if isinstance(leaf, FunctionType)}
         self._surroundings = ClosureGuards.of_code(reachable_code(model, self.settings.loss, self._given))
         return captured
 
-    def _compiled_for(
+    def compiled_for(
         self,
         captured: Capture,
         graph: Graph,
         call: CallSpec,
         state: Mapping[str, torch.Tensor],
         training: bool | None,
-        *,
-        repeats: bool = False,
     ) -> Executable:
-        """Return the program of a graph: a captured call, or one micro-batch of it (``repeats``)."""
+        """Return the program of a graph: a captured call, or what runs before its micro-batches."""
         spmd = program_of(self.plan, graph, training=training, constants=call.constants)
         self.create_groups(spmd)
-        return self.compiled_of(spmd, captured, graph, call, state, repeats=repeats)
+        return self.compiled_of(spmd, captured, graph, call, state)
 
     def create_groups(self, spmd: SpmdProgram) -> None:
         """Create the process groups of a program; every rank of the job calls it."""
@@ -435,7 +392,6 @@ class ProgramCache:
 
 
 def _with_streams(program: LocalProgram) -> LocalProgram:
-    """Return the program with random operators that draw from per-shard generators."""
 
     def streamed(instruction: Any) -> Any:
         if isinstance(instruction, LocalOp) and instruction.call.target in STREAMS:
@@ -456,13 +412,24 @@ def meta_copy(module: torch.nn.Module) -> torch.nn.Module:
     return deep_copy(module, memo)
 
 
+@contextmanager
+def apart_from_caller() -> Iterator[None]:
+    """Capture calls and build programs apart from the caller's modes. Only rank 0 captures, so it must not trigger the
+    caller's saved-tensor hooks (torch.utils.checkpoint counts them). Constants must not be inference tensors."""
+    with torch.inference_mode(False), torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is):
+        yield
+
+
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def refuse_input_gradients(named: Mapping[str, torch.Tensor], where: str, instead: str) -> None:
-    """Raise ShardwiseError for inputs that require a gradient, which ``where`` does not compute."""
+def refuse_input_gradients(named: Mapping[str, torch.Tensor], plan: Plan) -> None:
+    """Raise ShardwiseError for inputs that require a gradient, which steps over micro-batches do not compute."""
     names = [name for name, tensor in named.items() if tensor.requires_grad]
+    where, instead = "in several micro-batches", "make one pass"
+    if plan.is_pipeline:
+        where, instead = "under a plan of stages", "plan without stages"
     if names:
         raise ShardwiseError(
             problem(

@@ -18,8 +18,6 @@ from torch import Tensor
 
 from shardwise.errors import LaunchError, PlanError, ShardwiseError, problem
 from shardwise.graph.call_arguments import call_arguments
-from shardwise.layouts.placement import Placement
-from shardwise.plans.bind import program_of
 from shardwise.plans.bind_stages import bound, step_graph
 from shardwise.plans.micro_batch_search import Example, planned_graph
 from shardwise.plans.plan import Plan
@@ -90,20 +88,16 @@ def run_alone(
         fix = "return the loss first, or pass a loss with the inputs"
         raise ShardwiseError(problem("the module returns no loss to differentiate", fix=fix))
     settings = RunSettings(loss, "global", device, compile)
+    repeats = plan.is_pipeline or plan.micro_batches > 1  # gradients accumulate over micro-batches
+    profiles: dict[int, StepProfile] = {}
     with _without_others(rank, plan.num_ranks):
-        if not plan.is_pipeline:
-            spmd = program_of(plan, graph, training=module.training)
-            calls = _calls(module, plan, settings, Placement.whole(plan.mesh))
-            return _measured(calls, spmd, rank, steps, repeats=plan.micro_batches > 1)
-        spmds = bound(plan, step_graph(graph), training=module.training).spmds
-        profiles = {
-            number: _measured(
-                _calls(module, plan.alone(number), settings, stage.placement), spmd, rank, steps, repeats=True
-            )
-            for number, (stage, spmd) in enumerate(zip(plan.stages, spmds, strict=True))
-            if rank in stage.placement.ranks
-        }
-        return StagesProfile(rank, plan.num_ranks, profiles)
+        spmds = bound(plan, step_graph(graph) if plan.is_pipeline else graph, training=module.training).spmds
+        for number, (stage, spmd) in enumerate(zip(plan.stages, spmds, strict=True)):
+            if rank in stage.placement.ranks:
+                ranks = _Alone(stage.placement)
+                calls = ProgramCache(module, plan.alone(number), settings, ranks, ranks)
+                profiles[number] = _measured(calls, spmd, rank, steps, repeats=repeats)
+    return StagesProfile(rank, plan.num_ranks, profiles) if plan.is_pipeline else profiles[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,20 +117,14 @@ class StagesProfile:
         return "\n".join(text)
 
 
-def _calls(module: torch.nn.Module, plan: Plan, settings: RunSettings, place: Placement) -> ProgramCache:
-    ranks = _Alone(place)
-    return ProgramCache(module, plan, settings, ranks, ranks)
-
-
 def _measured(calls: ProgramCache, spmd: SpmdProgram, rank: int, steps: int, *, repeats: bool) -> StepProfile:
-    """Measure a stage of the rank, or the whole plan without stages. ``repeats``: gradients accumulate over
-    micro-batches."""
     plan, device = calls.plan, calls.settings.device
     calls.create_groups(spmd)
     emitted_step = calls.step_of(spmd, loss_only=True, repeats=repeats)
     tensors = _made_up(spmd, calls.ranks, device)
     run = steps_of(emitted_step, tensors, plan.micro_batches)
-    return profile_step(run, lambda: emitted_step, plan, list(tensors), device, steps, alone=rank)
+    run()
+    return profile_step(run, emitted_step, plan, list(tensors), device, steps, alone=rank)
 
 
 @contextmanager

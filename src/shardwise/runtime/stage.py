@@ -1,4 +1,8 @@
-"""One pipeline stage on this rank: its programs, and the tensors saved between forward and backward of micro-batches.
+"""The stages of a plan on this rank: their programs, and what they save between forward and backward of micro-batches.
+
+A plan without stages is one stage, which runs forward and backward of each micro-batch in turn. Gradients of the
+micro-batches are accumulated separately and reach the parameters together at the end. Hooks of parameters therefore run
+once and see the same gradient as after one pass over the whole batch.
 
 Tensors between stages have the shape of the largest micro-batch; a smaller one fills the first part. Booleans are sent
 as bytes and complex numbers as pairs.
@@ -7,7 +11,7 @@ as bytes and complex numbers as pairs.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -16,9 +20,12 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.costs.pipeline_simulation import Kind
+from shardwise.errors import ShardwiseError, problem
+from shardwise.graph.capture import Capture
 from shardwise.graph.ir import Graph, Ref
-from shardwise.plans.bind_stages import delivered_layouts
-from shardwise.programs.micro_batches import values_of_step
+from shardwise.plans.bind_stages import BoundStages, delivered_layouts
+from shardwise.plans.plan import Plan
+from shardwise.programs.micro_batches import Passes, values_of_step
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.split_backward import split_backward
 from shardwise.runtime.communicator import Communicator
@@ -26,9 +33,10 @@ from shardwise.runtime.emit import emit_backward
 from shardwise.runtime.grad_accum import GradAccumState, cotangent_of
 from shardwise.runtime.local_shards import shard
 from shardwise.runtime.memory_of_outputs import write_buffers
-from shardwise.runtime.micro_batched_step import rows_of_pass
 from shardwise.runtime.program_cache import Executable
 from shardwise.runtime.replicas import ReplicaCheck
+from shardwise.runtime.signatures import Wanted
+from shardwise.runtime.torch_schedules import Scheduled
 
 
 @dataclass(frozen=True)
@@ -80,8 +88,8 @@ class StageProgram:
 
     compiled: Executable
     ranks: Communicator
-    sends: tuple[str, ...]
-    returned: frozenset[str]
+    sends: tuple[str, ...] = ()
+    returned: frozenset[str] = frozenset()
 
     @property
     def part(self) -> Graph:
@@ -158,7 +166,7 @@ class StageWorker:
     is_last: bool
     programs: Mapping[int, StageProgram]
     sizes: tuple[int, ...]
-    statistics: frozenset[str]
+    statistics: frozenset[str] = frozenset()
     step: StageInputs | None = None
     keeps: bool = True
     check: ReplicaCheck | None = None
@@ -197,6 +205,7 @@ class StageWorker:
                 running = self._running[size]
                 observed = None if self.check is None else self.check.observed(running.emitted, ())
                 delivered, written, saved = running.forward(sources, observed)
+                saved = _through_hooks(saved)
                 self._saved[micro_batch] = dict(zip(running.emitted.program.saved, saved, strict=True))
                 self.most_kept = max(self.most_kept, len(self._saved))
             else:
@@ -214,7 +223,6 @@ class StageWorker:
         )
 
     def _tensors(self, stage: StageProgram, micro_batch: int, received: Sequence[Tensor]) -> list[Tensor]:
-        """Return the tensors of all sources."""
         step, compiled = self.step, stage.compiled
         assert step is not None, "a step has begun"
         start, size = sum(self.sizes[:micro_batch]), self.sizes[micro_batch]
@@ -258,6 +266,10 @@ class StageWorker:
         values = self._saved[micro_batch] if kind == "input" else self._saved.pop(micro_batch)
         saved = [values[name] for name in program.saved]
         deltas = [values[name] for name in program.cotangents if name is not None]
+        if not deltas and self.is_last and self.number == 0:
+            raise ShardwiseError(
+                problem("the loss depends on no parameter that requires a gradient", fix="unfreeze a parameter")
+            )
         if kind == "backward":
             values.clear()
         with torch.no_grad():
@@ -274,7 +286,9 @@ class StageWorker:
         received = [gradients_of.get(crossing.value) for crossing in stage.received]
         gradients = {n: g for n, g in gradients_of.items() if n in sources and sources[n].kind != "activation"}
         kept = self._saved.get(micro_batch, {}).values() if kind == "input" else ()
-        in_use = (*stage.compiled.tensors, *deltas, *kept, *received)
+        assert self.step is not None, "a step has begun"
+        of_step = (*self.step.inputs.values(), *self.step.whole.values())
+        in_use = (*stage.compiled.tensors, *of_step, *deltas, *kept, *received)
         running.add(gradients, (value for value in in_use if isinstance(value, Tensor)))
         if kind == "weight":
             return ()
@@ -316,6 +330,115 @@ class StageWorker:
         return gradients
 
 
+@dataclass(frozen=True)
+class StageCall:
+    """One kind of call: the captured call, its micro-batches, their programs of all stages by size, this rank's stages
+    and what runs their actions. ``prelude``: runs before the micro-batches of one stage, over the whole batch."""
+
+    captured: Capture
+    passes: Passes
+    bounds: Mapping[int, BoundStages]
+    workers: tuple[StageWorker, ...]
+    runs: Scheduled | MicroBatchesInTurn
+    prelude: StageWorker | None = None
+
+    @property
+    def bound(self) -> BoundStages:
+        """Return the cut of the largest micro-batch."""
+        return self.bounds[max(self.bounds)]
+
+    @property
+    def executables(self) -> list[Executable]:
+        """Return this rank's programs, those of the largest micro-batch first."""
+        return [program.compiled for worker in self.workers for program in worker.programs.values()]
+
+    @property
+    def _all_workers(self) -> tuple[StageWorker, ...]:
+        return self.workers if self.prelude is None else (*self.workers, self.prelude)
+
+    @property
+    def wanted(self) -> list[Wanted]:
+        """Return the layouts and sample ranges in which the programs of all stages take the inputs."""
+        programs = [
+            (part, spmd, start, start + size)
+            for start, size in zip(self.passes.starts, self.passes.sizes, strict=True)
+            for part, spmd in zip(self.bounds[size].cut.parts, self.bounds[size].spmds, strict=True)
+        ]
+        for size, program in () if self.prelude is None else self.prelude.programs.items():
+            programs.append((program.part, program.compiled.spmd, 0, size))
+        return [
+            ({s.names[0]: spmd.layouts[s.value] for s in part.sources if s.kind == "input"}, start, stop)
+            for part, spmd, start, stop in programs
+        ]
+
+    @property
+    def draws(self) -> bool:
+        """Return whether this rank draws random numbers."""
+        programs = (program for worker in self._all_workers for program in worker.programs.values())
+        return any(program.compiled.seed is not None for program in programs)
+
+    def with_state(self, state: Mapping[str, Tensor]) -> StageCall:
+        """Replace the parameters and buffers by those of ``state``, by name, and return self."""
+        for worker in self._all_workers:
+            worker.programs = {
+                size: replace(program, compiled=program.compiled.with_state(state))
+                for size, program in worker.programs.items()
+            }
+        return self
+
+
+@dataclass(frozen=True)
+class MicroBatchesInTurn:
+    """The schedule of a plan without stages: forward and backward of each micro-batch."""
+
+    worker: StageWorker
+
+    def step(self) -> list[Tensor]:
+        """Run forward and backward of all micro-batches and return their losses."""
+        losses: list[Tensor] = []
+        for micro_batch in range(len(self.worker.sizes)):
+            loss = self.worker.forward(micro_batch, ())
+            assert isinstance(loss, Tensor), "the last stage returns the loss"
+            losses.append(loss)
+            self.worker.backward(micro_batch, "backward", ())
+        return losses
+
+
+def samples_of(plan: Plan, rows: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the number of samples in a whole batch. ``rows``: full shapes of the inputs. Raises ShardwiseError if
+    inputs that have samples in the plan disagree on their number of rows."""
+    counts = {name: rows[name][0] for name in with_samples_in(plan) if name in rows}
+    if len(set(counts.values())) != 1:
+        listed = ", ".join(f"{name} {count}" for name, count in counts.items()) or "there is none"
+        raise ShardwiseError(
+            problem(
+                f"par.step takes a whole batch, but its inputs have different numbers of samples: {listed}",
+                fix="pass the same number of rows of every input that has samples in the plan",
+            )
+        )
+    return next(iter(counts.values()))
+
+
+def with_samples_in(plan: Plan) -> frozenset[str]:
+    """Return the names of the inputs whose first dim is the samples of a micro-batch."""
+    return frozenset(entry.name for entry in plan.inputs if entry.shape and entry.shape[0] == plan.micro_batch)
+
+
+def rows_of_pass(tensor: Tensor, start: int, size: int, batch: int) -> Tensor:
+    """Return the rows of an input (whole, or a rank's part of it) that belong to samples ``[start, start + size)``."""
+    first, last = (tensor.shape[0] * number // batch for number in (start, start + size))
+    return tensor.narrow(0, first, last - first)
+
+
+def _through_hooks(saved: Sequence[Any]) -> Sequence[Any]:
+    """Pack and unpack saved values with the saved-tensor hooks that are set (CPU offload, quantization)."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return saved
+    pack, unpack = hooks
+    return [unpack(pack(value)) if isinstance(value, Tensor) else value for value in saved]
+
+
 _TOKEN = (torch.empty(1, device="meta"),)  # a schedule needs a message even if nothing crosses
 
 
@@ -328,4 +451,13 @@ def _require(tensor: Tensor | None, name: str) -> Tensor:
     return tensor
 
 
-__all__ = ["StageInputs", "StageProgram", "StageWorker"]
+__all__ = [
+    "MicroBatchesInTurn",
+    "StageCall",
+    "StageInputs",
+    "StageProgram",
+    "StageWorker",
+    "rows_of_pass",
+    "samples_of",
+    "with_samples_in",
+]

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.autocast import check_ambient
-from shardwise.programs.pass_list import memories
+from shardwise.programs.instructions import memories
 from shardwise.programs.rank_program import RankProgram
 from shardwise.runtime.compiled import CompiledVariant
 from shardwise.runtime.emit import Emitted

@@ -100,41 +100,34 @@ class StepProfile:
 
 def profile_step(
     step: Callable[[], Any],
-    taken: Callable[[], CallableStep | GradAccumStep],
+    emitted_step: CallableStep | GradAccumStep,
     plan: Plan,
     state: Sequence[torch.Tensor],
     device: torch.device,
     steps: int,
+    *,
     alone: int | None = None,
-    gather: Callable[[Any], list[Any]] | None = None,
+    group: Any = None,
 ) -> StepProfile:
-    """Profile a step; every rank calls it. ``step``: runs forward and backward; ``taken``: returns what it ran on this
-    rank; ``state``: parameters and buffers of this rank; ``alone``: this rank, if there are no others; ``gather``:
-    gathers a value from every rank of the plan, if these are not all ranks of the job."""
-    gather = gather or (_from_all if alone is None else _from_one)
-    step()  # compiles and allocates memory
-    _finish(device)
-    walls, peak = [], 0
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    for _ in range(steps):
-        start = time.perf_counter()
-        step()
-        _finish(device)
-        walls.append(time.perf_counter() - start)
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-    emitted_step = taken()
-    program = emitted_step.program
+    """Profile a step that has run once; every rank of ``group`` calls it (None: of the job). ``step``: runs forward and
+    backward of ``emitted_step``; ``state``: parameters and buffers of this rank; ``alone``: this rank, if there are no
+    others."""
+
+    def gather(value: Any) -> list[Any]:
+        if alone is not None:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    wall, peak = _measured(step, device, steps)
     is_compiled = emitted_step.compiling is not None and emitted_step.compiling.variant is not None
-    clocks: list[_Clock] = []
-    for _ in range(steps):
-        clock = _Clock(program, device, state)
+    clocks = [_Clock(emitted_step.program, device, state) for _ in range(steps)]
+    for clock in clocks:
         with _timed(emitted_step, clock):
             step()
-        clocks.append(clock)
     prices = prices_of(plan)
-    predicted = simulate_program(program, prices)
+    predicted = simulate_program(emitted_step.program, prices)
     expected = tuple(event for event in predicted.events if event.part != "update")
     left_out = sum(event.seconds for event in predicted.events) - sum(event.seconds for event in expected)
     if alone is not None:
@@ -146,7 +139,7 @@ def profile_step(
     states = predicted.peak.parts.get("optimizer states", 0) if on_cpu else 0
     rows = _compared(clocks, expected, prices.links, gather)
     return StepProfile(
-        (max(gather(median(walls))) / clocks[0].num_passes, predicted.seconds - left_out),
+        (max(gather(wall)) / clocks[0].num_passes, predicted.seconds - left_out),
         (max(clock.peak for clock in clocks) if on_cpu else peak, predicted.peak_bytes - states),
         tuple(sorted(rows, key=lambda row: -row.difference)),
         prices.links.cluster.name,
@@ -155,6 +148,21 @@ def profile_step(
         (tuple(clocks[-1].events), expected),
         alone,
     )
+
+
+def _measured(step: Callable[[], Any], device: torch.device, steps: int) -> tuple[float, int]:
+    """Return the median seconds of a step, and its peak bytes on a GPU (0 elsewhere)."""
+    on_gpu = device.type == "cuda"
+    _finish(device)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    walls = []
+    for _ in range(steps):
+        start = time.perf_counter()
+        step()
+        _finish(device)
+        walls.append(time.perf_counter() - start)
+    return median(walls), torch.cuda.max_memory_allocated(device) if on_gpu else 0
 
 
 def steps_of(
@@ -170,27 +178,19 @@ def steps_of(
             delivered[0].backward()  # the loss is delivered first
             return
         running = emitted_step.begin(tensors)
-        is_differentiated = any(running.emitted.program.cotangents)
-        for _ in range(passes):
-            if is_differentiated:
-                running.run(tensors)
-            else:  # a stage whose parameters are all frozen
-                with torch.no_grad():
-                    running.forward(tensors)
+        program = running.emitted.program
+        with torch.no_grad():
+            for _ in range(passes):
+                delivered, _, saved = running.forward(tensors)
+                named = zip(program.cotangents, delivered, strict=True)
+                cotangents = [torch.ones_like(value) for name, value in named if name is not None]
+                if cotangents:  # a stage whose parameters are all frozen has none
+                    kept = list(saved)
+                    del saved
+                    running.add(running.backward(kept, cotangents), tensors)
         running.end()
 
     return run
-
-
-def _from_all(value: Any) -> list[Any]:
-    """Gather a value from every rank, by rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _from_one(value: Any) -> list[Any]:
-    return [value]
 
 
 @dataclass
@@ -209,7 +209,6 @@ class _Clock:
     figures: dict[tuple[str, str], tuple[float, str]] = field(default_factory=dict)
 
     def time(self, node: fx.Node, target: Any, part: str, instructions: Sequence[Instruction], call: Any) -> Any:
-        """Run a node and record its time."""
         _finish(self.device)
         start = time.perf_counter()
         result = call()
@@ -238,7 +237,6 @@ class _Clock:
         return result
 
     def add(self, source: str, total: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add a micro-batch's gradient to those of earlier ones."""
         _finish(self.device)
         start = time.perf_counter()
         total.add_(gradient)
@@ -247,7 +245,6 @@ class _Clock:
         self._add(Event(name, "backward", (), self.now, time.perf_counter() - start))
 
     def count(self, values: Iterable[Any]) -> None:
-        """Update the peak memory."""
         if self.device.type != "cpu":
             return
         tensors = (leaf for leaf in tree_leaves((list(values), list(self.state))) if isinstance(leaf, torch.Tensor))
@@ -269,31 +266,34 @@ class _Clock:
         return f"device.matmul_efficiency.{work.dtype}" if work.flops else "device.memory_efficiency"
 
 
-class _TimedHalf(fx.Interpreter):
-    """Runs one half of a program on a clock. ``part``: the part name of its events."""
-
-    def __init__(self, half: _ProfiledHalf, clock: _Clock) -> None:
-        super().__init__(half.module)
-        self.clock, self.part, self.instructions = clock, half.part, half.instructions
-
-    def run_node(self, n: fx.Node) -> Any:
-        target = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
-        result = self.clock.time(n, target, self.part, self.instructions, lambda: super(_TimedHalf, self).run_node(n))
-        self.clock.count((*self.env.values(), result))
-        return result
-
-
 @dataclass(frozen=True)
 class _ProfiledHalf:
+    """A part of a step that runs uncompiled. ``part``: the part name of its events."""
+
     module: fx.GraphModule
     instructions: Sequence[Instruction]
     part: str
 
 
-def _halves(step: CallableStep | GradAccumStep) -> list[_ProfiledHalf]:
-    """Return the parts of a step that run, uncompiled."""
-    emitted = step.emitted
-    program = emitted.program
+class _TimedHalf(fx.Interpreter):
+    """Runs one half of a program on a clock."""
+
+    def __init__(self, half: _ProfiledHalf, clock: _Clock) -> None:
+        super().__init__(half.module)
+        self.clock, self.half = clock, half
+
+    def run_node(self, n: fx.Node) -> Any:
+        target = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
+        part, instructions = self.half.part, self.half.instructions
+        result = self.clock.time(n, target, part, instructions, lambda: super(_TimedHalf, self).run_node(n))
+        self.clock.count((*self.env.values(), result))
+        return result
+
+
+@contextmanager
+def _timed(step: CallableStep | GradAccumStep, clock: _Clock) -> Iterator[None]:
+    """Run all halves on a clock within the context, uncompiled."""
+    emitted, program = step.emitted, step.emitted.program
     halves = [
         _ProfiledHalf(emitted.forward, program.forward, "forward"),
         _ProfiledHalf(emitted.backward, program.backward, "backward"),
@@ -302,13 +302,6 @@ def _halves(step: CallableStep | GradAccumStep) -> list[_ProfiledHalf]:
         ahead, behind = step.ahead, step.behind
         halves.append(_ProfiledHalf(ahead.forward, ahead.program.forward, ONCE))
         halves.append(_ProfiledHalf(behind.backward, behind.program.backward, ONCE))
-    return halves
-
-
-@contextmanager
-def _timed(step: CallableStep | GradAccumStep, clock: _Clock) -> Iterator[None]:
-    """Run all halves on a clock within the context, uncompiled."""
-    halves = _halves(step)
 
     def run(half: _ProfiledHalf) -> Callable[..., Any]:
         def forward(*args: Any) -> Any:

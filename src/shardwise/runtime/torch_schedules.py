@@ -71,7 +71,6 @@ class _Progress:
         self.begin(backward=True)
 
     def begin(self, *, backward: bool) -> None:
-        """Start over, with all actions or with the forwards alone."""
         self._left = deque(action for action in self._labels if backward or action.kind == "forward")
         self._done: set[Action] = set()
 
@@ -97,7 +96,6 @@ class _Progress:
 
     @property
     def waits_for(self) -> bytes:
-        """Describe what this rank waits for."""
         return self._labels[self._left[0]] if self._left else b"messages of other stages, at the end of a pass"
 
 
@@ -301,9 +299,13 @@ def _is_loss(output: Tensor, target: Tensor) -> Tensor:
     return output
 
 
-def order_of(schedule: Schedule, num_places: int, num_micro_batches: int) -> Order:
+def order_of(schedule: Schedule | None, num_places: int, num_micro_batches: int) -> Order:
     """Return the actions of every pipeline rank, in the solved order or in torch's. Until an order is solved, the
-    schedule that replaces it counts. Needs no process group."""
+    schedule that replaces it counts. Without a schedule there is one stage: forward and backward of each micro-batch.
+    Needs no process group."""
+    if schedule is None:
+        kinds: tuple[Kind, ...] = "forward", "backward"
+        return (tuple(Action(0, kind, number) for number in range(num_micro_batches) for kind in kinds),)
     if schedule.actions:
         return schedule.actions
     if schedule.is_solved:
@@ -332,7 +334,6 @@ def order_of(schedule: Schedule, num_places: int, num_micro_batches: int) -> Ord
 
 
 def _actions(action: Any) -> list[Action]:
-    """Convert torch's action, which may combine several."""
     if action is None:
         return []
     if action.sub_actions:

@@ -35,7 +35,7 @@ from shardwise.search.dynamic_programming import SearchOutcome, step_seconds
 from shardwise.search.dynamic_programming import search as solve_step
 from shardwise.search.elimination import fix_variables
 from shardwise.search.input_only import assign_input_only_ops
-from shardwise.search.recompute_spec import RecomputeSpec
+from shardwise.search.memory_policy import PricedPolicy
 from shardwise.search.solving import minimise, solver_of
 from shardwise.search.variables import OperatorVariable, ReceivedVariable, SharedVariable, StorageVariable
 
@@ -100,10 +100,10 @@ def cost_graph(
     fixed: Choices,
     axes: Axes,
     prices: Prices,
-    again: RecomputeSpec | None = None,
+    again: PricedPolicy | None = None,
 ) -> CostGraph:
     """Return the cost graph of a model on one mesh. ``again``: what backward recomputes."""
-    return build(domains_of(SearchSpace(graph, factored), axes, prices), fixed, again=again)
+    return build(domains_of(SearchSpace(graph, factored), axes, prices), fixed, again)
 
 
 def separate_axes(fixed: Choices, mesh: Mesh) -> frozenset[str]:

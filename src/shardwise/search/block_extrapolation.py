@@ -30,17 +30,17 @@ from shardwise.search.memory_policy import MemoryPolicy
 Simulate = Callable[[Graph, MemoryPolicy], SimulatedStep]
 
 
+# What a block adds to a step whatever it holds.
+_FIGURES = ("seconds", "compute", "communication", "exposed", "forward", "kept_bytes")
+
+
 @dataclass(frozen=True)
 class PerBlockCost:
-    """The cost that one more block of a run adds to a step. ``added_bytes``: bytes by phase and *region*: the blocks
-    before the run, its first, its last, those behind it, and every operator outside of blocks."""
+    """The cost that one more block of a run adds to a step. ``figures``: those of a step; ``added_bytes``: bytes by
+    phase and *region*: the blocks before the run, its first, its last, those behind it, and every operator outside of
+    blocks."""
 
-    seconds: float
-    compute: float
-    communication: float
-    exposed: float
-    forward: float
-    kept_bytes: int
+    figures: Mapping[str, float]
     added_bytes: Mapping[tuple[str, str], int]
 
     @staticmethod
@@ -50,12 +50,7 @@ class PerBlockCost:
         for (phase, op), size in two.held.items():
             added.setdefault((phase, region_of(op)), []).append(three.held.get((phase, op), size) - size)
         return PerBlockCost(
-            three.seconds - two.seconds,
-            three.compute - two.compute,
-            three.communication - two.communication,
-            three.exposed - two.exposed,
-            three.forward - two.forward,
-            three.kept_bytes - two.kept_bytes,
+            {name: getattr(three, name) - getattr(two, name) for name in _FIGURES},
             {where: median_high(differences) for where, differences in added.items()},
         )
 
@@ -160,30 +155,20 @@ def _policy_by_operator(memory_policy: MemoryPolicy) -> Mapping[str, Hashable]:
 
 
 def _among(memory_policy: MemoryPolicy, graph: Graph) -> MemoryPolicy:
-    """Return the memory policy for the operators of a graph."""
     names = graph.op_by_name.keys()
     segments = (replace(segment, operators=segment.operators & names) for segment in memory_policy.segments)
     return replace(memory_policy, segments=tuple(segment for segment in segments if segment.operators))
 
 
 def _extended(two: SimulatedStep, more: Sequence[tuple[int, PerBlockCost, Callable[[str], str]]]) -> SimulatedStep:
-    """Return a step with so many further blocks of each run."""
     num_bytes_at = {
         (phase, op): num_bytes
         + sum(count * block.added_bytes.get((phase, region_of(op)), 0) for count, block, region_of in more)
         for (phase, op), num_bytes in two.held.items()
     }
     phase, op = max(num_bytes_at, key=num_bytes_at.__getitem__)
-    return SimulatedStep(
-        two.seconds + sum(count * block.seconds for count, block, _ in more),
-        two.compute + sum(count * block.compute for count, block, _ in more),
-        two.communication + sum(count * block.communication for count, block, _ in more),
-        two.exposed + sum(count * block.exposed for count, block, _ in more),
-        Peak(num_bytes_at[phase, op], phase, op, {}),
-        two.forward + sum(count * block.forward for count, block, _ in more),
-        held=num_bytes_at,
-        kept_bytes=two.kept_bytes + sum(count * block.kept_bytes for count, block, _ in more),
-    )
-
-
-__all__ = ["FoldedSteps"]
+    figures = {
+        name: getattr(two, name) + sum(count * block.figures[name] for count, block, _ in more) for name in _FIGURES
+    }
+    peak = Peak(num_bytes_at[phase, op], phase, op, {})
+    return replace(two, **figures, peak=peak, events=(), held=num_bytes_at, rests={})

@@ -56,7 +56,6 @@ class Candidate:
 
     @property
     def unhidden_seconds(self) -> float:
-        """Return the seconds if nothing overlaps."""
         return float(self.components[[EXPOSED, COMPUTE, TRAFFIC]].sum())
 
 

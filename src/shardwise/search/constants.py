@@ -100,6 +100,15 @@ MAX_CUT_POSITIONS = 400
 SLOWEST_STAGE_SLACK = 1.03
 # Seconds that a stage over the memory limit counts as.
 OVER_LIMIT_PENALTY = 1e6
+# Forward is a third of a step without recomputation: so much longer is a stage that recomputes everything.
+RECOMPUTED_SHARE = 1 / 3
+# A cut is planned if it may be better than the best planned one by more than this share.
+PARTITION_TOLERANCE = 0.01
+# Cuts of one micro-batch size that are planned at most until one fits, and once one fits.
+MAX_PLANNED_CUTS = 60
+MAX_FASTER_CUTS = 4
+# Memory policies whose programs are built to find the least memory of a stage: those of the fewest additive bytes.
+NUM_LEAST_POLICIES = 3
 # Plans of stages that are tried until boundary values fit as well.
 MAX_BOUNDARY_TRIES = 3
 # Blocks by which ``plan.top`` moves a cut.
@@ -109,8 +118,6 @@ ESTIMATED_MEMORY_SHARE = 0.93
 # Weights of traffic in estimates (compute has the rest), and prices of all bytes of a device, in steps.
 ESTIMATED_TRAFFIC_WEIGHTS = (HIDDEN_WEIGHT, 0.5, 1.0 - HIDDEN_WEIGHT)
 ESTIMATED_BYTE_PRICES = (0.03, 0.3, 3.0, 30.0)
-# The slowest pipeline rank may be slower by this factor where that divides the time more evenly.
-EVEN_STAGE_SLACK = 1.01
 # Settings of ``stages="auto"`` that are planned at most; of large models fewer, so that they have this many operators.
 MAX_PLANNED_SETTINGS = 24
 MAX_PLANNED_OPERATORS = 12_000

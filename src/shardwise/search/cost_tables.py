@@ -6,7 +6,7 @@ hold, so the cost graph of another policy takes only a few look-ups (``Tables.pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from shardwise.costs.kernels import is_view
-from shardwise.graph.ir import Graph, Op
+from shardwise.graph.ir import Op
 from shardwise.layouts.choice import Choices
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.routes import Floats, Ints, Routes
@@ -32,34 +32,17 @@ from shardwise.search.conversion_tables import (
 from shardwise.search.cost_graph import Components, CostGraph, FoldedView
 from shardwise.search.domains import Domain, Domains
 from shardwise.search.elimination import Scope
-from shardwise.search.recompute_spec import RecomputeSpec
+from shardwise.search.memory_policy import PricedPolicy
 from shardwise.search.variables import OperatorVariable, ReceivedVariable, SharedVariable, StorageVariable, Variable
 
 
-def build(domains: Domains, fixed: Choices, again: RecomputeSpec | None = None) -> CostGraph:
+def build(domains: Domains, fixed: Choices, policy: PricedPolicy | None = None) -> CostGraph:
     """Return the cost graph. ``fixed``: the choices of the user."""
-    return Tables(domains, fixed).priced(again or RecomputeSpec())
-
-
-class _TableConditions:
-    """The conditions of tables besides choices. ``in_flight``: micro-batches whose values are kept for backward at
-    once; ``dropped``: values that are recomputed or offloaded; ``local``: those of them that are kept where a message
-    brought them."""
-
-    def __init__(self, graph: Graph, again: RecomputeSpec, in_flight: int) -> None:
-        self.again, self.reshard_mode, self.in_flight = again, again.reshard_mode, in_flight
-        away = again.operators | again.offloaded
-        self.dropped = {name for op in graph.ops if op.name in away for name in op.results}
-        self.local = {name for op in graph.ops if op.name in again.local for name in op.results}
+    return Tables(domains, fixed).priced(policy or PricedPolicy())
 
 
 # The part of the memory policy that decides a table; equal parts mean equal tables.
 How = tuple[bool, ...]
-
-
-def _always(conditions: _TableConditions) -> How:
-    """Return the conditions of a table that depends on none: an empty tuple."""
-    return ()
 
 
 class _CostTable(NamedTuple):
@@ -69,8 +52,8 @@ class _CostTable(NamedTuple):
 
     scope: Scope
     number: int
-    how: Callable[[_TableConditions], How]
-    table: Callable[[_TableConditions, How], Components]
+    how: Callable[[PricedPolicy], How]
+    table: Callable[[PricedPolicy, How], Components]
     transient: Callable[[], Floats] | None
 
 
@@ -110,21 +93,18 @@ class Tables:
                 self._store(name)
         self._deliver()
 
-    def priced(self, again: RecomputeSpec, in_flight: int = 1) -> CostGraph:
-        """Return the cost graph under a policy. ``in_flight``: micro-batches kept for backward at once."""
-        cost, conditions = (
-            replace(self.cost, factors=[], kinds=[], transients={}),
-            _TableConditions(self.graph, again, in_flight),
-        )
+    def priced(self, policy: PricedPolicy) -> CostGraph:
+        """Return the cost graph under a policy."""
+        cost = replace(self.cost, factors=[], kinds=[], transients={})
         kinds: dict[tuple[int, How], int] = {}
         for scope, number, how_of, table, transient in self._factors:
-            key = number, how_of(conditions)
+            key = number, how_of(policy)
             kind = kinds.get(key)
             if kind is None:
                 kind = kinds[key] = len(cost.kinds)
-                for_all = key, conditions.reshard_mode, in_flight
+                for_all = key, policy.reshard_mode, policy.in_flight
                 if for_all not in self._made:
-                    self._made[for_all] = table(conditions, key[1])
+                    self._made[for_all] = table(policy, key[1])
                 cost.kinds.append(self._made[for_all])
                 if transient is not None:
                     cost.transients[kind] = transient
@@ -146,7 +126,7 @@ class Tables:
         nodes = sendable(routes)
         variable = self._add(StorageVariable(name, routes, nodes))
 
-        def table(conditions: _TableConditions, how: How) -> Components:
+        def table(policy: PricedPolicy, how: How) -> Components:
             numel = routes.numel[nodes].astype(np.float64)
             seconds = numel * domains.prices.casts(value, 1.0, updated)
             if updated:
@@ -154,7 +134,7 @@ class Tables:
             return seconds, None, None, numel * domains.prices.resident_bytes_per_element(value, updated)
 
         dtypes = value.dtype, value.stored, value.reduced
-        self._factor((variable,), ("store", id(routes), dtypes, updated, nodes.tobytes()), _always, table)
+        self._factor((variable,), ("store", id(routes), dtypes, updated, nodes.tobytes()), table)
         self._arrive(name, variable, nodes, traffic=True)
 
     def _receive(self, name: str) -> None:
@@ -164,16 +144,15 @@ class Tables:
         nodes = sendable(routes)
         variable = self._add(ReceivedVariable(name, routes, nodes))
 
-        def table(conditions: _TableConditions, how: How) -> Components:
+        def table(policy: PricedPolicy, how: How) -> Components:
             level = self.domains.prices.links.cluster.levels[-1]
             num_bytes = routes.numel[nodes].astype(np.float64) * routes.tensor.itemsize
             return 2 * num_bytes * level.shared_by / level.link_bandwidth(level.size), None, None, None
 
-        self._factor((variable,), ("receive", id(routes), nodes.tobytes()), _always, table)
+        self._factor((variable,), ("receive", id(routes), nodes.tobytes()), table)
         self._arrive(name, variable, nodes, traffic=False)
 
     def _arrive(self, name: str, variable: int, nodes: Ints, *, traffic: bool) -> None:
-        """Add a value in a layout that ``variable`` decides."""
         self.cost.maker[name] = self.cost.home[name] = variable, nodes
         if len(self.consumers.get(name, ())) > 1:
             self._share(name, variable, nodes, traffic=traffic)
@@ -201,15 +180,15 @@ class Tables:
         domain = self.domains.domain(op, self.fixed.get(op.name))
         variable = self._add(OperatorVariable(op.name, domain))
 
-        def how_of(conditions: _TableConditions) -> How:
-            return op.name in conditions.again.operators, op.name in conditions.again.offloaded
+        def how_of(policy: PricedPolicy) -> How:
+            return op.name in policy.operators, op.name in policy.offloaded
 
-        def table(conditions: _TableConditions, how: How) -> Components:
+        def table(policy: PricedPolicy, how: How) -> Components:
             again, waits = how
             compute = domain.compute + domain.forward if again else domain.compute
-            return domain.exposed, compute, None, None if again or waits else domain.kept * conditions.in_flight
+            return domain.exposed, compute, None, None if again or waits else domain.kept * policy.in_flight
 
-        self._factor((variable,), ("operator", id(domain)), how_of, table, partial(self._worked_on, op, domain))
+        self._factor((variable,), ("operator", id(domain)), table, how_of, partial(self._worked_on, op, domain))
         for name in dict.fromkeys(name for name in op.operands if name in self.cost.home):
             self._edge(name, op, variable, domain)
         for i, name in enumerate(op.results):
@@ -233,17 +212,17 @@ class Tables:
         consumers = self._kept_by(name)
         value = self.graph.by_name[name]
 
-        def how_of(conditions: _TableConditions) -> How:
-            again, is_local = conditions.again, name in conditions.local
-            dropped = not is_local and self._is_dropped(name, conditions)
+        def how_of(policy: PricedPolicy) -> How:
+            is_local = name in policy.local
+            dropped = not is_local and self._is_dropped(name, policy)
             only_copies = is_local or (traffic and value.stored is None)
-            resent = bool(consumers) and not traffic and again.resent.issuperset(consumers)
-            return bool(consumers) and not dropped, dropped, only_copies, resent, again.operators.isdisjoint(consumers)
+            resent = bool(consumers) and not traffic and policy.resent.issuperset(consumers)
+            return bool(consumers) and not dropped, dropped, only_copies, resent, policy.operators.isdisjoint(consumers)
 
         static = "share", id(routes), starts.tobytes(), nodes.tobytes(), traffic, value.kept_dtype if traffic else None
         window = self._window(name, static, lambda: routes.prices(nodes)[starts]) if traffic else inf
 
-        def table(conditions: _TableConditions, how: How) -> Components:
+        def table(policy: PricedPolicy, how: How) -> Components:
             kept, dropped, only_copies, resent, beside = how
             seconds = routes.prices(nodes)[starts]
             # A parameter is counted where it is stored; any other value, and a parameter's cast, here. Of recomputed
@@ -251,22 +230,20 @@ class Tables:
             numel, again = kept_elements(routes, starts, nodes, is_held=only_copies or dropped, resent=resent)
             kept_bytes = numel * (routes.tensor.itemsize if kept else 0)
             often = _ConversionCount(
-                conditions.in_flight,
-                self._share_of_pass(routes, starts, nodes, traffic, conditions),
-                self._times(routes, starts, nodes, traffic, conditions),
-                self._whole_sums(name, starts, nodes, traffic, conditions),
+                policy.in_flight,
+                self._share_of_pass(routes, starts, nodes, traffic, policy),
+                self._times(routes, starts, nodes, traffic, policy),
+                self._whole_sums(name, starts, nodes, traffic, policy),
             )
             return self._resent(self._placed(seconds, kept_bytes, traffic, window, often), seconds, again, beside)
 
-        self._factor((maker, variable), (*static, window), how_of, table, partial(bytes_sent, routes, starts, nodes))
+        self._factor((maker, variable), (*static, window), table, how_of, partial(bytes_sent, routes, starts, nodes))
         self.cost.home[name] = variable, nodes
 
-    def _is_dropped(self, name: str, conditions: _TableConditions) -> bool:
-        """Return whether the converted value is not held for backward."""
-        return name in conditions.dropped or (conditions.reshard_mode == "again" and name in self.parameter)
+    def _is_dropped(self, name: str, policy: PricedPolicy) -> bool:
+        return name in policy.dropped or (policy.reshard_mode == "again" and name in self.parameter)
 
     def _kept_by(self, name: str) -> set[str]:
-        """Return the operators that keep a value for their backward."""
         return {
             op.name
             for op in self.consumers[name]
@@ -277,7 +254,6 @@ class Tables:
     # -- tables --------------------------------------------------------------------------------------------------------
 
     def _edge(self, name: str, op: Op, variable: int, domain: Domain) -> None:
-        """Add the costs of a consumer's layouts of a value, from the layouts of the value."""
         home, starts = self.cost.home[name]
         routes = self.domains.routes(name)
         positions = tuple(i for i, operand in enumerate(op.operands) if operand == name)
@@ -289,39 +265,28 @@ class Tables:
         is_once = isinstance(maker, StorageVariable) and len(positions) == 1
         dtype = value.kept_dtype if is_once else None
 
-        def how_of(conditions: _TableConditions) -> How:
-            again, is_local = conditions.again, name in conditions.local
-            dropped = not is_local and self._is_dropped(name, conditions)
-            resent = not traffic and op.name in again.resent
-            return is_made and not is_local, dropped, resent, op.name not in again.operators
+        def how_of(policy: PricedPolicy) -> How:
+            is_local = name in policy.local
+            dropped = not is_local and self._is_dropped(name, policy)
+            resent = not traffic and op.name in policy.resent
+            return is_made and not is_local, dropped, resent, op.name not in policy.operators
 
         static = "edge", id(routes), starts.tobytes(), id(domain), positions, traffic, is_made, dtype
 
-        def fresh_nodes() -> Iterator[tuple[int, Ints, Floats]]:
-            done: list[Ints] = []
-            for position in positions:
-                nodes = domain.operands[position]
-                assert nodes is not None, f"{op.name}: {name} has no layouts"
-                fresh = np.ones(len(domain))
-                for other in done:  # two operands in the same layout share the conversion
-                    fresh *= nodes != other
-                yield position, nodes, fresh
-                done.append(nodes)
-
         def taken() -> Floats:
             seconds = np.zeros((len(starts), len(domain)))
-            for _, nodes, fresh in fresh_nodes():
+            for _, nodes, fresh in _fresh_nodes(positions, domain):
                 seconds += seconds_between(routes, starts, nodes) * fresh[None, :]
             return seconds
 
         window = self._window(name, static, taken) if traffic else inf
 
-        def table(conditions: _TableConditions, how: How) -> Components:
+        def table(policy: PricedPolicy, how: How) -> Components:
             computed, dropped, resent, beside = how
             kept_bytes, repeated = np.zeros((2, len(starts), len(domain)))
             times: Floats | float = 1.0
-            for position, nodes, fresh in fresh_nodes():
-                times = np.maximum(times, self._times(routes, starts, nodes, traffic, conditions))
+            for position, nodes, fresh in _fresh_nodes(positions, domain):
+                times = np.maximum(times, self._times(routes, starts, nodes, traffic, policy))
                 if position in domain.keeps:
                     # Where it is computed the value itself, or the parameter's cast, is kept, once.
                     numel, again = kept_elements(routes, starts, nodes, is_held=dropped or not computed, resent=resent)
@@ -330,10 +295,10 @@ class Tables:
             share: Floats | float = 1.0
             sums: tuple[Floats, Floats] | None = None
             if is_once:
-                ((_, nodes, _),) = fresh_nodes()
-                share = self._share_of_pass(routes, starts, nodes, is_once, conditions)
-                sums = self._whole_sums(name, starts, nodes, is_once, conditions)
-            seconds, often = taken(), _ConversionCount(conditions.in_flight, share, times, sums)
+                ((_, nodes, _),) = _fresh_nodes(positions, domain)
+                share = self._share_of_pass(routes, starts, nodes, is_once, policy)
+                sums = self._whole_sums(name, starts, nodes, is_once, policy)
+            seconds, often = taken(), _ConversionCount(policy.in_flight, share, times, sums)
             return self._resent(self._placed(seconds, kept_bytes, traffic, window, often), seconds, repeated, beside)
 
         def transient() -> Floats:
@@ -341,7 +306,7 @@ class Tables:
             most: Floats = np.max(tables, axis=0)
             return most
 
-        self._factor((home, variable), (*static, window), how_of, table, transient)
+        self._factor((home, variable), (*static, window), table, how_of, transient)
 
     def _worked_on(self, op: Op, domain: Domain) -> Floats:
         """Return [strategies] bytes of an operator's backward: the cotangents of its results and of its operands."""
@@ -356,7 +321,7 @@ class Tables:
         return total
 
     def _share_of_pass(
-        self, routes: Routes, starts: Ints, nodes: Ints, is_once: bool, conditions: _TableConditions
+        self, routes: Routes, starts: Ints, nodes: Ints, is_once: bool, policy: PricedPolicy
     ) -> Floats | float:
         """Return [starts, nodes] a micro-batch's share of a conversion from where a parameter is stored. A step
         converts it once where the stored part is no smaller than what operators use, or if the user asks for that,
@@ -364,29 +329,27 @@ class Tables:
         passes = self.domains.prices.passes
         if not is_once or passes == 1:
             return 1.0
-        if conditions.reshard_mode == "once":
+        if policy.reshard_mode == "once":
             return np.full((len(starts), len(nodes)), 1 / passes)
         is_once_a_step = keeps_size(routes, starts, nodes)
-        if conditions.reshard_mode == "again":
+        if policy.reshard_mode == "again":
             is_once_a_step &= ~is_brought(routes, starts, nodes)
         return np.where(is_once_a_step, 1 / passes, 1.0)
 
-    def _times(
-        self, routes: Routes, starts: Ints, nodes: Ints, traffic: bool, conditions: _TableConditions
-    ) -> Floats | float:
+    def _times(self, routes: Routes, starts: Ints, nodes: Ints, traffic: bool, policy: PricedPolicy) -> Floats | float:
         """Return [starts, nodes] how often a parameter's conversions send: those that bring what a device does not have
         are repeated in backward, if the policy asks for that."""
-        if not traffic or conditions.reshard_mode != "again":
+        if not traffic or policy.reshard_mode != "again":
             return 1.0
         return np.where(is_brought(routes, starts, nodes), REGATHER_TRAFFIC, 1.0)
 
     def _whole_sums(
-        self, name: str, starts: Ints, nodes: Ints, is_once: bool, conditions: _TableConditions
+        self, name: str, starts: Ints, nodes: Ints, is_once: bool, policy: PricedPolicy
     ) -> tuple[Floats, Floats] | None:
         """Return ``larger_gradients`` of a parameter, in its stored dtype: its gradient adds up over the micro-batches
         in a larger layout than the stored one, which takes a step more seconds."""
         routes, is_one_pass = self.domains.routes(name), self.domains.prices.passes == 1
-        if not is_once or is_one_pass or not routes.tensor.differentiable or conditions.reshard_mode != "once":
+        if not is_once or is_one_pass or not routes.tensor.differentiable or policy.reshard_mode != "once":
             return None
         return larger_gradients(routes, starts, nodes, self.graph.by_name[name].kept_dtype.itemsize)
 
@@ -399,12 +362,10 @@ class Tables:
                 continue
             (home, starts), routes = self.cost.home[name], self.domains.routes(name)
 
-            def table(
-                conditions: _TableConditions, how: How, routes: Routes = routes, starts: Ints = starts
-            ) -> Components:
+            def table(policy: PricedPolicy, how: How, routes: Routes = routes, starts: Ints = starts) -> Components:
                 return routes.prices(np.array([routes.whole]))[starts, 0], None, None, None
 
-            self._factor((home,), ("deliver", id(routes), starts.tobytes()), _always, table)
+            self._factor((home,), ("deliver", id(routes), starts.tobytes()), table)
         for name in self.graph.cotangents or ():
             if name in self.cost.home:
                 self._send(name)
@@ -419,10 +380,10 @@ class Tables:
         least = np.lexsort((np.broadcast_to(routes.numel[nodes], seconds.shape), seconds), axis=1)[:, 0]
         self.cost.sent[name] = home, nodes[least]
 
-        def table(conditions: _TableConditions, how: How) -> Components:
+        def table(policy: PricedPolicy, how: How) -> Components:
             return np.take_along_axis(seconds, least[:, None], axis=1)[:, 0], None, None, None
 
-        self._factor((home,), ("send", id(routes), starts.tobytes(), nodes.tobytes()), _always, table)
+        self._factor((home,), ("send", id(routes), starts.tobytes(), nodes.tobytes()), table)
 
     def _window(self, name: str, static: Hashable, seconds: Callable[[], Floats]) -> float:
         """Return the seconds that messages of a parameter can hide behind; inf if no conversion takes longer."""
@@ -462,8 +423,8 @@ class Tables:
         self,
         scope: Scope,
         static: Hashable,
-        how: Callable[[_TableConditions], How],
-        table: Callable[[_TableConditions, How], Components],
+        table: Callable[[PricedPolicy, How], Components],
+        how: Callable[[PricedPolicy], How] = lambda policy: (),
         transient: Callable[[], Floats] | None = None,
     ) -> None:
         """Add a table over ``scope``; ``static``: its content, whatever the memory policy."""
@@ -472,4 +433,15 @@ class Tables:
         self._factors.append(_CostTable(scope, number, how, table, transient))
 
 
-__all__ = ["Tables", "build"]
+def _fresh_nodes(positions: Iterable[int], domain: Domain) -> Iterator[tuple[int, Ints, Floats]]:
+    """Yield, for operands that are one value, their nodes, and 1 where no earlier one has the same: two operands in the
+    same layout share the conversion."""
+    done: list[Ints] = []
+    for position in positions:
+        nodes = domain.operands[position]
+        assert nodes is not None, f"operand {position} has no layouts"
+        fresh = np.ones(len(domain))
+        for other in done:
+            fresh *= nodes != other
+        yield position, nodes, fresh
+        done.append(nodes)

@@ -20,8 +20,8 @@ from shardwise.costs.cluster import Device
 from shardwise.costs.flops import FLOPS
 from shardwise.costs.fragments import Fragments
 from shardwise.costs.kernels import is_view
-from shardwise.costs.overlap_windows import overlap_windows
 from shardwise.costs.prices import Prices
+from shardwise.costs.pricing import overlap_windows
 from shardwise.costs.routing import Router
 from shardwise.costs.saved_for_backward import saved_for_backward
 from shardwise.graph.ir import Arg, Graph, Op, Value, map_refs
@@ -57,21 +57,16 @@ class Domain:
         return len(self.choices)
 
     def strategy(self, index: int) -> Strategy:
-        """Return one of its strategies."""
         return strategy_of(self.choices[index], self.axes)
 
     def only(self, kept: Ints) -> Domain:
-        """Return the domain with some strategies."""
-        return Domain(
-            self.axes,
-            tuple(self.choices[i] for i in kept.tolist()),
-            tuple(None if nodes is None else nodes[kept] for nodes in self.operands),
-            tuple(None if nodes is None else nodes[kept] for nodes in self.results),
-            self.compute[kept],
-            self.exposed[kept],
-            self.kept[kept],
-            self.keeps,
-            self.forward[kept],
+        per_strategy = {name: getattr(self, name)[kept] for name in ("compute", "exposed", "kept", "forward")}
+        return replace(
+            self,
+            choices=tuple(self.choices[i] for i in kept.tolist()),
+            operands=tuple(None if nodes is None else nodes[kept] for nodes in self.operands),
+            results=tuple(None if nodes is None else nodes[kept] for nodes in self.results),
+            **per_strategy,
         )
 
 
@@ -161,7 +156,6 @@ class SearchSpace:
         return num_blockers(self.graph, self.rules, ("whole", "lowered"))
 
     def _kind_of(self, op: Op) -> object:
-        """Return the key of everything that the domain of an operator depends on."""
         rule = self.rules[op.name]
 
         def tensor(name: str) -> object:
@@ -329,11 +323,7 @@ class Domains:
         return some & idle
 
     def _nodes(
-        self,
-        name: str,
-        where: Callable[[AxisChoice], Where],
-        per_axis: Sequence[Sequence[AxisChoice]],
-        grid: Ints,
+        self, name: str, where: Callable[[AxisChoice], Where], per_axis: Sequence[Sequence[AxisChoice]], grid: Ints
     ) -> Ints | None:
         """Return, per strategy, the node of an operand or result; -1 if it is no layout of the value. ``where``: its
         position on an axis, for a choice."""

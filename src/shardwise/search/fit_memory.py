@@ -23,52 +23,20 @@ from heapq import heapify, heappop, heappush
 from math import inf
 
 from shardwise.errors import PlanError, problem
-from shardwise.graph.segments import How, Segment
+from shardwise.graph.segments import Segment
 from shardwise.search.auto import MeshSearch
 from shardwise.search.config import SearchConfig
-from shardwise.search.constants import BINDING_LIMIT, FOLDED_STEP_ERROR, MIN_POLICIES_FOR_RATIO, PRICE_CUTOFF
+from shardwise.search.constants import (
+    BINDING_LIMIT,
+    FOLDED_STEP_ERROR,
+    MIN_POLICIES_FOR_RATIO,
+    NUM_LEAST_POLICIES,
+    PRICE_CUTOFF,
+)
 from shardwise.search.cost_graph import BYTES, CostGraph
-from shardwise.search.memory_policy import MemoryPolicy, Offload, blocks_of
+from shardwise.search.memory_policy import MEMORY_POLICIES, REPEATS, MemoryPolicy, Offload, ReshardMode, blocks_of
 from shardwise.search.planner import Planner, PlannerResult, SearchResult
 from shardwise.search.ranking import CandidateRanking
-from shardwise.search.recompute_spec import ReshardMode
-
-# How the repeated blocks are recomputed (None: only as the model asks), when sharded parameters are gathered
-# (``search.recompute_spec``), and whether saved values of the blocks are offloaded. The first one recomputes least.
-MEMORY_POLICIES: tuple[tuple[How | None, ReshardMode, Offload], ...] = (
-    (None, "held", "auto"),
-    (None, "once", "auto"),
-    ("gathers", "held", "auto"),
-    ("gathers", "once", "auto"),
-    ("cheap", "held", "auto"),
-    ("cheap", "once", "auto"),
-    ("cheap+gathers", "held", "auto"),
-    ("cheap+gathers", "once", "auto"),
-    (None, "again", "auto"),
-    ("gathers", "again", "auto"),
-    ("offload", "held", "auto"),
-    ("offload", "once", "auto"),
-    ("cheap", "again", "auto"),
-    ("cheap+gathers", "again", "auto"),
-    ("full", "held", "auto"),
-    ("full", "once", "auto"),
-    ("full", "again", "auto"),
-    ("full", "again", "all"),
-)
-# What each policy repeats. Policies that are missing here cannot be compared.
-STRENGTH: dict[How | None, frozenset[str]] = {
-    None: frozenset(),
-    "gathers": frozenset(("messages",)),
-    "cheap": frozenset(("kernels",)),
-    "cheap+gathers": frozenset(("messages", "kernels")),
-    "full": frozenset(("messages", "kernels", "products")),
-}
-# The weaker policies that are tried for the last blocks. By default ("none") these keep everything.
-EASIER: dict[How, tuple[How, ...]] = {
-    "full": ("cheap", "cheap+gathers"), "cheap+gathers": ("cheap", "gathers")
-}  # fmt: skip
-# Order of the modes by how often parameters are gathered.
-RESHARD_STRENGTH: dict[ReshardMode, int] = {"once": 0, "held": 1, "again": 2}
 
 
 def fit_memory(
@@ -97,7 +65,7 @@ def fit_memory(
         once = (
             policy
             for policy in policies
-            if policy.how is None and policy.planner.settings.memory_policy.reshard_mode == "once"
+            if policy.memory_policy.recompute is None and policy.memory_policy.reshard_mode == "once"
         )
         bound = min([bound, *(planner.bound_without_limit(policy.costs) for policy in once)])
     fitting: list[_PolicyResult] = []
@@ -147,6 +115,20 @@ def fit_memory(
     return replace(best, prediction=replace(best.prediction, bound=min(best.prediction.bound, bound)))
 
 
+def least_memory(
+    planner: Planner, segments: Sequence[Segment], reshard_mode: ReshardMode | None = None, offload: Offload = "auto"
+) -> PlannerResult:
+    """Return a plan of about the least memory of all memory policies, whatever the limit. Arguments as ``fit_memory``.
+
+    Programs are built for the NUM_LEAST_POLICIES policies of the fewest additive bytes.
+    """
+    without = replace(planner, settings=replace(planner.settings, memory_bytes=0.0, known=inf))
+    policies = list(_memory_policies(without, segments, reshard_mode, offload))
+    policies.sort(key=lambda policy: min(num_bytes for num_bytes, _ in policy.searches[1]))
+    least = min(policies[:NUM_LEAST_POLICIES], key=lambda policy: policy.answer.ranking.best.num_bytes)
+    return least.planner.planned(least.answer)
+
+
 def _at_least(price: float, answered: Sequence[_PolicyResult]) -> float:
     """Return an estimate of the least step of plans with a price.
 
@@ -164,7 +146,6 @@ def _times(settings: SearchConfig) -> int:
 
 
 def _slower(seconds: float, settings: SearchConfig) -> PlanError:
-    """Return the error for steps that take at least ``seconds`` per micro-batch, more than a known plan."""
     step = seconds * _times(settings)
     return PlanError(problem(f"steps take about {step:.3g} s, and a plan with {settings.known:.3g} s is known"))
 
@@ -175,13 +156,15 @@ class _PolicyResult:
 
     Attributes:
         planner: The planner with the policy in ``settings.memory_policy``.
-        how: How the policy recomputes the repeated blocks.
         costs: The cost graph of every mesh.
     """
 
     planner: Planner
-    how: How | None
     costs: Sequence[CostGraph]
+
+    @property
+    def memory_policy(self) -> MemoryPolicy:
+        return self.planner.settings.memory_policy
 
     @cached_property
     def searches(self) -> tuple[Sequence[MeshSearch], Sequence[tuple[float, CostGraph]]]:
@@ -218,23 +201,18 @@ class _PolicyResult:
         The offloaded bytes are the difference to the same assignment without offloading.
         """
         settings, rate = self.planner.settings, self.planner.cluster.device.host_bandwidth
-        if not settings.memory_policy.moves_to_host or not rate:
+        if not self.memory_policy.moves_to_host or not rate:
             return 0.0
-        staying = replace(self.planner, settings=replace(settings, memory_policy=settings.memory_policy.on_device))
+        staying = self.planner.under(self.memory_policy.on_device)
         more = staying.cost_graph(search.mesh).components(search.outcome.assignment) - search.outcome.components
         return 2 * float(more[BYTES]) / settings.in_flight / rate
 
     def is_ruled_out(self, price: float, fitting: Sequence[_PolicyResult]) -> bool:
         """Return whether another policy that fits recomputes no more, and has a plan that fits at no higher price."""
-        return any(self._recomputes_more(other) and price >= other.least_that_fits for other in fitting)
-
-    def _recomputes_more(self, other: _PolicyResult) -> bool:
-        """Return whether it recomputes at least everything that ``other`` does. False if they cannot be compared."""
-        memory_policy, weaker = self.planner.settings.memory_policy, other.planner.settings.memory_policy
-        if self.how not in STRENGTH or other.how not in STRENGTH or memory_policy.offloads != weaker.offloads:
-            return False
-        gathers = RESHARD_STRENGTH[memory_policy.reshard_mode] >= RESHARD_STRENGTH[weaker.reshard_mode]
-        return STRENGTH[self.how].issuperset(STRENGTH[other.how]) and gathers
+        return any(
+            self.memory_policy.repeats_no_less(other.memory_policy) and price >= other.least_that_fits
+            for other in fitting
+        )
 
     @cached_property
     def answer(self) -> SearchResult:
@@ -252,16 +230,17 @@ def _memory_policies(
     """Yield the policies of MEMORY_POLICIES that the model, the device and the user's choices allow."""
     has_blocks = bool(blocks_of(planner.graph))
     decided = offload != "auto" or not planner.cluster.device.host_bandwidth
-    for how, mode, moved in MEMORY_POLICIES:
+    for policy in MEMORY_POLICIES:
+        how, mode = policy.recompute, policy.reshard_mode
         if (reshard_mode is not None and mode != reshard_mode) or (how is not None and not has_blocks):
             continue
         if mode == "once" and reshard_mode is None and planner.settings.passes == 1:  # same as "held"
             continue
-        if decided and (how == "offload" or moved != "auto"):
+        if decided and (how == "offload" or policy.offloads):
             continue
-        memory_policy = MemoryPolicy.of(planner.graph, segments, how, mode, moved if offload == "auto" else offload)
-        with_policy = replace(planner, settings=replace(planner.settings, memory_policy=memory_policy))
-        yield _PolicyResult(with_policy, how, [with_policy.cost_graph(mesh) for mesh in with_policy.meshes])
+        moved = policy.offload if offload == "auto" else offload
+        with_policy = planner.under(MemoryPolicy.of(planner.graph, segments, how, mode, moved))
+        yield _PolicyResult(with_policy, [with_policy.cost_graph(mesh) for mesh in with_policy.meshes])
 
 
 def _eased(
@@ -269,15 +248,14 @@ def _eased(
 ) -> Iterator[tuple[Planner, CandidateRanking]]:
     """Yield the planner and ranking of a policy with as many of its last blocks eased as the limit allows.
 
-    There is one for each weaker policy in ``EASIER``. One that cannot be faster than ``fastest`` is yielded unchanged.
+    There is one for each weaker way in ``REPEATS``. One that cannot be faster than ``fastest`` is yielded unchanged.
     """
-    ranking, planner = policy.answer.ranking, policy.planner
-    if policy.how is None or ranking.best.step is None:
+    ranking, planner, strong = policy.answer.ranking, policy.planner, policy.memory_policy
+    if strong.recompute is None or ranking.best.step is None:
         yield planner, ranking
         return
-    strong = planner.settings.memory_policy
     requested = {*segments}
-    for weaker in EASIER.get(policy.how, ("none",)):  # "none" keeps the values of the segment
+    for weaker in REPEATS.get(strong.recompute, REPEATS[None]).easier:  # "none" keeps the values of the segment
         eased = tuple(
             segment if segment in requested or segment.how == "none" else replace(segment, how=weaker)
             for segment in strong.segments

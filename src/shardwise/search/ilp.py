@@ -116,7 +116,6 @@ class _IntegerProgram:
 
     @property
     def num_bytes(self) -> int:
-        """Return an estimate of the bytes that HiGHS takes."""
         entries = sum(map(len, self.values))
         for joint in self.joints:
             entries += len(joint.scope) * int(np.isfinite(joint.table).sum())

@@ -8,47 +8,121 @@ partitioner). ``gathers``: in the same cut only messages are repeated; ``cheap+g
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from operator import itemgetter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from shardwise.costs.flops import FLOPS
 from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.ir import Graph, Op, refs
 from shardwise.graph.segments import How, Segment, block_of
 from shardwise.programs.activation_offload import offloaded_operators
-from shardwise.programs.instructions import Arrive, Compute, Convert, Instruction, is_view, sent_by
+from shardwise.programs.instructions import Arrive, Compute, Convert, Instruction, memories, sent_by
 from shardwise.programs.lifetimes import is_repeatable, repeated, with_lifetimes
 from shardwise.programs.lower import lowered_by_model, lowered_operators, model_operators
-from shardwise.programs.pass_list import memories
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.spmd import Lifetimes, SpmdProgram
 from shardwise.search.constants import MIN_RESEND_SAVING
-from shardwise.search.recompute_spec import RecomputeSpec, ReshardMode
 
 Offload = Literal["auto", "all", "none"]
 OFFLOADS: tuple[Offload, ...] = ("auto", "all", "none")
-# What a minimum cut may repeat: kernels that are no products, and messages.
-CUTS: Mapping[How, tuple[bool, bool]] = {
-    "cheap": (True, False), "gathers": (False, True), "cheap+gathers": (True, True)
-}  # fmt: skip
+# When a parameter that is stored in shards is gathered, from the least often:
+# - "once": once per step. Micro-batches accumulate the whole gradient, which is reduced once (ZeRO-1);
+# - "held": in every micro-batch, and held from forward to backward (ZeRO-2);
+# - "again": in every forward, and again in backward (ZeRO-3).
+# In a step of one micro-batch, "once" equals "held".
+ReshardMode = Literal["once", "held", "again"]
+RESHARD_MODES: tuple[ReshardMode, ...] = ("once", "held", "again")
+
+
+class Repeats(NamedTuple):
+    """What recomputation repeats in backward, and the weaker ways that are tried for the last blocks."""
+
+    work: frozenset[str]
+    easier: tuple[How, ...] = ("none",)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a minimum cut decides what is kept: no product is repeated."""
+        return bool(self.work) and "products" not in self.work
+
+
+# Ways of recomputation that can be compared. Those that are missing here cannot.
+REPEATS: Mapping[How | None, Repeats] = {
+    None: Repeats(frozenset()),
+    "gathers": Repeats(frozenset(("messages",))),
+    "cheap": Repeats(frozenset(("kernels",))),
+    "cheap+gathers": Repeats(frozenset(("messages", "kernels")), ("cheap", "gathers")),
+    "full": Repeats(frozenset(("messages", "kernels", "products")), ("cheap", "cheap+gathers")),
+}
+CUTS = frozenset(how for how, repeats in REPEATS.items() if repeats.is_cut)
+
+
+@dataclass(frozen=True, slots=True)
+class PricedPolicy:
+    """A memory policy as the search prices it (``MemoryPolicy.priced``). Prices leave out other conversions that
+    backward repeats, and copies to the host. The simulation counts them.
+
+    Attributes:
+        operators: Operators whose results are recomputed in backward, so they hold no bytes.
+        reshard_mode: When sharded parameters are gathered.
+        offloaded: Operators whose results wait in host memory, so they hold no bytes on the device.
+        resent: Operators whose backward may receive saved operands again. The operand is then kept as it was before the
+            message, if that takes fewer bytes, and the price adds the second message (``RESEND_TRAFFIC``).
+        dropped: The results of ``operators`` and ``offloaded``.
+        local: Those of them that are recomputed without repeating messages (``recompute="cheap"``). A copy in another
+            layout, which a message delivered, is kept and counts.
+        in_flight: Micro-batches whose values are kept for backward at once.
+    """
+
+    operators: frozenset[str] = frozenset()
+    reshard_mode: ReshardMode = "held"
+    offloaded: frozenset[str] = frozenset()
+    resent: frozenset[str] = frozenset()
+    dropped: frozenset[str] = frozenset()
+    local: frozenset[str] = frozenset()
+    in_flight: int = 1
 
 
 @dataclass(frozen=True)
 class MemoryPolicy:
-    """Memory policy of a program. ``segments``: parts of the model that are recomputed or offloaded; ``reshard_mode``:
-    whether gathered parameters are held from forward to backward, gathered again, or gathered once a step
-    (``search.recompute_spec``); ``offloads``: whether saved values of the repeated blocks are offloaded."""
+    """How a program saves memory. Policies are ordered by what they repeat (``repeats_no_less``).
 
-    segments: tuple[Segment, ...] = ()
+    Attributes:
+        recompute: How the repeated blocks are recomputed. None: only as the model asks.
+        reshard_mode: When parameters that are stored in shards are gathered.
+        offload: Whether saved values are offloaded: of all blocks, of the parts that the model asks for, or of none.
+        segments: The parts of a graph that are recomputed or offloaded (``MemoryPolicy.of``).
+    """
+
+    recompute: How | None = None
     reshard_mode: ReshardMode = "held"
-    offloads: bool = False
+    offload: Offload = "auto"
+    segments: tuple[Segment, ...] = ()
 
     def __bool__(self) -> bool:
         away = self.reshard_mode == "again" or self.offloads
         return away or any(segment.how != "none" for segment in self.segments)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether saved values of all repeated blocks are offloaded."""
+        return self.offload == "all"
+
+    @property
+    def key(self) -> Hashable:
+        """What decides a program: equal keys give equal programs."""
+        return self.segments, self.reshard_mode, self.offloads
+
+    def repeats_no_less(self, other: MemoryPolicy) -> bool:
+        """Return whether backward repeats at least everything that it does under ``other``. False if the policies
+        cannot be compared."""
+        if not REPEATS.keys() >= {self.recompute, other.recompute} or self.offloads != other.offloads:
+            return False
+        gathers, fewer = (RESHARD_MODES.index(policy.reshard_mode) for policy in (self, other))
+        return REPEATS[self.recompute].work >= REPEATS[other.recompute].work and gathers >= fewer
 
     @property
     def moves_to_host(self) -> bool:
@@ -57,8 +131,7 @@ class MemoryPolicy:
     @property
     def on_device(self) -> MemoryPolicy:
         """Return the policy without offloading."""
-        segments = (replace(segment, how="none") if segment.how == "offload" else segment for segment in self.segments)
-        return replace(self, segments=tuple(segments), offloads=False)
+        return replace(self, segments=_kept_on_device(self.segments), offload="none")
 
     @staticmethod
     def of(
@@ -71,10 +144,9 @@ class MemoryPolicy:
         """Return the policy that a user asks for. ``segments``: those that the model asks for; ``recompute``: how its
         repeated blocks are also recomputed (None: only as the model asks); ``offload``: whether saved values of the
         blocks are offloaded (``"all"``) or nothing is. Raises ShardwiseError if the model has no blocks for that."""
-        offloads = offload == "all"
-        if offload == "none":
-            segments = [replace(segment, how="none") if segment.how == "offload" else segment for segment in segments]
-        if offloads and not blocks_of(graph):
+        empty = MemoryPolicy(recompute, reshard_mode, offload)
+        segments = _kept_on_device(segments) if offload == "none" else tuple(segments)
+        if empty.offloads and not blocks_of(graph):
             raise ShardwiseError(
                 problem(
                     "offload='all': the model has no repeated blocks (modules whose path has a number)",
@@ -82,10 +154,9 @@ class MemoryPolicy:
                 )
             )
         if recompute == "none":
-            offloaded = tuple(segment for segment in segments if segment.how == "offload")
-            return MemoryPolicy(offloaded, reshard_mode, offloads)
+            return replace(empty, segments=tuple(segment for segment in segments if segment.how == "offload"))
         if recompute is None:
-            return MemoryPolicy(tuple(segments), reshard_mode, offloads)
+            return replace(empty, segments=segments)
         taken = {name for segment in segments for name in segment.operators}
         blocks = [Segment(block.name, recompute, block.operators - taken) for block in blocks_of(graph)]
         if not blocks and not segments:
@@ -95,9 +166,9 @@ class MemoryPolicy:
                     fix="name the parts: sw.recompute(model.encoder)",
                 )
             )
-        return MemoryPolicy((*segments, *(block for block in blocks if block.operators)), reshard_mode, offloads)
+        return replace(empty, segments=(*segments, *(block for block in blocks if block.operators)))
 
-    def priced(self, graph: Graph) -> RecomputeSpec:
+    def priced(self, graph: Graph, in_flight: int = 1) -> PricedPolicy:
         """Return the recomputation that the search prices: all inner values of full segments, all but products of cheap
         ones. The program decides what is actually recomputed."""
         operators: set[str] = set()
@@ -112,20 +183,48 @@ class MemoryPolicy:
                 stays = _leaving(graph, segment.operators) if segment.how == "full" else set()
                 operators |= segment.operators - stays
             elif segment.how in CUTS:
-                kernels, messages = CUTS[segment.how]
-                if kernels:
+                work = REPEATS[segment.how].work
+                if "kernels" in work:
                     light = segment.operators - _leaving(graph, segment.operators) - products
                     operators |= light
-                    local |= set() if messages else light
-                if messages:
+                    local |= set() if "messages" in work else light
+                if "messages" in work:
                     resent |= segment.operators
-        return RecomputeSpec(
-            frozenset(operators),
-            self.reshard_mode,
-            frozenset(waiting - operators),
-            frozenset(local - waiting),
-            frozenset(resent),
-        )
+
+        def results(names: set[str]) -> frozenset[str]:
+            return frozenset(name for op in graph.ops if op.name in names for name in op.results)
+
+        return PricedPolicy(
+            frozenset(operators), self.reshard_mode, frozenset(waiting - operators), frozenset(resent),
+            results(operators | waiting), results(local - waiting), in_flight,
+        )  # fmt: skip
+
+
+# All policies that a search may try. The first one repeats least.
+MEMORY_POLICIES: tuple[MemoryPolicy, ...] = (
+    MemoryPolicy(None, "held"),
+    MemoryPolicy(None, "once"),
+    MemoryPolicy("gathers", "held"),
+    MemoryPolicy("gathers", "once"),
+    MemoryPolicy("cheap", "held"),
+    MemoryPolicy("cheap", "once"),
+    MemoryPolicy("cheap+gathers", "held"),
+    MemoryPolicy("cheap+gathers", "once"),
+    MemoryPolicy(None, "again"),
+    MemoryPolicy("gathers", "again"),
+    MemoryPolicy("offload", "held"),
+    MemoryPolicy("offload", "once"),
+    MemoryPolicy("cheap", "again"),
+    MemoryPolicy("cheap+gathers", "again"),
+    MemoryPolicy("full", "held"),
+    MemoryPolicy("full", "once"),
+    MemoryPolicy("full", "again"),
+    MemoryPolicy("full", "again", "all"),
+)
+
+
+def _kept_on_device(segments: Iterable[Segment]) -> tuple[Segment, ...]:
+    return tuple(replace(segment, how="none") if segment.how == "offload" else segment for segment in segments)
 
 
 def blocks_of(graph: Graph) -> tuple[Segment, ...]:
@@ -176,7 +275,7 @@ def with_memory_policy(kept: RankProgram, graph: Graph, memory_policy: MemoryPol
         cuts = _MinimumCuts(kept)
         for segment in partly:
             inside = {lowered_name for name in segment.operators for lowered_name in lowered.get(name, ())}
-            computed, converted = cuts.recomputed(inside, *CUTS[segment.how])
+            computed, converted = cuts.recomputed(inside, REPEATS[segment.how].work)
             operators |= computed
             conversions |= converted
     offloading = [
@@ -222,13 +321,12 @@ class _MinimumCuts:
         for i, instruction in enumerate(program.forward):
             if not (isinstance(instruction, (Convert, Arrive)) and instruction.of_parameters):
                 self.positions.setdefault(instruction.origin.op, []).append((i, instruction))
-            if isinstance(instruction, Compute) and not is_view(instruction):
+            if isinstance(instruction, Compute) and not instruction.is_view:
                 self.work.add(instruction.origin.op)
 
-    def recomputed(self, inside: Collection[str], kernels: bool, messages: bool) -> tuple[set[str], set[str]]:
+    def recomputed(self, inside: Collection[str], work: Collection[str]) -> tuple[set[str], set[str]]:
         """Return the operators and conversion results of a segment to recompute so that it holds the fewest bytes for
-        backward, and no product is computed twice. ``kernels``: recompute other operators; ``messages``: send messages
-        twice."""
+        backward. ``work``: what may be repeated, kernels that are no products, and messages."""
         import networkx as nx  # takes .3 s, and few plans ask for it
 
         flow = nx.DiGraph()
@@ -246,7 +344,7 @@ class _MinimumCuts:
         )
         least = 1 + max(brought, default=0) // MIN_RESEND_SAVING
         for instruction in ordered:
-            price = self._price(instruction, kernels, messages, least)
+            price = self._price(instruction, work, least)
             for name in instruction.results:
                 memory = self.root[name]
                 if memory != name and memory not in makers:
@@ -283,12 +381,12 @@ class _MinimumCuts:
         }
         return computed - once - self.products, converted
 
-    def _price(self, instruction: Instruction, kernels: bool, messages: bool, of_message: float) -> float:
+    def _price(self, instruction: Instruction, work: Collection[str], of_message: float) -> float:
         """Return the price of recomputing an instruction; infinite if that is not wanted."""
         op = instruction.origin.op
         if isinstance(instruction, Compute):
-            may = op not in self.products and (kernels or op not in self.work)
+            may = op not in self.products and ("kernels" in work or op not in self.work)
             return 0 if may and is_repeatable(instruction, self.changed) else inf
-        if not messages:
+        if "messages" not in work:
             return inf
         return of_message if sent_by(instruction) else 0

@@ -105,6 +105,3 @@ def _divisors(step: int, num_devices: int) -> tuple[int, ...]:
     divisors = {d for n in range(1, int(step**0.5) + 1) if step % n == 0 for d in (n, step // n)}
     tried = (d for d in divisors if is_power(d) or is_power(step // d) or d % num_devices == 0)
     return tuple(sorted(tried, reverse=True))
-
-
-__all__ = ["MicroBatchOptions", "MicroBatchOutcome", "batches_of"]

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from heapq import heappop, heappush
 from itertools import pairwise, product
 from math import inf
@@ -49,17 +50,52 @@ class OrderProblem:
     def num_places(self) -> int:
         return len(self.room)
 
-    def send(self, stage: int) -> float:
-        """Return the seconds of a message from a stage to the next, or back."""
-        is_last = stage == len(self.stages) - 1
-        return 0.0 if is_last or self.place_of[stage] == self.place_of[stage + 1] else self.stages[stage].send
+    @cached_property
+    def sends(self) -> list[float]:
+        """The seconds of a message from every stage to the next, or back."""
+        ends = [*self.place_of[1:], self.place_of[-1]]
+        places = zip(self.stages, self.place_of, ends, strict=True)
+        return [0.0 if here == there else stage.send for stage, here, there in places]
 
-    def stages_of(self, place: int) -> tuple[int, ...]:
-        return tuple(stage for stage, at in enumerate(self.place_of) if at == place)
+    @cached_property
+    def stages_at(self) -> list[tuple[int, ...]]:
+        """The stages of every pipeline rank."""
+        places = range(self.num_places)
+        return [tuple(stage for stage, at in enumerate(self.place_of) if at == place) for place in places]
 
-    def update(self, place: int) -> float:
-        """Return the seconds of the optimizers of a pipeline rank."""
-        return sum(self.stages[stage].update for stage in self.stages_of(place))
+    @cached_property
+    def updates(self) -> list[float]:
+        """The seconds of the optimizers of every pipeline rank."""
+        return [sum(self.stages[stage].update for stage in stages) for stages in self.stages_at]
+
+    @cached_property
+    def needs(self) -> list[float]:
+        """Bytes that a forward needs: for itself and for all later stages of its pipeline rank."""
+        places = enumerate(self.place_of)
+        return [sum(self.kept[later] for later in self.stages_at[place] if later >= stage) for stage, place in places]
+
+    @cached_property
+    def seconds(self) -> list[tuple[float, float, float]]:
+        """The seconds of every stage's forward, input and weight part."""
+        return [(stage.forward, stage.input, stage.weight) for stage in self.stages]
+
+    @cached_property
+    def tails(self) -> tuple[list[float], list[float]]:
+        """Per stage, the seconds from the start of a forward, and of an input part, to the micro-batch's end."""
+        count = len(self.stages)
+        back = [0.0] * count
+        passed = self.stages[0].weight
+        for stage in range(count):
+            passed += self.stages[stage].input
+            back[stage] = passed
+            passed += self.sends[stage]
+        ahead = [0.0] * count
+        passed = back[-1]
+        for stage in reversed(range(count)):
+            passed += self.stages[stage].forward
+            ahead[stage] = passed
+            passed += self.sends[stage - 1] if stage else 0.0
+        return ahead, back
 
     def peaks(self, order: Order) -> tuple[float, ...]:
         """Return the most bytes that every pipeline rank keeps at once."""
@@ -67,7 +103,7 @@ class OrderProblem:
         for actions in order:
             kept = most = 0.0
             for action in actions:
-                kept += self.kept[action.stage] * _change(action.kind)
+                kept += self.kept[action.stage] * {"forward": 1, "weight": -1, "backward": -1}.get(action.kind, 0)
                 most = max(most, kept)
             peaks.append(most)
         return tuple(peaks)
@@ -144,7 +180,6 @@ def _searched(
 ) -> tuple[float, Order] | None:
     """Return the fastest order of many within the room, or ``best`` if none is faster."""
     random = Random(0)
-    table = _Table(work)
     unit = max(stage.of(kind) for stage in work.stages for kind in _KINDS) or 1.0
     none: _Bumps = [[(0.0, 0.0)] * work.num_micro_batches for _ in work.stages]
     much = 4.0 * len(work.stages) * unit
@@ -174,7 +209,7 @@ def _searched(
                 candidate = policy.near(random, unit), bumps
             else:
                 candidate = policy, _bumped(bumps, random, 4 * unit)
-        attempt = _Construction(table, *candidate)
+        attempt = _Construction(work, *candidate)
         taken = attempt.run()
         if taken <= seconds:
             current, seconds = candidate, taken
@@ -195,7 +230,6 @@ def _positions(work: OrderProblem, order: Order, unit: float) -> _Bumps:
 
 
 def _bumped(bumps: _Bumps, random: Random, by: float) -> _Bumps:
-    """Return other priorities for a few actions."""
     changed = [list(of_stage) for of_stage in bumps]
     for _ in range(random.choice((1, 4, 20))):
         of_stage = changed[random.randrange(len(changed))]
@@ -206,30 +240,12 @@ def _bumped(bumps: _Bumps, random: Random, by: float) -> _Bumps:
     return changed
 
 
-class _Table:
-    """The construction of orders: what does not change from one to the next."""
-
-    def __init__(self, work: OrderProblem) -> None:
-        self.work = work
-        self.stages_at = [work.stages_of(place) for place in range(work.num_places)]
-        self.sends = [work.send(stage) for stage in range(len(work.stages))]
-        self.updates = [work.update(place) for place in range(work.num_places)]
-        # A forward needs room for itself and for all later stages of its pipeline rank.
-        self.needs = [
-            sum(work.kept[later] for later in self.stages_at[place] if later >= stage)
-            for stage, place in enumerate(work.place_of)
-        ]
-        self.seconds = [(stage.forward, stage.input, stage.weight) for stage in work.stages]
-        self.tails = _tails(work)
-
-
 class _Construction:
     """An order under construction. Every stage and kind takes micro-batches in order; ``done``: how many per stage and
     kind; ``arrivals``: per stage and kind (forward, input) the known times at which the inputs of each are there."""
 
-    def __init__(self, table: _Table, policy: _Policy, bumps: _Bumps) -> None:
-        work = table.work
-        self.table, self.policy, self.bumps, self.work = table, policy, bumps, work
+    def __init__(self, work: OrderProblem, policy: _Policy, bumps: _Bumps) -> None:
+        self.work, self.policy, self.bumps = work, policy, bumps
         self.room = [room * policy.filled * (1 + ORDER_ROUNDING) for room in work.room]
         self.done = [[0, 0, 0] for _ in work.stages]
         self.arrivals: list[tuple[list[float], list[float]]] = [([], []) for _ in work.stages]
@@ -252,22 +268,21 @@ class _Construction:
                 heappush(events, (wakes, place))
         if sum(map(len, self.actions)) < 3 * len(work.stages) * work.num_micro_batches:
             return inf
-        return max(map(sum, zip(self.free, self.table.updates, strict=True)))
+        return max(map(sum, zip(self.free, self.work.updates, strict=True)))
 
     def order(self) -> Order:
-        """Return the resulting order."""
         return tuple(
             tuple(Action(stage, _KINDS[kind], number) for stage, kind, number in actions) for actions in self.actions
         )
 
     def _choose(self, place: int, now: float) -> tuple[tuple[int, int] | None, float]:
         """Return the stage and kind that a free pipeline rank takes, or when there may be one."""
-        policy, tails = self.policy, self.table.tails
+        policy, tails = self.policy, self.work.tails
         best, highest, wakes = None, -inf, inf
-        first = self.table.stages_at[place][0]
-        for stage in self.table.stages_at[place]:
+        first = self.work.stages_at[place][0]
+        for stage in self.work.stages_at[place]:
             done, arrivals = self.done[stage], self.arrivals[stage]
-            has_room = self.kept[place] + self.table.needs[stage] <= self.room[place]
+            has_room = self.kept[place] + self.work.needs[stage] <= self.room[place]
             for kind in (_INPUT, _FORWARD) if has_room else (_INPUT,):
                 number = done[kind]
                 if number >= len(arrivals[kind]):
@@ -286,17 +301,16 @@ class _Construction:
 
     def _filler(self, place: int, wait: float) -> tuple[int, int] | None:
         """Return the oldest weight part of a pipeline rank, if the wait is long enough for it."""
-        ready = [stage for stage in self.table.stages_at[place] if self.done[stage][_WEIGHT] < self.done[stage][_INPUT]]
+        ready = [stage for stage in self.work.stages_at[place] if self.done[stage][_WEIGHT] < self.done[stage][_INPUT]]
         if not ready:
             return None
         stage = min(ready, key=lambda candidate: (self.done[candidate][_WEIGHT], -candidate))
-        return (stage, _WEIGHT) if wait >= self.policy.patience * self.table.seconds[stage][_WEIGHT] else None
+        return (stage, _WEIGHT) if wait >= self.policy.patience * self.work.seconds[stage][_WEIGHT] else None
 
     def _take(self, place: int, now: float, stage: int, kind: int) -> None:
-        """Run an action, and notify the actions that wait for it."""
         self.actions[place].append((stage, kind, self.done[stage][kind]))
         self.done[stage][kind] += 1
-        end = now + self.table.seconds[stage][kind]
+        end = now + self.work.seconds[stage][kind]
         self.free[place] = end
         heappush(self.events, (end, place))
         if kind == _WEIGHT:
@@ -308,33 +322,10 @@ class _Construction:
         target = stage if is_turn else stage + 1 if kind == _FORWARD else stage - 1
         if target < 0:
             return
-        arrival = end + (0.0 if is_turn else self.table.sends[min(stage, target)])
+        arrival = end + (0.0 if is_turn else self.work.sends[min(stage, target)])
         self.arrivals[target][_INPUT if is_turn else kind].append(arrival)
         there = self.work.place_of[target]
         heappush(self.events, (max(arrival, self.free[there]), there))
-
-
-def _change(kind: Kind) -> int:
-    """Return the change in the number of stored micro-batches after an action."""
-    return {"forward": 1, "input": 0, "weight": -1, "backward": -1}[kind]
-
-
-def _tails(work: OrderProblem) -> tuple[list[float], list[float]]:
-    """Return, per stage, the seconds from the start of a forward, and of an input part, to the micro-batch's end."""
-    count = len(work.stages)
-    back = [0.0] * count
-    passed = work.stages[0].weight
-    for stage in range(count):
-        passed += work.stages[stage].input
-        back[stage] = passed
-        passed += work.send(stage)
-    ahead = [0.0] * count
-    passed = back[-1]
-    for stage in reversed(range(count)):
-        passed += work.stages[stage].forward
-        ahead[stage] = passed
-        passed += work.send(stage - 1) if stage else 0.0
-    return ahead, back
 
 
 def least_seconds(work: OrderProblem) -> float:
@@ -343,8 +334,8 @@ def least_seconds(work: OrderProblem) -> float:
     last = len(work.stages) - 1
     chain = [(stage, _FORWARD) for stage in range(last + 1)] + [(stage, _INPUT) for stage in range(last, -1, -1)]
     lasts = [work.stages[stage].of(_KINDS[kind]) for stage, kind in chain]
-    gaps = [0.0 if a[0] == b[0] else work.send(min(a[0], b[0])) for a, b in pairwise(chain)]
-    end = work.stages[0].weight + work.update(work.place_of[0])
+    gaps = [0.0 if a[0] == b[0] else work.sends[min(a[0], b[0])] for a, b in pairwise(chain)]
+    end = work.stages[0].weight + work.updates[work.place_of[0]]
     heads = _heads(lasts, gaps, 0.0, work.num_micro_batches)
     mirrored = _heads(lasts[::-1], gaps[::-1], end, work.num_micro_batches)
     tails = [of_action[::-1] for of_action in mirrored[::-1]]
@@ -354,7 +345,7 @@ def least_seconds(work: OrderProblem) -> float:
         for position, (stage, kind) in enumerate(chain):
             if work.place_of[stage] != place:
                 continue
-            seconds, update = work.stages[stage], work.update(place)
+            seconds, update = work.stages[stage], work.updates[place]
             for head, tail in zip(heads[position], tails[position], strict=True):
                 jobs.append((head, lasts[position], max(tail, update)))
                 if kind == _INPUT:
@@ -402,6 +393,3 @@ def _preemptive(jobs: Sequence[tuple[float, float, float]]) -> float:
             waiting[0][1] -= until - now
             now = until
     return longest
-
-
-__all__ = ["OrderProblem", "SolvedOrder", "least_seconds", "solve_order"]

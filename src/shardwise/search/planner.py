@@ -124,6 +124,9 @@ class Planner:
             graph, annotations, rules, factored, choosing, cluster, meshes, settings, folded=FoldedSteps(graph)
         )
 
+    def under(self, memory_policy: MemoryPolicy) -> Planner:
+        return replace(self, settings=replace(self.settings, memory_policy=memory_policy))
+
     @property
     def limit(self) -> float:
         """Return the bytes that the tensors of a device may take."""
@@ -140,7 +143,6 @@ class Planner:
         return planned
 
     def answer(self) -> SearchResult:
-        """Return the search result, from which ``plan`` is made."""
         return self.answer_of(*self.searches())
 
     def answer_of(self, searches: Sequence[MeshSearch], refused: Sequence[tuple[float, CostGraph]]) -> SearchResult:
@@ -180,7 +182,7 @@ class Planner:
                 for name, layout in settings.taken.items()
             }
             self.tables[mesh] = Tables(domains, fixed, taken)
-        return self.tables[mesh].priced(settings.memory_policy.priced(self.graph), settings.in_flight)
+        return self.tables[mesh].priced(settings.memory_policy.priced(self.graph, settings.in_flight))
 
     def prices(self, mesh: Mesh) -> Prices:
         """Return the prices on a mesh of the cluster."""
@@ -257,7 +259,6 @@ class Planner:
         return lowest
 
     def _rank_alone(self, search: MeshSearch) -> CandidateRanking:
-        """Return the ranking of a search's result, without other candidates."""
         alone = Candidate(search, search.outcome.assignment, search.outcome.components)
         return rank_candidates(
             [self._built(alone, simulated=len(self.graph.ops) <= MAX_SIMULATED_OPERATORS)], self.limit
@@ -284,42 +285,35 @@ class Planner:
         are estimated, unless the ``whole`` program is asked for."""
         memory_policy, mesh = self.settings.memory_policy, candidate.search.mesh
         is_folded = self.folded is not None and not whole
-        key = memory_policy, mesh, tuple(candidate.assignment), simulated, is_folded
+        key = memory_policy.key, mesh, tuple(candidate.assignment), simulated, is_folded
         if key not in self.programs:
             self.programs[key] = self._build(candidate, simulated=simulated, whole=whole)
         return replace(self.programs[key], candidate=candidate)
 
     def _build(self, candidate: Candidate, *, simulated: bool, whole: bool) -> SimulatedCandidate:
-        search = candidate.search
-        choice = apply_layouts(
-            self._choice(search, candidate.assignment), self.settings.layouts, self.graph, self.factored, search.mesh
-        )
-        prices = search.cost.domains.prices
+        search, settings = candidate.search, self.settings
+        choice = self._choice(search, candidate.assignment)
+        choice = apply_layouts(choice, settings.layouts, self.graph, self.factored, search.mesh)
+        rules, prices = self.factored.rules, search.cost.domains.prices
+
+        def short(graph: Graph, memory_policy: MemoryPolicy) -> SimulatedStep:
+            of_short = replace(settings, memory_policy=memory_policy)
+            names = tuple(op.name for op in graph.ops)
+            key = search.mesh, tuple(candidate.assignment), memory_policy.reshard_mode == "again", names
+            if key not in self.stored:
+                self.stored[key] = build_stored_program(graph, rules, choice, search.mesh, of_short, self.vjp_cache)
+            return simulate_program(self.stored[key].with_lifetimes(graph, of_short).busiest, prices)
+
+        step, spmd = None, None
         if self.folded is not None and not whole:
-
-            def short(graph: Graph, memory_policy: MemoryPolicy) -> SimulatedStep:
-                settings = replace(self.settings, memory_policy=memory_policy)
-                names = tuple(op.name for op in graph.ops)
-                key = search.mesh, tuple(candidate.assignment), memory_policy.reshard_mode == "again", names
-                if key not in self.stored:
-                    rules = self.factored.rules
-                    self.stored[key] = build_stored_program(graph, rules, choice, search.mesh, settings, self.vjp_cache)
-                return simulate_program(self.stored[key].with_lifetimes(graph, settings).busiest, prices)
-
-            step = self.folded.step(choice, self.settings.memory_policy, search.mesh, short)
-            if step is not None:
-                return SimulatedCandidate(
-                    candidate, choice, None, step.peak, step, self._others(step.peak, step.kept_bytes)
-                )
-        program = build_program(self.graph, self.factored.rules, choice, search.mesh, self.settings, self.vjp_cache)
-        choice, spmd = program.choice, program.spmd
-        if not simulated:
-            memory = memory_of_program(program.busiest, prices)
-            return SimulatedCandidate(
-                candidate, choice, spmd, memory.peak, None, self._others(memory.peak, memory.kept_bytes)
-            )
-        step = simulate_program(program.busiest, prices)
-        return SimulatedCandidate(candidate, choice, spmd, step.peak, step, self._others(step.peak, step.kept_bytes))
+            step = self.folded.step(choice, settings.memory_policy, search.mesh, short)
+        if step is None:
+            program = build_program(self.graph, rules, choice, search.mesh, settings, self.vjp_cache)
+            choice, spmd, busiest = program.choice, program.spmd, program.busiest
+            step = simulate_program(busiest, prices) if simulated else None
+        memory = memory_of_program(busiest, prices) if step is None else step
+        others = self._others(memory.peak, memory.kept_bytes)
+        return SimulatedCandidate(candidate, choice, spmd, memory.peak, step, others)
 
     def _choice(self, search: MeshSearch, assignment: list[int]) -> Choice:
         """Return the choice that an assignment stands for, independent of recomputation."""
@@ -348,7 +342,7 @@ class Planner:
         def bytes_of(count: int) -> float:
             if count not in tried:
                 mixed = replace(self.settings.memory_policy, segments=strong[:count] + weaker.segments[count:])
-                planner = replace(self, settings=replace(self.settings, memory_policy=mixed))
+                planner = self.under(mixed)
                 tried[count] = planner, planner._built(ranking.best.candidate)
             return tried[count][1].num_bytes
 
@@ -430,7 +424,6 @@ def with_bound_over_meshes(prediction: Prediction, mesh: Mesh, searches: Sequenc
 
 
 def _as_emitted(prediction: Prediction, spmd: SpmdProgram, search: MeshSearch) -> Prediction:
-    """Return the prediction with the seconds of the emitted program."""
     domains = search.cost.domains
     free = {op.name for op in domains.graph.ops} - {op.name for op in domains.operators}
     price = price_program(spmd, domains.prices, free, domains.windows)

@@ -30,7 +30,6 @@ class SimulatedCandidate:
 
     @property
     def num_bytes(self) -> float:
-        """Return the most bytes that a device holds."""
         return float(self.peak.num_bytes + self.others)
 
 
@@ -45,7 +44,6 @@ class CandidateRanking:
 
     @property
     def excess(self) -> float:
-        """Return the bytes beyond the limit."""
         return max(0.0, self.best.num_bytes - self.limit)
 
     @property

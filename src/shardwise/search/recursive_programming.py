@@ -64,7 +64,6 @@ class _Levels:
                 self.at[variable].append((scope, problem.interner.tables[number]))
 
     def run(self) -> list[int]:
-        """Return a complete assignment."""
         best = self._completed()
         for level in range(len(self.cost.domains.axes.groups)):
             before = dict(self.chosen)
@@ -93,7 +92,6 @@ class _Levels:
         return min(range(len(domain)), key=lambda i: sum(choice != INVARIANT for choice in domain.choices[i]))
 
     def _heaviest_first(self) -> list[int]:
-        """Return the operators by their seconds on one device, the heaviest first."""
         weight = {variable: float(domain.compute.max()) for variable, domain in self.domain_of.items()}
         return sorted(weight, key=lambda variable: (-weight[variable], variable))
 

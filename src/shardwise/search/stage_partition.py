@@ -1,23 +1,31 @@
-"""Cuts a model into stages at any operator, so that the slowest stage is as fast as possible.
+"""The partition of a model into pipeline stages: a dynamic program over cuts whose estimates are replaced by plans.
 
-A cut may be before any operator, also inside a repeated block. ``plans.pipelines._balanced`` uses this cut if memory
-costs no time. If memory binds, it cuts between blocks instead (``plans.stage_estimator``).
-
-An operator's seconds are those on a stage's devices, as if it could be split over all of them. Sends overlap with them.
-Let T(s, j) be the least seconds of the slowest of the first s stages, which end before position j::
+A cut may be before any operator. A stage that only fits with recomputation begins and ends with repeated blocks, since
+whole blocks are recomputed. Let T(s, j) be the least seconds of the slowest of the first s stages, which end before
+position j::
 
     T(s, j) = min over i < j of max(T(s - 1, i), stage(s, i, j))
 
-A stage over the memory limit counts OVER_LIMIT_PENALTY seconds and more. A second pass minimises the bytes that cross,
-over cuts whose slowest stage is within SLOWEST_STAGE_SLACK of T. The result is exact for up to MAX_CUT_POSITIONS
-positions. Of more, only those that the fewest bytes cross are tried.
+Before it is planned, a stage has an estimate of its time / memory front: the seconds of its operators on all devices of
+a stage, longer by up to RECOMPUTED_SHARE where the values of its micro-batches do not fit. ``next_cut`` is the best cut
+by these values. After it is planned (``plans.pipelines``), its stages have their planned values. What was planned also
+bounds other stages: a stage with more operators, and no fewer micro-batches, is no faster and needs no less memory. The
+partition is settled when the best cut consists of planned stages only, or is no better than a planned one by more than
+PARTITION_TOLERANCE.
+
+A stage that does not fit counts OVER_LIMIT_PENALTY and more, by the bytes that it needs. So if no cut fits, the settled
+cut is the one whose largest need is least.
+
+A second pass minimises the bytes that cross, over cuts within SLOWEST_STAGE_SLACK of T. Up to MAX_CUT_POSITIONS
+positions are considered; of more, only those that the fewest bytes cross.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from math import inf, isfinite
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,177 +34,261 @@ from shardwise.costs.pipeline_simulation import send_seconds
 from shardwise.costs.prices import Prices
 from shardwise.errors import PlanError, problem
 from shardwise.graph.cut import free_values
-from shardwise.graph.ir import Graph
-from shardwise.search.constants import MAX_CUT_POSITIONS, OVER_LIMIT_PENALTY, SLOWEST_STAGE_SLACK
+from shardwise.graph.ir import Graph, Op
+from shardwise.graph.segments import block_of
+from shardwise.search.constants import (
+    MAX_CUT_POSITIONS,
+    OVER_LIMIT_PENALTY,
+    PARTITION_TOLERANCE,
+    RECOMPUTED_SHARE,
+    SLOWEST_STAGE_SLACK,
+)
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class _OperatorCosts:
-    """Costs of every operator that depends on an input or a parameter. Every stage computes the others for itself.
+class StageCut:
+    """A cut. ``starts``: the position of every stage's begin, and the end; ``value``: seconds of a
+    micro-batch on the slowest stage, by what was known when it was found."""
+
+    starts: tuple[int, ...]
+    value: float
+
+
+@dataclass(eq=False)
+class StagePartition:
+    """The cuts of a graph, with what is known of every stage. All arrays are [begin, end] over positions.
 
     Attributes:
-        names: The operators.
-        seconds: Forward and backward, on the devices of a stage.
-        parameters: Bytes of parameters that no earlier operator reads, with gradients and optimizer states.
-        values: Bytes of results that a micro-batch keeps for backward.
-        sent: Bytes of values that cross a cut before the operator.
-        reads: 1 if the operator reads a parameter, else 0. Every stage must have such an operator.
-    """
-
-    names: tuple[str, ...]
-    seconds: Floats
-    parameters: Floats
-    values: Floats
-    sent: Floats
-    reads: Floats
-
-
-def balanced_parts(
-    graph: Graph, num_stages: int, prices: Prices, limit: float, in_flight: Sequence[int], per_place: int = 1
-) -> tuple[list[list[str]], bool]:
-    """Return the operators of every stage, and whether memory costs no time.
-
-    Memory costs no time if each stage fits without recomputation, and the slowest is nearly as fast as without a limit.
-    If no cut fits, the stages exceed their limit as evenly as possible.
-
-    Args:
         graph: The graph of a micro-batch.
-        num_stages: Number of stages.
-        prices: Prices on the devices of a stage.
-        limit: Bytes of a device.
-        in_flight: For every stage, the number of micro-batches whose values it keeps at once.
-        per_place: Stages that share a device.
-
-    Raises:
-        PlanError: There are fewer operators, or fewer that read parameters, than stages.
+        names: The operators at the positions (without the end).
+        sent: [begin] bytes that cross a cut there.
+        seconds: Estimated seconds of a micro-batch; infinite where there can be no stage.
+        held: For every stage, its bytes on all devices if nothing is recomputed.
+        needs: For every stage, a lower bound of its bytes on all devices.
+        is_whole: Whether the stage begins and ends with repeated blocks.
+        limit: Bytes of a stage on all its devices.
+        in_flight: For every stage, the number of micro-batches that it keeps for backward at once.
+        planned: (stage, begin, end) -> the seconds of its plan; 0 if it was only found to fit, or not to.
     """
-    weights = _weigh(graph, prices)
-    count = len(weights.names)
-    if count < num_stages:
-        raise PlanError(
-            problem(
-                f"{num_stages} stages need {num_stages - 1} cuts, and the model has {count} operators that can be "
-                "divided among them",
-                fix=f"ask for at most {count} stages",
+
+    graph: Graph
+    names: tuple[str, ...]
+    sent: Floats
+    seconds: Floats
+    held: list[Floats]
+    needs: list[Floats]
+    is_whole: NDArray[np.bool_]
+    limit: float
+    in_flight: Sequence[int]
+    planned: dict[tuple[int, int, int], float] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        graph: Graph,
+        prices: Prices,
+        limit: float,
+        in_flight: Sequence[int],
+    ) -> StagePartition:
+        """Return the partition of a graph, with estimates only.
+
+        Args:
+            graph: The graph of a micro-batch.
+            prices: Prices on the devices of a stage.
+            limit: Bytes of a device for a stage.
+            in_flight: For every stage, the number of micro-batches whose values it keeps at once.
+
+        Raises:
+            PlanError: There are fewer operators, or fewer that read parameters, than stages.
+        """
+        free, devices, num_stages = free_values(graph), prices.links.mesh.num_devices, len(in_flight)
+        ops = [op for op in graph.ops if not free.issuperset(op.results)]
+        if len(ops) < num_stages:
+            raise PlanError(
+                problem(
+                    f"{num_stages} stages need {num_stages - 1} cuts, and the model has {len(ops)} operators that can "
+                    "be divided among them",
+                    fix=f"ask for at most {len(ops)} stages",
+                )
             )
+        costs = _costs(graph, ops, prices)
+        at = _positions(costs["sent"], num_stages)
+        sent = np.array([costs["sent"][p] if 0 < p < len(ops) else 0.0 for p in at])
+        summed = {name: np.concatenate([[0.0], np.cumsum(cost)])[at] for name, cost in costs.items()}
+        between = {name: total[None, :] - total[:, None] for name, total in summed.items()}
+        is_stage = between["reads"] > 0
+        if summed["reads"][-1] < num_stages:
+            raise PlanError(
+                problem(
+                    f"{num_stages} stages need parameters each, and {int(summed['reads'][-1])} operators read some",
+                    fix="ask for fewer stages",
+                )
+            )
+        latency = send_seconds(prices, devices, 0.0)  # left out: micro-batches follow each other at the bandwidth
+        sends = np.array([send_seconds(prices, devices, float(num_bytes) / devices) - latency for num_bytes in sent])
+        sends[-1] = 0.0
+        span = np.maximum(between["seconds"], sends[None, :])  # sends overlap with work
+        working = np.zeros_like(span)
+        most = np.array([costs["working"][a:b].max() for a, b in pairwise(at)])
+        for begin in range(len(most)):
+            working[begin, begin + 1 :] = np.maximum.accumulate(most[begin:])
+        least = between["parameters"] + np.maximum(sent[:, None], working)
+        held = [np.maximum(between["parameters"] + count * between["values"], least) for count in in_flight]
+        begins = _block_starts(ops, at)
+        return StagePartition(
+            graph,
+            tuple(ops[p].name for p in at[:-1]),
+            sent,
+            np.where(is_stage, span, inf),
+            held,
+            [least.copy() for _ in in_flight],
+            begins[:, None] & begins[None, :],
+            limit * devices,
+            in_flight,
         )
-    positions = _positions(weights, num_stages)
-    devices = prices.links.mesh.num_devices
-    latency = send_seconds(prices, devices, 0.0)  # left out below: micro-batches follow each other at the bandwidth
-    sends = [send_seconds(prices, devices, float(weights.sent[p]) / devices) - latency for p in positions[:-1]] + [0.0]
-    starts, fits = _best(weights, positions, np.array(sends), num_stages, limit * devices / per_place, in_flight)
-    return _parts(graph, weights, starts), fits
+
+    def memory_binds(self, cut: StageCut) -> bool:
+        """Return whether a stage of a cut seems to need recomputation."""
+        return any(self.held[stage][ends] > self.limit for stage, ends in enumerate(pairwise(cut.starts)))
+
+    def next_cut(self) -> StageCut:
+        """Return the best cut by what is known."""
+        values = [self._values(stage) for stage in range(len(self.in_flight))]
+        slowest = _slowest(values)
+        most = SLOWEST_STAGE_SLACK * slowest if slowest < OVER_LIMIT_PENALTY else slowest
+        total, chosen = np.concatenate([[0.0], np.full(len(self.sent) - 1, inf)]), []
+        for value in values:
+            crossing = np.where(value <= most, total[:, None] + self.sent[None, :], inf)
+            chosen.append(crossing.argmin(axis=0))
+            total = crossing.min(axis=0)
+        starts = [len(self.sent) - 1]
+        for back in reversed(chosen):
+            starts.insert(0, int(back[starts[0]]))
+        return StageCut(tuple(starts), slowest)
+
+    def moved(self, cut: StageCut) -> list[StageCut]:
+        """Return the cuts with one start moved by a block, without those that do not fit as far as is known."""
+        whole = np.flatnonzero(self.is_whole.diagonal())
+        cuts = []
+        for number, start in enumerate(cut.starts[1:-1], 1):
+            at = int(np.searchsorted(whole, start))
+            for place in {*whole[max(0, at - 1) : at + 2].tolist()} - {*cut.starts}:
+                starts = (*cut.starts[:number], place, *cut.starts[number + 1 :])
+                value = max(self.stage_values(starts))
+                if list(starts) == sorted(starts) and value < OVER_LIMIT_PENALTY:
+                    cuts.append(StageCut(starts, value))
+        return cuts
+
+    def stage_values(self, starts: Sequence[int]) -> list[float]:
+        """Return the seconds of a micro-batch on every stage of a cut, as far as is known."""
+        return [float(self._values(stage)[ends]) for stage, ends in enumerate(pairwise(starts))]
+
+    def parts(self, cut: StageCut) -> list[list[str]]:
+        """Return the operators of every stage. One that every stage computes for itself goes with the one before it."""
+        begins = {self.names[start]: number for number, start in enumerate(cut.starts[:-1])}
+        parts: list[list[str]] = [[] for _ in cut.starts[1:]]
+        current = 0
+        for op in self.graph.ops:
+            current = begins.get(op.name, current)
+            parts[current].append(op.name)
+        return parts
+
+    def is_settled(self, cut: StageCut, best: float) -> bool:
+        """Return whether no other cut has to be planned. ``cut``: the next one; ``best``: the least value of those
+        that were planned."""
+        if cut.value >= (1 - PARTITION_TOLERANCE) * best:
+            return True
+        return all((stage, *ends) in self.planned for stage, ends in enumerate(pairwise(cut.starts)))
+
+    def learn(self, cut: StageCut, seconds: Sequence[float]) -> float:
+        """Take the planned seconds of every stage, and return the value of the cut."""
+        for stage, (ends, of_stage) in enumerate(zip(pairwise(cut.starts), seconds, strict=True)):
+            self.planned[(stage, *ends)] = of_stage
+        return max(self.stage_values(cut.starts))
+
+    def refuse(self, cut: StageCut, needs: Mapping[int, float]) -> None:
+        """Take the bytes on all devices that stages need which do not fit. The other stages of the cut fit."""
+        for stage, ends in enumerate(pairwise(cut.starts)):
+            self.planned.setdefault((stage, *ends), 0.0)
+            for other in range(len(self.in_flight)):
+                if stage in needs and self.in_flight[other] >= self.in_flight[stage]:
+                    more = self.needs[other][: ends[0] + 1, ends[1] :]
+                    np.maximum(more, needs[stage], out=more)
+
+    def _values(self, stage: int) -> Floats:
+        """Return the value of a stage, from every position to every other."""
+        ratios = [seconds / self.seconds[begin, end] for (_, begin, end), seconds in self.planned.items() if seconds]
+        ratio = min(ratios, default=1.0)  # what estimates leave out
+        needs, held = self.needs[stage], self.held[stage]
+        share = np.clip((held - self.limit) / np.maximum(held - needs, 1.0), 0.0, 1.0)
+        seconds = ratio * self.seconds * (1 + RECOMPUTED_SHARE * share)
+        for (planned_stage, begin, end), of_stage in self.planned.items():
+            if of_stage and self.in_flight[stage] >= self.in_flight[planned_stage]:
+                more = seconds[: begin + 1, end:]
+                np.maximum(more, of_stage, out=more)
+        for (planned_stage, begin, end), of_stage in self.planned.items():
+            if of_stage and planned_stage == stage:
+                seconds[begin, end] = of_stage
+        bytes_known = np.where(self.is_whole, needs, np.maximum(held, needs))
+        over = np.where(bytes_known > self.limit, OVER_LIMIT_PENALTY * bytes_known / max(self.limit, 1.0), 0.0)
+        return np.where(self.seconds < inf, seconds + over, inf)
 
 
-def _weigh(graph: Graph, prices: Prices) -> _OperatorCosts:
-    free = free_values(graph)
-    ops = [op for op in graph.ops if not free.issuperset(op.results)]
+def _slowest(values: Sequence[Floats]) -> float:
+    """Return the least value of the slowest stage. ``values``: for every stage, [begin, end] its value."""
+    slowest = np.full(len(values[0]), inf)
+    slowest[0] = 0.0
+    for value in values:
+        slowest = np.maximum(slowest[:, None], value).min(axis=0)
+    return float(slowest[-1])
+
+
+def _costs(graph: Graph, ops: Sequence[Op], prices: Prices) -> dict[str, Floats]:
+    """Return, for every operator, its costs.
+
+    ``seconds``: forward and backward, as if it could be split over all devices of a stage. ``parameters``: bytes of
+    parameters that no earlier operator reads, with gradients and optimizer states. ``values``: bytes of results that a
+    micro-batch keeps for backward. ``sent``: bytes that cross a cut before it. ``working``: bytes that it reads and
+    makes, without parameters. ``reads``: 1 if it reads a parameter, else 0; every stage must have such an operator.
+    """
     values, devices = graph.by_name, prices.links.mesh.num_devices
     parameters = {s.value for s in graph.sources if s.kind == "parameter"}
     last = {name: i for i, op in enumerate(ops) for name in op.operands}
-    seconds, resident_bytes, kept = np.zeros(len(ops)), np.zeros(len(ops)), np.zeros(len(ops))
+    costs = {name: np.zeros(len(ops)) for name in ("seconds", "parameters", "values", "working", "reads")}
     change = np.zeros(len(ops) + 1)
     seen: set[str] = set()
     for i, op in enumerate(ops):
         operands, results = [values[name] for name in op.operands], [values[name] for name in op.results]
         shapes = [value.shape for value in operands], [value.shape for value in results]
-        seconds[i] = prices.operator(op, operands, results, shapes) / devices
-        for name in op.operands:
-            if name in parameters and name not in seen:
-                seen.add(name)
-                per_element = prices.resident_bytes_per_element(values[name], name in graph.updated)
-                resident_bytes[i] += values[name].numel * per_element
-        kept[i] = sum(value.num_bytes for value in results if value.requires_grad)
+        costs["seconds"][i] = prices.operator(op, operands, results, shapes) / devices
+        for name in parameters.intersection(op.operands) - seen:
+            seen.add(name)
+            per_element = prices.resident_bytes_per_element(values[name], name in graph.updated)
+            costs["parameters"][i] += values[name].numel * per_element
+        costs["values"][i] = sum(value.num_bytes for value in results if value.requires_grad)
+        costs["working"][i] = sum(values[name].num_bytes for name in {*op.operands, *op.results} - parameters)
+        costs["reads"][i] = bool(parameters.intersection(op.operands))
         for name in op.results:
             if name in last and last[name] > i:
                 change[i + 1] += values[name].num_bytes
                 change[last[name] + 1] -= values[name].num_bytes
-    reads = np.array([float(any(name in parameters for name in op.operands)) for op in ops])
-    return _OperatorCosts(tuple(op.name for op in ops), seconds, resident_bytes, kept, np.cumsum(change)[:-1], reads)
+    return {**costs, "sent": np.cumsum(change)[:-1]}
 
 
-def _positions(weights: _OperatorCosts, num_stages: int) -> list[int]:
+def _positions(sent: Floats, num_stages: int) -> list[int]:
     """Return the positions where stages may begin, as indices of operators, and the end."""
-    count = len(weights.names)
-    inner = list(range(1, count))
+    inner = list(range(1, len(sent)))
     most = max(MAX_CUT_POSITIONS, num_stages)
     if len(inner) > most:
-        inner = sorted(sorted(inner, key=lambda position: (weights.sent[position], position))[:most])
-    return [0, *inner, count]
+        inner = sorted(sorted(inner, key=lambda position: (sent[position], position))[:most])
+    return [0, *inner, len(sent)]
 
 
-def _best(
-    weights: _OperatorCosts,
-    positions: list[int],
-    sends: Floats,
-    num_stages: int,
-    limit: float,
-    in_flight: Sequence[int],
-) -> tuple[list[int], bool]:
-    """Return the positions at which stages begin, and whether memory costs no time.
-
-    The first pass finds the least seconds of the slowest stage. The second finds the fewest bytes sent, over cuts that
-    are nearly as fast.
-    """
-    summed = (weights.seconds, weights.parameters, weights.values, weights.reads)
-    seconds, parameters, values, reads = (np.concatenate([[0.0], np.cumsum(weight)])[positions] for weight in summed)
-    sent = np.array([weights.sent[p] if 0 < p < len(weights.names) else 0.0 for p in positions])
-    is_stage = reads[None, :] > reads[:, None]
-    span = np.maximum(seconds[None, :] - seconds[:, None], sends[None, :])  # [begin, end]: sends overlap with work
-    spans: list[Floats] = []
-    for stage in range(num_stages):
-        num_bytes = parameters[None, :] - parameters[:, None] + in_flight[stage] * (values[None, :] - values[:, None])
-        # The penalty exceeds any seconds, and grows with the bytes: if nothing fits, the excess is divided evenly.
-        excess = (
-            np.where(num_bytes > limit, OVER_LIMIT_PENALTY * num_bytes / max(limit, 1.0), 0.0)
-            if isfinite(limit)
-            else 0.0
-        )
-        spans.append(np.where(is_stage, span + excess, inf))
-    slowest = _least_slowest(spans)
-    most = SLOWEST_STAGE_SLACK * slowest
-    fits = slowest <= SLOWEST_STAGE_SLACK * _least_slowest([np.where(is_stage, span, inf)] * num_stages)
-    if most == inf:
-        raise PlanError(
-            problem(
-                f"{num_stages} stages need parameters each, and {int(reads[-1])} operators read some",
-                fix="ask for fewer stages",
-            )
-        )
-    total = np.full(len(positions), inf)
-    total[0] = 0.0
-    chosen: list[NDArray[np.int64]] = []
-    for of_stage in spans:
-        bytes_sent = np.where(of_stage <= most, total[:, None] + sent[None, :], inf)
-        chosen.append(np.argmin(bytes_sent, axis=0))
-        total = bytes_sent.min(axis=0)
-    at, starts = len(positions) - 1, []
-    for back in reversed(chosen):
-        at = int(back[at])
-        starts.append(positions[at])
-    return starts[::-1], fits
+def _block_starts(ops: Sequence[Op], positions: Sequence[int]) -> NDArray[np.bool_]:
+    """Return, for every position, whether a stage that begins or ends there has whole blocks."""
+    blocks = ["", *(block_of(op.name) for op in ops), ""]
+    return np.array([blocks[p] != blocks[p + 1] or p in (0, len(ops)) or not any(blocks) for p in positions])
 
 
-def _least_slowest(spans: Sequence[Floats]) -> float:
-    """Return the least seconds of the slowest stage. ``spans``: for every stage, [begin, end] its seconds."""
-    slowest = np.full(len(spans[0]), inf)
-    slowest[0] = 0.0
-    for of_stage in spans:
-        slowest = np.maximum(slowest[:, None], of_stage).min(axis=0)
-    return float(slowest[-1])
-
-
-def _parts(graph: Graph, weights: _OperatorCosts, starts: Sequence[int]) -> list[list[str]]:
-    """Split all operators into stages. An operator without costs goes with the one before it."""
-    begins = {weights.names[start]: number for number, start in enumerate(starts)}
-    parts: list[list[str]] = [[] for _ in starts]
-    current = 0
-    for op in graph.ops:
-        current = begins.get(op.name, current)
-        parts[current].append(op.name)
-    return parts
-
-
-__all__ = ["balanced_parts"]
+__all__ = ["StageCut", "StagePartition"]

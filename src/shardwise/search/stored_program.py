@@ -55,7 +55,6 @@ class ProgramWithPolicy:
 
     @property
     def choice(self) -> Choice:
-        """Return the strategies, and parameters as they are stored."""
         return self.stored.choice
 
     @property
@@ -67,19 +66,17 @@ class ProgramWithPolicy:
         """Predict a micro-batch of a plan that is compared with no others."""
         price, program = price_program(self.spmd, prices), self.busiest
         exposed, compute, traffic = price.exposed + price.update, price.compute, price.traffic
-        if len(self.spmd.graph.ops) > MAX_SIMULATED_OPERATORS:
-            seconds, kept_bytes, peak = 0.0, (memory := memory_of_program(program, prices)).kept_bytes, memory.peak
-        else:
-            seconds, kept_bytes, peak = (step := simulate_program(program, prices)).seconds, step.kept_bytes, step.peak
-        num_bytes = float(static_bytes(peak) + kept_bytes)
+        is_large = len(self.spmd.graph.ops) > MAX_SIMULATED_OPERATORS
+        step = None if is_large else simulate_program(program, prices)
+        memory = memory_of_program(program, prices) if step is None else step
         return Prediction(
             exposed,
             compute,
             traffic,
-            num_bytes,
-            simulated_seconds=seconds,
-            peak_bytes=float(peak.num_bytes),
-            peak_at=peak.where,
+            float(static_bytes(memory.peak) + memory.kept_bytes),
+            simulated_seconds=0.0 if step is None else step.seconds,
+            peak_bytes=float(memory.peak.num_bytes),
+            peak_at=memory.peak.where,
             passes=prices.passes,
         )
 

@@ -44,7 +44,6 @@ def searches_within(search: MeshSearch, name: str, limit: float) -> list[MeshSea
 
 
 def _most(cost: CostGraph, moments: dict[int, Floats], assignment: list[int]) -> float:
-    """Return the most transient bytes of a choice of an assignment."""
     num_bytes = (moments[kind][tuple(assignment[v] for v in scope)] for scope, kind in cost.factors if kind in moments)
     return float(max(num_bytes, default=0.0))
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from shardwise.errors import LayoutError, ShardwiseError, problem
 from shardwise.graph.annotate import SUMMED, Annotation
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.normalize import DROPOUT
+from shardwise.graph.normalize_random import DROPOUT
 from shardwise.layouts.choice import AxisChoice, Choices, ShardPositions, Split, where_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh

@@ -21,11 +21,9 @@ class OperatorVariable:
 
     @property
     def size(self) -> int:
-        """Return the number of its values."""
         return len(self.domain)
 
     def choice(self, value: int) -> Strategy:
-        """Return the choice that a value stands for."""
         return self.domain.strategy(value)
 
 
@@ -39,11 +37,9 @@ class _LayoutVariable:
 
     @property
     def size(self) -> int:
-        """Return the number of its values."""
         return len(self.nodes)
 
     def choice(self, value: int) -> Layout:
-        """Return the choice that a value stands for."""
         return self.routes.layout(int(self.nodes[value]))
 
 
@@ -69,6 +65,3 @@ class ReceivedVariable(_LayoutVariable):
 
 
 Variable = OperatorVariable | StorageVariable | SharedVariable | ReceivedVariable
-
-
-__all__ = ["OperatorVariable", "ReceivedVariable", "SharedVariable", "StorageVariable", "Variable"]

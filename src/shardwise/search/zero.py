@@ -8,7 +8,7 @@ held from forward to backward; stage 3 reshards it after use and gathers it agai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -20,7 +20,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy
 from shardwise.programs.spmd import Choice, SpmdProgram
 from shardwise.rules.rule import OpRule
-from shardwise.search.recompute_spec import ReshardMode
+from shardwise.search.memory_policy import ReshardMode
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,6 @@ class Zero:
 
     @staticmethod
     def of(zero: int | Zero | None) -> Zero | None:
-        """Return a stage as settings."""
         return zero if zero is None or isinstance(zero, Zero) else Zero(zero)
 
 
@@ -164,9 +163,5 @@ def _split(layout: Layout, axes: Iterable[str], mesh: Mesh) -> Layout:
         exact = left[at] % size == 0
         left[at] = left[at] // size if exact else 1
         del where[axis]  # axes on the same atom are major first, in the order of insertion
-        where[axis] = _place(layout, at)
+        where[axis] = ShardPosition.of(at[0], layout.atoms[at[0]], at[1])
     return layout_of(where, layout.atoms, mesh)
-
-
-def _place(layout: Layout, at: Sequence[int]) -> ShardPosition:
-    return ShardPosition.of(at[0], layout.atoms[at[0]], at[1])

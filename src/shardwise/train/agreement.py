@@ -42,6 +42,3 @@ def patience_seconds() -> float:
     """Return the timeout in seconds when waiting for other ranks."""
     timeout = group_timeout() if rank_and_world_size()[1] > 1 else None
     return _HALF_AN_HOUR if timeout is None else timeout.total_seconds()
-
-
-__all__ = ["gather_values", "patience_seconds", "raise_first", "rank_and_world_size"]

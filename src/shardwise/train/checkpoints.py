@@ -22,20 +22,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, problem
+from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError
 from shardwise.runtime.agree import show_progress_once
 from shardwise.runtime.parallel_module import ParallelModule
 from shardwise.train.agreement import gather_values, patience_seconds, raise_first, rank_and_world_size
 from shardwise.train.files import StagedFile, StreamedFile
-from shardwise.train.manifest import BLOCK_BYTES, Chunk, Manifest, StoredTensor
-from shardwise.train.parts import (
-    MODEL,
-    RANDOM,
-    TensorPart,
-    module_parts,
-    optimizer_parts,
-    random_part,
-)
+from shardwise.train.manifest import Chunk, Manifest, StoredTensor
+from shardwise.train.parts import MODEL, Names, TensorPart, TrainingState, state_of
 from shardwise.train.retention import Keep
 from shardwise.train.saving import SaveJob, Saving, give_up, incomplete, make_room, release
 from shardwise.train.sharing import Offer, PlannedFile, WritePiece, describe_parts, plan_files
@@ -55,18 +48,33 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 Schedulers = Resumable | Sequence[Resumable]
 
 
-Names = Sequence[Sequence[Sequence[str]]]  # of the parameters in every group of every optimizer
-
-
 @dataclass(frozen=True)
-class TrainingState:
-    """The state of this rank to save. ``values`` are equal on all ranks."""
+class Resumables:
+    """The objects to save or resume besides the module. ``random``: whether to restore the random generators."""
 
-    parts: Mapping[str, TensorPart]
-    tied: Mapping[str, str]
-    names: Names
-    plain: Mapping[str, Mapping[str, Any]]
-    values: dict[str, Any]
+    optimizers: list[torch.optim.Optimizer]
+    schedulers: list[Resumable]
+    scaler: Resumable | None
+    data: Resumable | None
+    random: bool = True
+
+    @staticmethod
+    def of(
+        optimizers: Optimizers,
+        schedulers: Schedulers,
+        scaler: Resumable | None,
+        data: Resumable | None,
+        *,
+        random: bool = True,
+    ) -> Resumables:
+        return Resumables(_as_list(optimizers), _as_list(schedulers), scaler, data, random)
+
+
+def _as_list(value: Any) -> list[Any]:
+    """Return a list of the objects in ``value``: one, several or None."""
+    if value is None:
+        return []
+    return [value] if hasattr(value, "state_dict") else list(value)
 
 
 @dataclass(frozen=True)
@@ -153,13 +161,13 @@ def save_checkpoint(
     finish_saving(par)
     saver = _savers.setdefault(par, _Saver())
     rank, num_ranks = rank_and_world_size()
-    path = Path(path)
+    path, resumables = Path(path), Resumables.of(optimizer, schedulers, scaler, data)
     state: TrainingState | None = None
     fault: ShardwiseError | None = None
     token = ""
     try:
-        state = state_of(par, as_list(optimizer), rank)
-        state.values.update(values_of(step, as_list(schedulers), scaler, data, extra, metrics))
+        state = state_of(par, resumables.optimizers, rank)
+        state.values.update(values_of(step, resumables, extra, metrics))
         if rank == 0:
             token = make_room(path)
     except ShardwiseError as error:
@@ -186,8 +194,6 @@ def save_checkpoint(
         num_ranks=num_ranks,
         plan=par.plan.digest if isinstance(par, ParallelModule) else "",
         metrics={name: float(value) for name, value in (metrics or {}).items()},
-        block_bytes=BLOCK_BYTES,
-        files={},
         tensors=saver.shares.stored,
         tied=saver.shares.model_names(),
         values={**state.values, "names": saver.shares.names, "plain": plain},
@@ -240,30 +246,8 @@ def finish_saving(par: torch.nn.Module) -> None:
     saver.under_way = None
 
 
-def as_list(value: Any) -> list[Any]:
-    """Return a list of the objects in ``value``: one, several or None."""
-    if value is None:
-        return []
-    return [value] if hasattr(value, "state_dict") else list(value)
-
-
-def state_of(par: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int) -> TrainingState:
-    module = module_parts(par)
-    kept = optimizer_parts(optimizers, module)
-    parts = {MODEL + name: part for name, part in module.parts.items()}
-    parts |= {**kept.parts, f"{RANDOM}{rank}": random_part()}
-    return TrainingState(
-        parts, module.tied, kept.names, kept.plain, {"kinds": list(kept.kinds), "settings": kept.settings}
-    )
-
-
 def values_of(
-    step: int,
-    schedulers: Sequence[Resumable],
-    scaler: Resumable | None,
-    data: Resumable | None,
-    extra: Any,
-    metrics: Mapping[str, float] | None,
+    step: int, resumables: Resumables, extra: Any, metrics: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
     """Encode the values that are not tensors and equal on all ranks. Raises ShardwiseError if that is impossible."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -273,19 +257,21 @@ def values_of(
             raise ShardwiseError(f"the metric {name} is {metric}: checkpoints can only be compared by finite numbers")
     values = {
         "step": step,
-        "schedulers": [_encoded(scheduler, f"scheduler {at}") for at, scheduler in enumerate(schedulers)],
-        "scaler": None if scaler is None else _encoded(scaler, "scaler"),
-        "data": None if data is None else _encoded(data, "data"),
+        "schedulers": [_encoded(scheduler, f"scheduler {at}") for at, scheduler in enumerate(resumables.schedulers)],
+        "scaler": _encoded(resumables.scaler, "scaler"),
+        "data": _encoded(resumables.data, "data"),
         "extra": encode(extra, "extra"),
     }
     check_texts([[values]])  # nested as deep as in the manifest
     return values
 
 
-def _encoded(resumable: Resumable, what: str) -> Any:
+def _encoded(resumable: Resumable | None, what: str) -> Any:
+    if resumable is None:
+        return None
     if not hasattr(resumable, "state_dict"):
         fault = f"{what} is a {type(resumable).__name__}, which has no state_dict() to save"
-        raise ShardwiseError(problem(fault, fix="leave it out, or for data use sw.DataLoader"))
+        raise ShardwiseError(fault, fix="leave it out, or for data use sw.DataLoader")
     return encode(resumable.state_dict(), what)
 
 
@@ -300,17 +286,15 @@ def _agree(saver: _Saver, path: Path, state: TrainingState, token: str) -> tuple
         differing = [name for name, digest in other.items() if digest != everywhere[0][1].get(name)]
         if differing:
             raise ShardwiseError(
-                problem(
-                    f"{differing[0]} differs between rank {rank} and rank 0, and a checkpoint has one for all ranks",
-                    fix="pass the same value on every rank, or gather the values of all ranks into one first",
-                )
+                f"{differing[0]} differs between rank {rank} and rank 0, and a checkpoint has one for all ranks",
+                fix="pass the same value on every rank, or gather the values of all ranks into one first",
             )
     structures = [structure for structure, *_ in everywhere]
     if structures != saver.structures:
         blind = [rank for rank, sees in enumerate(gather_values(incomplete(path).is_dir())) if not sees]
         if blind:
             what = f"rank {blind[0]} does not see {incomplete(path)}, which rank 0 created"
-            raise CheckpointError(problem(what, fix="give a folder on a file system that all machines share"))
+            raise CheckpointError(what, fix="give a folder on a file system that all machines share")
         saver.shares = assign_writers(state)
         saver.staged.clear()
         saver.structures = structures
@@ -336,18 +320,3 @@ def _merged(names: Sequence[Names]) -> list[list[list[str]]]:
 
 def _digest(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=12).hexdigest()
-
-
-__all__ = [
-    "Optimizers",
-    "Resumable",
-    "Schedulers",
-    "Shares",
-    "TrainingState",
-    "as_list",
-    "assign_writers",
-    "finish_saving",
-    "save_checkpoint",
-    "state_of",
-    "values_of",
-]

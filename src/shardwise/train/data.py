@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.layout import Layout
 from shardwise.runtime.initial.materialize import stable_seed
@@ -72,7 +73,7 @@ class DataLoader:
         taken = {"sampler", "batch_sampler"} & options.keys()
         if taken:
             what = f"{min(taken)}= is not allowed: the loader chooses the samples itself"
-            raise ShardwiseError(problem(what, fix="order the data set as you need it, and give shuffle=False"))
+            raise ShardwiseError(what, fix="order the data set as you need it, and give shuffle=False")
         self.dataset, self.par, self.batch_size = dataset, par, batch_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = self.cursor = self._turn = 0
@@ -81,7 +82,7 @@ class DataLoader:
         self._parts = _BatchParts(par)
         self._loader: TorchLoader[Any] | None = None
         if not self._is_iterable:
-            samples: Any = _Seeded(dataset, seed) if seed_samples else _Samples(dataset)
+            samples: Any = _Samples(dataset, seed if seed_samples else None)
             sampler: Any = _BatchSampler(self)
             self._loader = TorchLoader(samples, batch_sampler=sampler, collate_fn=self._collate, **options)
             if not self._length:
@@ -90,10 +91,9 @@ class DataLoader:
                 self._check_same_on_all_ranks()
         elif shuffle or seed_samples or options:
             what = "an iterable data set is read in its own order, in this process: it takes no shuffle or options"
-            raise ShardwiseError(problem(what, fix="shuffle=False, no seed_samples and no workers; or a map-style set"))
+            raise ShardwiseError(what, fix="shuffle=False, no seed_samples and no workers; or a map-style set")
 
     def _check_same_on_all_ranks(self) -> None:
-        """Raise ShardwiseError, on all ranks, if they would not draw the same samples."""
         settings = {
             "samples in the data set": self._length,
             "seed": self.seed,
@@ -107,11 +107,10 @@ class DataLoader:
                 if value != everywhere[0][name]:
                     what = f"{everywhere[0][name]!r} {name} on rank 0, {value!r} on rank {rank}"
                     what = f"ranks differ in their loaders: {what}"
-                    raise ShardwiseError(problem(what, fix="give every rank the same data set and settings"))
+                    raise ShardwiseError(what, fix="give every rank the same data set and settings")
 
     @property
     def _length(self) -> int:
-        """Return the number of samples in the data set."""
         dataset: Any = self.dataset
         return len(dataset)
 
@@ -136,11 +135,9 @@ class DataLoader:
     def _check_turn(self, turn: int) -> None:
         if turn != self._turn:
             raise ShardwiseError(
-                problem(
-                    "the loader's position was changed during an iteration, by another iteration or by "
-                    "load_state_dict: samples would be lost or repeated",
-                    fix="use a separate loader for evaluation, and begin a new loop after load_state_dict",
-                )
+                "the loader's position was changed during an iteration, by another iteration or by "
+                "load_state_dict: samples would be lost or repeated",
+                fix="use a separate loader for evaluation, and begin a new loop after load_state_dict",
             )
 
     def _loaded(self, loader: TorchLoader[Any]) -> Iterator[tuple[int, Any]]:
@@ -157,11 +154,9 @@ class DataLoader:
             counts = gather_values(len(samples))
             if len(set(counts)) > 1:
                 raise ShardwiseError(
-                    problem(
-                        f"the ranks' data sets do not give the same samples: after {self.cursor:,} they have "
-                        f"{', '.join(map(str, counts[:8]))} more for a batch",
-                        fix="let every rank read the same stream; the loader takes each rank's part of it",
-                    )
+                    f"the ranks' data sets do not give the same samples: after {self.cursor:,} they have "
+                    f"{', '.join(map(str, counts[:8]))} more for a batch",
+                    fix="let every rank read the same stream; the loader takes each rank's part of it",
                 )
             if len(samples) < self.batch_size and (self.drop_last or not samples):
                 return
@@ -197,11 +192,9 @@ class DataLoader:
         for name, what in (("length", "samples in the data set"), ("seed", "seed"), ("shuffle", "shuffle")):
             if state[name] != current[name]:
                 raise ShardwiseError(
-                    problem(
-                        f"the saved run had {what} {state[name]!r}, and this loader has {current[name]!r}: samples "
-                        "would be lost or repeated",
-                        fix="give the same data set and seed, or start a new epoch: load without data=",
-                    )
+                    f"the saved run had {what} {state[name]!r}, and this loader has {current[name]!r}: samples "
+                    "would be lost or repeated",
+                    fix="give the same data set and seed, or start a new epoch: load without data=",
                 )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -228,33 +221,33 @@ class _BatchSampler:
         return len(self.loader)
 
 
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Restore the host's random states of Python, NumPy and torch after the block."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
 class _Samples(Dataset[Any]):
-    def __init__(self, dataset: Dataset[Any]) -> None:
-        self.dataset = dataset
+    """Samples by (epoch, index). ``seed``: seeds the random generators for each sample; None: not seeded."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int | None) -> None:
+        self.dataset, self.seed = dataset, seed
 
     def __getitem__(self, key: tuple[int, int]) -> Any:
-        return self.dataset[key[1]]
-
-
-class _Seeded(_Samples):
-    """Seeds the random generators for each sample, and restores the process's states afterwards."""
-
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        super().__init__(dataset)
-        self.seed = seed
-
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-        seed = stable_seed(self.seed, "sample", *map(str, key))
-        try:
+        if self.seed is None:
+            return self.dataset[key[1]]
+        with same_random_numbers():
+            seed = stable_seed(self.seed, "sample", *map(str, key))
             random.seed(seed)
             np.random.seed(seed % 2**32)
             torch.default_generator.manual_seed(seed)
-            return super().__getitem__(key)
-        finally:
-            random.setstate(before[0])
-            np.random.set_state(before[1])
-            torch.set_rng_state(before[2])
+            return self.dataset[key[1]]
 
 
 class _BatchParts:
@@ -267,7 +260,7 @@ class _BatchParts:
         local = [path for path, split in splits.items() if split.inputs == "local"]
         if local and len(splits) > 1:
             what = f"par= contains several parallel modules ({', '.join(splits)}): it is unclear which gets the batches"
-            raise ShardwiseError(problem(what, fix="pass that module as par="))
+            raise ShardwiseError(what, fix="pass that module as par=")
         if local:
             split = splits[local[0]]
             self.position, self.layouts = split.device_number, split.plan.input_layouts
@@ -286,8 +279,7 @@ class _BatchParts:
         if not self.layouts:
             return batch
         first, last = self.rows(num_samples)
-        arguments = ((), dict(batch)) if isinstance(batch, Mapping) else (_positional(batch), {})
-        leaves, spec = flatten_with_path(arguments)
+        leaves, spec = flatten_with_path(arguments_of(batch))
         parts = []
         for path, leaf in leaves:
             layout = self.layouts.get(leaf_name(path)) if isinstance(leaf, torch.Tensor) else None
@@ -302,7 +294,6 @@ class _BatchParts:
         return kwargs if isinstance(batch, Mapping) else args if isinstance(batch, (tuple, list)) else args[0]
 
     def _range(self, layout: Layout, dim: int, size: int) -> Rows:
-        """Return this rank's [start, stop) of an input's dim of ``size`` elements."""
         axes = [axis for atom in layout.dims[dim] for axis in atom.axes]
         coordinates = layout.mesh.coordinates(self.position)
         count, position = layout.mesh.size_of(axes), 0
@@ -311,8 +302,8 @@ class _BatchParts:
         return position * size // count, (position + 1) * size // count
 
 
-def _positional(batch: Any) -> tuple[Any, ...]:
-    return tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)
-
-
-__all__ = ["DataLoader"]
+def arguments_of(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a batch as positional and named arguments."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from shardwise.errors import CheckpointError, problem
+from shardwise.errors import CheckpointError
 from shardwise.layouts.boxes import Box
 from shardwise.train.manifest import BLOCK_BYTES, DataFile, Manifest, StoredTensor
 from shardwise.train.parts import TensorPart
@@ -38,12 +38,10 @@ class StagedFile:
         return StagedFile(file, _room(file.num_bytes, pinned=pinned))
 
     def part(self, start: int, stop: int) -> memoryview:
-        """Return the data bytes from ``start`` to ``stop``."""
         return memoryview(self.buffer[start:stop].numpy().data)
 
     @cached_property
     def _places(self) -> list[torch.Tensor]:
-        """Return the buffer's views for the pieces."""
         return [
             self.buffer[start : start + piece.num_bytes].view(piece.dtype).view(piece.sizes)
             for start, piece in self.file.pieces
@@ -179,7 +177,6 @@ class CheckpointReader:
         self._verified: dict[str, np.ndarray] = {}
 
     def path(self, file: str) -> Path:
-        """Return the path of a file of the manifest."""
         return self.folder / file
 
     def verify(self, name: str, boxes: Iterable[Box]) -> None:
@@ -195,7 +192,7 @@ class CheckpointReader:
             )
             if sum(common.numel for common, _ in chunks) != box.numel or overlap:
                 what = f"{self.folder} does not have every element of {name} exactly once"
-                raise CheckpointError(problem(what, fix="load an older checkpoint"))
+                raise CheckpointError(what, fix="load an older checkpoint")
             for common, position in chunks:
                 self._verify_blocks(stored, common, position)
 
@@ -233,13 +230,11 @@ class CheckpointReader:
                 is_file, size = path.is_file(), path.stat().st_size
                 if not is_file or size != expected:
                     what = f"{path} has {size:,} bytes, but {expected:,} were written"
-                    raise CheckpointError(problem(what, fix="load an older checkpoint, or copy this one again"))
+                    raise CheckpointError(what, fix="load an older checkpoint, or copy this one again")
                 self._mapped[file] = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
             except (OSError, RuntimeError) as error:
                 what = f"{path} is a part of the checkpoint and cannot be read: {error}"
-                raise CheckpointError(
-                    problem(what, fix="copy all files of the folder, or load an older one")
-                ) from error
+                raise CheckpointError(what, fix="copy all files of the folder, or load an older one") from error
         return self._mapped[file]
 
     def _verify_blocks(self, stored: StoredTensor, common: Box, position: int) -> None:
@@ -253,7 +248,7 @@ class CheckpointReader:
             self.num_bytes_read += stop - start
             if zlib.crc32(content[data.start + start : data.start + stop].numpy().data) != data.checksum(block):
                 what = f"{self.folder / chunk.file} is damaged: wrong checksum of data bytes {start:,} to {stop:,}"
-                raise CheckpointError(problem(what, fix="load an older checkpoint"))
+                raise CheckpointError(what, fix="load an older checkpoint")
         done |= new
 
 
@@ -278,6 +273,3 @@ def _blocks(stored: StoredTensor, common: Box, position: int, size: int, count: 
     np.add.at(steps, last + 1, -1)
     is_touched: np.ndarray = np.cumsum(steps)[:count] > 0
     return is_touched
-
-
-__all__ = ["CheckpointReader", "StagedFile", "StreamedFile", "write"]

@@ -11,7 +11,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwise.errors import CheckpointError, problem
+from shardwise.errors import CheckpointError
 
 _MAX_TEXT = 1024
 
@@ -39,7 +39,7 @@ def lock(path: Path) -> Lock:
         descriptor = _opened(file)
         try:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise CheckpointError(problem(f"{file} is no regular file", fix="delete it"))
+                raise CheckpointError(f"{file} is no regular file", fix="delete it")
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not _is_same(file, descriptor):  # the last writer has just removed it
                 os.close(descriptor)
@@ -53,7 +53,7 @@ def lock(path: Path) -> Lock:
             os.close(descriptor)
             what = f"{path} is being saved by {writer}"
             fix = "end one of the two jobs, or give each its own folder"
-            raise CheckpointError(problem(what, fix=fix)) from None
+            raise CheckpointError(what, fix=fix) from None
         except OSError:  # a file system without locks
             return Lock(file, descriptor, is_certain=False)
         except BaseException:
@@ -75,6 +75,3 @@ def _is_same(file: Path, descriptor: int) -> bool:
         return os.path.samestat(os.stat(file, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:
         return False
-
-
-__all__ = ["Lock", "lock"]

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import CheckpointError, ShardwiseError, problem
+from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.train.values import DTYPES
 from shardwise.untrusted_text import MAX_FILE, MAX_NUMBER, read_json, read_text, shorten_repr
 
@@ -60,17 +60,17 @@ class DataFile:
         return int(self.checksums[8 * block : 8 * block + 8], 16)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
     """The content of ``checkpoint.json``. ``tied``: additional names of tensors; ``plan``: digest of the plan that was
     in use, "" without one; ``values``: encoded (``train.values``)."""
 
-    step: int
+    step: int = 0
     num_ranks: int
-    plan: str
-    metrics: Mapping[str, float]
-    block_bytes: int
-    files: Mapping[str, DataFile]
+    plan: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    block_bytes: int = BLOCK_BYTES
+    files: Mapping[str, DataFile] = field(default_factory=dict)
     tensors: Mapping[str, StoredTensor]
     tied: Mapping[str, str]
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -113,16 +113,14 @@ def read_manifest(folder: Path) -> Manifest:
         text = read_text(folder / FILE, MAX_FILE)
     except (OSError, UnicodeDecodeError, ShardwiseError) as error:
         raise CheckpointError(
-            problem(
-                f"{folder} is no checkpoint: {FILE} cannot be read ({shorten_repr(str(error), 200)})",
-                fix="give the folder of a complete checkpoint, or the folder that contains several",
-            )
+            f"{folder} is no checkpoint: {FILE} cannot be read ({shorten_repr(str(error), 200)})",
+            fix="give the folder of a complete checkpoint, or the folder that contains several",
         ) from error
     try:
         return parse_manifest(text)
     except ShardwiseError as error:
         fix = "load an older checkpoint; this one was changed after it was written"
-        raise CheckpointError(problem(f"{folder / FILE} is damaged: {error}", fix=fix)) from error
+        raise CheckpointError(f"{folder / FILE} is damaged: {error}", fix=fix) from error
 
 
 def parse_manifest(text: str) -> Manifest:
@@ -156,17 +154,9 @@ def _manifest(content: dict[str, Any]) -> Manifest:
     _require(all(isinstance(name, str) for name in tied.values()), "tied names")
     _require(all(isinstance(value, (int, float)) for value in content["metrics"].values()), "metrics")
     _require(isinstance(content["plan"], str) and isinstance(content["values"], dict), "plan or values")
-    return Manifest(
-        _count(content["step"]),
-        _count(content["num_ranks"]),
-        content["plan"],
-        content["metrics"],
-        block,
-        files,
-        tensors,
-        tied,
-        content["values"],
-    )
+    fields = {name: content[name] for name in ("plan", "metrics", "tied", "values")}
+    fields |= {name: _count(content[name]) for name in ("step", "num_ranks", "block_bytes")}
+    return Manifest(files=files, tensors=tensors, **fields)
 
 
 def _stored(name: str, entry: Any, names: list[str], files: Mapping[str, DataFile]) -> StoredTensor:
@@ -191,6 +181,3 @@ def _count(value: Any) -> int:
 def _require(holds: bool, what: str) -> None:
     if not holds:
         raise ShardwiseError(f"invalid value: {what}")
-
-
-__all__ = ["BLOCK_BYTES", "FILE", "Chunk", "DataFile", "Manifest", "StoredTensor", "parse_manifest", "read_manifest"]

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.boxes import Box, boxes
 from shardwise.layouts.layout import Layout
@@ -46,7 +46,6 @@ class TensorPart:
         return TensorPart(tensor, tuple(tensor.shape), (Box.whole(tensor.shape),))
 
     def like(self, tensor: torch.Tensor) -> TensorPart:
-        """Return a part with the same boxes of another tensor."""
         return TensorPart(tensor, self.shape, self.boxes)
 
     def at(self, box: Box) -> torch.Tensor:
@@ -74,7 +73,6 @@ def splits_in(module: torch.nn.Module) -> dict[str, ParallelModule]:
 
 
 def seeds_in(module: torch.nn.Module) -> dict[str, ParallelModule]:
-    """Return the parallel modules, by the name of their random seed."""
     return {f"{path}.{SEED}".lstrip("."): split for path, split in splits_in(module).items()}
 
 
@@ -122,10 +120,8 @@ def _part_of(
     coordinates = shard.ranks.coordinates
     if tuple(tensor.shape) != shard.layout.local_shape(coordinates):
         raise ShardwiseError(
-            problem(
-                f"{name} is a view of this rank's shard of {shard.name}, and its place in the whole tensor is unknown",
-                fix="save the parallel module itself, or whole tensors",
-            )
+            f"{name} is a view of this rank's shard of {shard.name}, and its place in the whole tensor is unknown",
+            fix="save the parallel module itself, or whole tensors",
         )
     return _part_in(tensor, shard.layout, coordinates)
 
@@ -136,25 +132,31 @@ def _part_in(tensor: torch.Tensor, layout: Layout | None, coordinates: Mapping[s
     return TensorPart(tensor, layout.shape, boxes(layout, coordinates))
 
 
-# ---------------------------------------------------------------------------------------------------------- optimizers
+# ------------------------------------------------------------------------------------------------------ training state
+
+
+Names = Sequence[Sequence[Sequence[str]]]  # of the parameters in every group of every optimizer
 
 
 @dataclass(frozen=True)
-class OptimizerParts:
-    """The parts of optimizers. ``parts``: states that are tensors, by full name; ``plain``: other states, encoded, by
-    parameter and key; ``names``: parameters in every group of every optimizer; ``settings``: encoded group options."""
+class TrainingState:
+    """The state of this rank to save. ``parts``: tensors, by their names in a checkpoint; ``tied``: additional name of
+    a parameter -> its name; ``plain``: states of optimizers that are no tensors, encoded, by parameter and key;
+    ``values``: encoded, and equal on all ranks."""
 
     parts: Mapping[str, TensorPart]
+    tied: Mapping[str, str]
+    names: Names
     plain: Mapping[str, Mapping[str, Any]]
-    names: Sequence[Sequence[Sequence[str]]]
-    kinds: Sequence[str]
-    settings: Sequence[Sequence[Mapping[str, Any]]]
+    values: dict[str, Any]
 
 
-def optimizer_parts(optimizers: Sequence[torch.optim.Optimizer], module: ModuleParts) -> OptimizerParts:
-    """Return this rank's parts of optimizers of a module's parameters. Raises ShardwiseError for parameters that are
-    not the module's, and for states whose place in the whole tensor is unknown."""
-    parts: dict[str, TensorPart] = {}
+def state_of(par: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], rank: int) -> TrainingState:
+    """Return the state of a module, of optimizers of its parameters, and of this rank's generators. Raises
+    ShardwiseError for parameters that are not the module's, and for states whose place in the whole tensor is
+    unknown."""
+    module = module_parts(par)
+    parts = {MODEL + name: part for name, part in module.parts.items()}
     plain: dict[str, dict[str, Any]] = {}
     names = names_in_groups(optimizers, module)
     for optimizer, groups in zip(optimizers, names, strict=True):
@@ -173,7 +175,9 @@ def optimizer_parts(optimizers: Sequence[torch.optim.Optimizer], module: ModuleP
         ]
         for optimizer in optimizers
     ]
-    return OptimizerParts(parts, plain, names, [kind_of(optimizer) for optimizer in optimizers], settings)
+    parts[f"{RANDOM}{rank}"] = random_part()
+    values = {"kinds": [kind_of(optimizer) for optimizer in optimizers], "settings": settings}
+    return TrainingState(parts, module.tied, names, plain, values)
 
 
 def names_in_groups(optimizers: Sequence[torch.optim.Optimizer], module: ModuleParts) -> list[list[list[str]]]:
@@ -183,10 +187,8 @@ def names_in_groups(optimizers: Sequence[torch.optim.Optimizer], module: ModuleP
         for position, group in enumerate(optimizer.param_groups):
             if any(id(parameter) not in name_of for parameter in group["params"]):
                 raise ShardwiseError(
-                    problem(
-                        f"group {position} of {kind_of(optimizer)} has parameters that are not the module's",
-                        fix="create the optimizer from par.parameters(), after sw.parallelize",
-                    )
+                    f"group {position} of {kind_of(optimizer)} has parameters that are not the module's",
+                    fix="create the optimizer from par.parameters(), after sw.parallelize",
                 )
     return [[[name_of[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers]
 
@@ -208,11 +210,9 @@ def _state_part(name: str, value: torch.Tensor, parameter: TensorPart) -> Tensor
     if value.ndim == 0 or not parameter.is_split:
         return TensorPart.whole(value)
     raise ShardwiseError(
-        problem(
-            f"{name} has shape {list(value.shape)}, and this rank holds {list(parameter.tensor.shape)} of the "
-            f"parameter's {list(parameter.shape)}: its place in the whole state is unknown",
-            fix="use an element-wise optimizer, whose states have the parameter's shape or are single numbers",
-        )
+        f"{name} has shape {list(value.shape)}, and this rank holds {list(parameter.tensor.shape)} of the "
+        f"parameter's {list(parameter.shape)}: its place in the whole state is unknown",
+        fix="use an element-wise optimizer, whose states have the parameter's shape or are single numbers",
     )
 
 
@@ -244,23 +244,3 @@ def restore_random(content: torch.Tensor) -> None:
             torch.cuda.set_rng_state(states["cuda"])
     except (TypeError, ValueError, LookupError, RuntimeError, RecursionError) as error:
         raise ShardwiseError(f"the states of random generators in the checkpoint cannot be read: {error}") from error
-
-
-__all__ = [
-    "MODEL",
-    "RANDOM",
-    "STATE",
-    "ModuleParts",
-    "OptimizerParts",
-    "TensorPart",
-    "is_seed",
-    "kind_of",
-    "module_parts",
-    "names_in_groups",
-    "optimizer_parts",
-    "random_part",
-    "restore_random",
-    "seeds_in",
-    "splits_in",
-    "state_name",
-]

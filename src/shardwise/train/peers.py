@@ -1,10 +1,14 @@
-"""Copies of the training state in the memory of other machines, to survive the loss of a machine.
+"""The training state in memory that outlives processes, to survive the loss of ranks, and of machines.
 
-Every few steps each rank copies its share of the state to files in its machine's memory, and another machine keeps a
-copy of each file. If ranks of another machine hold the same elements (data-parallel replicas), they copy locally,
-without communication. Everything else is sent to the corresponding rank of the next machine, overlapped with the
-following steps. As in ``train.snapshots`` there are two alternating slots, and the ranks synchronize between filling
-them. So whenever a machine is lost, one slot is complete on the remaining machines.
+Every few steps each rank copies its share of the state to files in its machine's memory: a checkpoint without checksums
+and atomic renames, whose files are overwritten in place. As in a checkpoint, each replicated element is written by one
+rank, in equal shares. Where machines may be lost, another machine keeps a copy of each file. If ranks of that machine
+hold these elements (data-parallel replicas), they copy locally, without communication. Everything else is sent to the
+corresponding rank of the next machine, overlapped with the following steps.
+
+There are two alternating *slots*. A rank fills a slot only after all ranks have filled the other one (they synchronize
+in between). A file is valid only while its *note* exists, which is deleted before filling and written afterwards. So
+whenever ranks or a machine are lost, one slot is complete on the remaining machines.
 
 ==============================  ====================================================================
 ``NUMBER/tensors.json``         a checkpoint's manifest, without values: which file has which elements
@@ -30,14 +34,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import CollectiveError, ShardwiseError, problem
+from shardwise.errors import CollectiveError, ShardwiseError
 from shardwise.runtime.private import check_own_folder
 from shardwise.train.agreement import gather_values, rank_and_world_size
-from shardwise.train.checkpoints import TrainingState, assign_writers
+from shardwise.train.checkpoints import assign_writers
 from shardwise.train.files import CheckpointReader, StagedFile
 from shardwise.train.manifest import BLOCK_BYTES, DataFile, Manifest, parse_manifest
+from shardwise.train.parts import TrainingState
 from shardwise.train.sharing import Offer, PlannedFile, WritePiece, file_of
-from shardwise.train.snapshots import no_checksums, write_atomically
 
 _TENSORS, _NOTE, _COPY, _FETCHED = "tensors.json", ".note", ".copy", ".fetched"
 _NUM_SLOTS = 2
@@ -100,16 +104,13 @@ class _PeerTransfer:
 @dataclass(eq=False)
 class Peers:
     """The copies of one job. All ranks create and use it together. ``is_local``: keep only each rank's own share on its
-    machine, which survives the loss of ranks but not of machines; ``between_machines``: do nothing on a single machine;
-    ``sent_bytes``, ``kept_bytes``: of this rank, per copy and slot."""
+    machine, to survive the loss of ranks but not of machines; ``between_machines``: do nothing on a single machine."""
 
     how: PeerCopy
     is_local: bool = False
     between_machines: bool = False
-    sent_bytes: int = 0
-    kept_bytes: int = 0
     mirrored: Sequence[Mirrored] = ()
-    buffers: dict[Path, torch.Tensor] = field(default_factory=dict)
+    staged: dict[Path, StagedFile] = field(default_factory=dict)
     under_way: list[_PeerTransfer] = field(default_factory=list)
     number: int = -1
     outdated: bool = True  # ``renew`` is due
@@ -120,7 +121,7 @@ class Peers:
         self.rank, self.num_ranks = rank_and_world_size()
         if self.num_ranks == 1 and not self.is_local and not self.between_machines:
             what = "peer_copy= keeps the state on other ranks, but there is only one rank"
-            raise ShardwiseError(problem(what, fix="start more ranks, or leave it out"))
+            raise ShardwiseError(what, fix="start more ranks, or leave it out")
         self.memory = Path(self.how.memory)
         refused = ""
         try:
@@ -131,13 +132,13 @@ class Peers:
         places = gather_values((platform.node(), str(self.memory.resolve()), refused))
         if refused := next((text for *_, text in places if text), ""):
             what = f"copies of the state cannot be kept in {self.memory}: {refused}"
-            raise ShardwiseError(problem(what, fix="give a new folder, or one to which only you may write (chmod 700)"))
+            raise ShardwiseError(what, fix="give a new folder, or one to which only you may write (chmod 700)")
         self.machine_of = [places.index(place) for place in places]  # by its first rank
-        self.is_idle = self.between_machines and len({*self.machine_of}) == 1
-        if len({*self.machine_of}) == 1:  # one machine: protect against the loss of single ranks
+        self.shares_folder, is_one = self.machine_of, len({*self.machine_of}) == 1
+        self.is_idle = self.between_machines and is_one
+        self.group = None if is_one and self.is_local else dist.new_group(backend="gloo")
+        if is_one:  # protect against the loss of single ranks
             self.machine_of = [*range(self.num_ranks)]
-        self.shares_folder = [places.index(place) for place in places]
-        self.group = dist.new_group(backend="gloo")
 
     def is_due(self, step: int) -> bool:
         return step % self.how.every == 0 and not self.is_idle
@@ -155,13 +156,11 @@ class Peers:
             self.mirrored = assign_keepers(shares.files, shares.offers, self.machine_of)
         every = [[mirror.file for mirror in self.mirrored if mirror.writer == rank] for rank in range(self.num_ranks)]
         manifest = Manifest(
-            step=0,
             num_ranks=self.num_ranks,
-            plan="",
-            metrics={},
-            block_bytes=BLOCK_BYTES,
             files={
-                file.name: DataFile(0, file.num_bytes, no_checksums(file.num_bytes)) for part in every for file in part
+                file.name: DataFile(0, file.num_bytes, "00000000" * -(-file.num_bytes // BLOCK_BYTES))
+                for part in every
+                for file in part
             },
             tensors=replace(shares, files=every).stored,
             tied=shares.model_names(),
@@ -171,20 +170,19 @@ class Peers:
         self.memory.mkdir(mode=0o700, parents=True, exist_ok=True)
         numbers = gather_values([int(path.name) for path in self.memory.iterdir() if path.name.isdigit()])
         self.number, self.slot, self.filled = 1 + max((n for part in numbers for n in part), default=-1), 0, 0
-        self.buffers, fault = {}, ""
+        self.staged, fault = {}, ""
         try:
             self.folder.mkdir(exist_ok=True)
             for mirror in self.mirrored:
                 for slot in range(_NUM_SLOTS):
                     for copy in (False, True):
                         if self.rank == (mirror.keeper if copy else mirror.writer):
-                            self._map(self._path(mirror, slot, copy=copy), mirror.file.num_bytes)
+                            path = self._path(mirror, slot, copy=copy)
+                            self.staged[path] = StagedFile(mirror.file, _map(path, mirror.file.num_bytes))
             if self.shares_folder[self.rank] == self.rank:
-                write_atomically(self.folder / _TENSORS, manifest.to_text())
+                _write(self.folder / _TENSORS, manifest.to_text())
         except OSError as error:
             fault = str(error)
-        self.sent_bytes = sum(m.file.num_bytes for m in self.mirrored if m.writer == self.rank and m.is_sent)
-        self.kept_bytes = sum(m.file.num_bytes for m in self.mirrored if m.keeper == self.rank)
         return next((text for text in gather_values(fault) if text), "")
 
     def land(self) -> None:
@@ -199,16 +197,23 @@ class Peers:
                 raise CollectiveError(what, (copy.peer,)) from error
         for copy in landed:
             if copy.note is not None:
-                write_atomically(copy.note, copy.text)
+                _write(copy.note, copy.text)
         if self.filled == _NUM_SLOTS and self.shares_folder[self.rank] == self.rank:
-            self._forget_numbers()
+            self.filled += 1  # once
+            for folder in self.memory.iterdir():
+                if folder.name.isdigit() and int(folder.name) < self.number:
+                    shutil.rmtree(folder, ignore_errors=True)
 
     def fill(self, state: TrainingState, step: int, checked: int) -> None:
         """Copy this rank's share to the next slot, and start sending the files that others keep. Call it after ``land``
         and a synchronization of all ranks. Raises OSError if a note cannot be written; started transfers go on."""
         slot, self.slot = self.slot, (self.slot + 1) % _NUM_SLOTS
-        plain = {name: kept for rank_states in gather_values(dict(state.plain)) for name, kept in rank_states.items()}
-        note = {"step": step, "checked": checked, "of": len(self.mirrored), "values": state.values, "plain": plain}
+        values, plain = state.values, dict(state.plain)
+        if not self.is_local:  # any machine's notes must be enough
+            plain = {name: kept for rank_states in gather_values(plain) for name, kept in rank_states.items()}
+        elif self.rank:
+            values = {}
+        note = {"step": step, "checked": checked, "of": len(self.mirrored), "values": values, "plain": plain}
         text, here_now = json.dumps(note), []
         for mirror in self.mirrored:
             for copy, rank in ((False, mirror.writer), (True, mirror.keeper)):
@@ -216,19 +221,19 @@ class Peers:
                     path = self._path(mirror, slot, copy=copy)
                     _note(path).unlink(missing_ok=True)
                     if not (copy and mirror.is_sent):
-                        StagedFile(mirror.file, self.buffers[path]).fill(state.parts)
+                        self.staged[path].fill(state.parts)
                         here_now.append(path)
         for tag, mirror in enumerate(self.mirrored):
             if mirror.is_sent and mirror.writer == self.rank:
-                work = dist.isend(self.buffers[self._path(mirror, slot)], mirror.keeper, self.group, tag)
+                work = dist.isend(self.staged[self._path(mirror, slot)].buffer, mirror.keeper, self.group, tag)
                 self._start(work, mirror.keeper, None)
             elif mirror.is_sent and mirror.keeper == self.rank:
                 path = self._path(mirror, slot, copy=True)
-                work = dist.irecv(self.buffers[path], mirror.writer, self.group, tag)
+                work = dist.irecv(self.staged[path].buffer, mirror.writer, self.group, tag)
                 self._start(work, mirror.writer, _note(path), text)
         self.filled += self.filled < _NUM_SLOTS
         for path in here_now:
-            write_atomically(_note(path), text)
+            _write(_note(path), text)
 
     def _start(self, work: dist.Work | None, peer: int, note: Path | None, text: str = "") -> None:
         assert work is not None, "this rank is in the group"
@@ -241,17 +246,12 @@ class Peers:
     def _path(self, mirror: Mirrored, slot: int, *, copy: bool = False) -> Path:
         return self.folder / f"{mirror.file.name}-{slot}{_COPY * copy}"
 
-    def _map(self, path: Path, num_bytes: int) -> None:
-        with path.open("wb") as opened:
-            if num_bytes:
-                os.posix_fallocate(opened.fileno(), 0, num_bytes)
-        self.buffers[path] = torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
-
-    def _forget_numbers(self) -> None:
-        self.filled += 1  # once
-        for folder in self.memory.iterdir():
-            if folder.name.isdigit() and int(folder.name) < self.number:
-                shutil.rmtree(folder, ignore_errors=True)
+    def close(self) -> None:
+        """Delete this rank's files."""
+        for path in self.staged:
+            _note(path).unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+        self.staged = {}
 
     # -- to resume -----------------------------------------------------------------------------------------------------
 
@@ -281,24 +281,29 @@ class Peers:
 
     def manifest(self, kept: SurvivingState) -> Manifest:
         """Return the manifest of a state, from a machine that has it. Collective. Raises ShardwiseError if none has."""
-        texts = [text for text in gather_values(self._texts(kept)) if text is not None]
-        if not texts:
+        found = [content for content in gather_values(self._content(kept)) if content is not None]
+        if not found:
             what = f"no machine has the manifest of step {kept.step} ({min(kept.where)} and its other files)"
             raise ShardwiseError(what)
-        manifest, note = parse_manifest(texts[0][0]), json.loads(texts[0][1])
-        values = {**manifest.values, **note["values"], "plain": note["plain"]}
-        return replace(manifest, step=kept.step, values=values)
+        manifest, values, plain = parse_manifest(found[0][0]), dict[str, Any](), dict[str, Any]()
+        for _, notes in found:
+            for note in notes:
+                values |= note["values"]
+                plain |= note["plain"]
+        return replace(manifest, step=kept.step, values={**manifest.values, **values, "plain": plain})
 
-    def _texts(self, kept: SurvivingState) -> tuple[str, str] | None:
-        """Return the manifest and a note of a state, if this machine has both. (A machine may keep no file, and some
-        files of the slot may be of another step.)"""
-        folder = self.memory / str(kept.number)
-        for end in (_NOTE, f"{_COPY}{_NOTE}"):
-            for path in folder.glob(f"*-{kept.slot}{end}"):
-                with contextlib.suppress(OSError, ValueError, KeyError):
-                    note = path.read_text()
-                    if json.loads(note)["step"] == kept.step:
-                        return (folder / _TENSORS).read_text(), note
+    def _content(self, kept: SurvivingState) -> tuple[str, list[Any]] | None:
+        """Return the manifest and the notes of a state on this machine, on its first rank, if there are any. (A machine
+        may keep no file, and some files of the slot may be of another step.)"""
+        folder, notes = self.memory / str(kept.number), []
+        for path in (path for end in ("", _COPY) for path in folder.glob(f"*-{kept.slot}{end}{_NOTE}")):
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                note = json.loads(path.read_text())
+                if note["step"] == kept.step:
+                    notes.append(note)
+        if notes and self.shares_folder[self.rank] == self.rank:
+            with contextlib.suppress(OSError):
+                return (folder / _TENSORS).read_text(), notes
         return None
 
     def reader(self, kept: SurvivingState, manifest: Manifest) -> PeerReader:
@@ -343,18 +348,17 @@ class PeerReader(CheckpointReader):
         by_folder: dict[int, set[str]] = defaultdict(set)
         for rank, files in enumerate(gather_values(sorted(missing))):
             by_folder[peers.shares_folder[rank]].update(files)
-        works: list[tuple[dist.Work | None, int]] = []
+        works: list[dist.Work | None] = []
         fetches = sorted((file, first) for first, files in by_folder.items() for file in files)
         for tag, (file, first) in enumerate(fetches):
             owner, size = self._kept.where[file], self.manifest.files[file].num_bytes
             if peers.rank == owner:
-                works.append((dist.isend(self._map(file), first, peers.group, tag), first))
+                works.append(dist.isend(self._map(file), first, peers.group, tag))
             elif peers.rank == first:
                 path = Path(f"{self.folder / file}-{self._kept.slot}{_FETCHED}")
                 path.parent.mkdir(exist_ok=True)
-                peers._map(path, size)
-                works.append((dist.irecv(peers.buffers.pop(path), owner, peers.group, tag), owner))
-        for work, _ in works:
+                works.append(dist.irecv(_map(path, size), owner, peers.group, tag))
+        for work in works:
             if work is not None:
                 work.wait()
         gather_values(None)  # a barrier: the other ranks of this machine read what its first rank fetched
@@ -396,15 +400,25 @@ def assign_keepers(
 
 
 def _within(piece: WritePiece, offsets: Sequence[int], sizes: Sequence[int]) -> bool:
-    """Return whether a piece lies in a box."""
     return all(
         start <= offset and offset + size <= start + whole
         for offset, size, start, whole in zip(piece.offsets, piece.sizes, offsets, sizes, strict=True)
     )
 
 
+def _map(path: Path, num_bytes: int) -> torch.Tensor:
+    with path.open("wb") as opened:
+        if num_bytes:  # reserve now: a later write to full memory would kill the process (SIGBUS)
+            os.posix_fallocate(opened.fileno(), 0, num_bytes)
+    return torch.from_file(str(path), shared=True, size=num_bytes, dtype=torch.uint8)
+
+
 def _note(path: Path) -> Path:
     return path.with_name(path.name + _NOTE)
 
 
-__all__ = ["PeerCopy", "Peers", "SurvivingState", "assign_keepers"]
+def _write(path: Path, text: str) -> None:
+    """Write a file atomically."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text)
+    os.rename(part, path)

@@ -51,6 +51,3 @@ def planned(make: Callable[[], Plan | PlanningResult]) -> Plan | PlanningResult 
     if generation.rehearses:
         sys.exit(0)
     return plan
-
-
-__all__ = ["planned"]

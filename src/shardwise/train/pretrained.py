@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from shardwise.errors import CheckpointError, ShardwiseError, problem
+from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.layouts.boxes import Box
 from shardwise.runtime.initial.weights import INDEX
 from shardwise.runtime.parallel_module import ParallelModule
@@ -28,6 +29,7 @@ from shardwise.train.manifest import read_manifest
 from shardwise.train.parts import MODEL, TensorPart, is_seed
 from shardwise.train.sharing import AT_ONCE_BYTES, WritePiece, safetensors_header, split_piece
 
+T = TypeVar("T")
 _PARTS = ".parts"  # the temporary checkpoint in the folder
 
 
@@ -54,21 +56,39 @@ def save_pretrained(
             another process.
         ShardwiseError: ``dtype`` is not a floating-point dtype.
     """
-    folder, (rank, _) = Path(folder), rank_and_world_size()
-    fault: ShardwiseError | None = None
-    folder_lock: Lock | None = None
+    with locked(Path(folder), Path(folder)):
+        _save(par, Path(folder), dtype, max_file_bytes)
+
+
+@contextmanager
+def locked(folder: Path, path: Path) -> Iterator[None]:
+    """Hold rank 0's lock of ``path``, in or beside a folder to write. Collective. Raises CheckpointError on all ranks
+    if another process holds it."""
+
+    def begin() -> Lock:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        return lock(path)
+
+    folder_lock = on_rank_zero(folder, begin)
     try:
-        if rank == 0:
-            try:
-                folder.absolute().parent.mkdir(parents=True, exist_ok=True)
-                folder_lock = lock(folder)
-            except (OSError, ValueError) as error:
-                fault = error if isinstance(error, CheckpointError) else _unwritten(folder, error)
-        raise_first(CheckpointError, fault)
-        _save(par, folder, dtype, max_file_bytes)
+        yield
     finally:
         if folder_lock is not None:
             folder_lock.release()
+
+
+def on_rank_zero(folder: Path, act: Callable[[], T]) -> T | None:
+    """Return the result of ``act``, which writes to a folder, on rank 0, and None on others. Collective. Raises
+    CheckpointError on all ranks if it fails."""
+    result: T | None = None
+    fault: CheckpointError | None = None
+    if rank_and_world_size()[0] == 0:
+        try:
+            result = act()
+        except (OSError, ValueError) as error:
+            fault = error if isinstance(error, CheckpointError) else _unwritten(folder, error)
+    raise_first(CheckpointError, fault)
+    return result
 
 
 def _save(par: torch.nn.Module, folder: Path, dtype: torch.dtype | None, max_file_bytes: int) -> None:
@@ -79,7 +99,7 @@ def _save(par: torch.nn.Module, folder: Path, dtype: torch.dtype | None, max_fil
     try:
         if any(folder.glob("*.safetensors")):
             what = f"{folder} has weights already"
-            raise CheckpointError(problem(what, fix="give a new folder, or delete those"))
+            raise CheckpointError(what, fix="give a new folder, or delete those")
         if dtype is not None and not dtype.is_floating_point:
             raise ShardwiseError(f"dtype must be a floating-point dtype, got {dtype}")
         if rank == 0:
@@ -99,12 +119,7 @@ def _save(par: torch.nn.Module, folder: Path, dtype: torch.dtype | None, max_fil
         fault = _unwritten(folder, error)
     try:
         raise_first(CheckpointError, fault)
-        if rank == 0:
-            try:
-                _finish(folder, original, files, stem)
-            except OSError as error:
-                fault = _unwritten(folder, error)
-        raise_first(CheckpointError, fault)  # the other ranks return when the folder is complete
+        on_rank_zero(folder, lambda: _finish(folder, original, files, stem))  # others return when it is complete
     finally:
         if rank == 0:
             shutil.rmtree(folder / _PARTS, ignore_errors=True)
@@ -113,7 +128,7 @@ def _save(par: torch.nn.Module, folder: Path, dtype: torch.dtype | None, max_fil
 
 
 def _unwritten(folder: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(problem(f"{folder} cannot be written: {error}", fix="free space, or give another folder"))
+    return CheckpointError(f"{folder} cannot be written: {error}", fix="free space, or give another folder")
 
 
 def _names(original: torch.nn.Module, reader: CheckpointReader) -> tuple[dict[str, str], str]:
@@ -136,7 +151,6 @@ def _names(original: torch.nn.Module, reader: CheckpointReader) -> tuple[dict[st
 def _files(
     reader: CheckpointReader, names: Mapping[str, str], dtype: torch.dtype | None, max_file_bytes: int
 ) -> list[list[tuple[int, WritePiece]]]:
-    """Return the tensors of every file, each with its start in the file's data."""
     files: list[list[WritePiece]] = [[]]
     size = 0
     for name, stored_name in names.items():
@@ -197,6 +211,3 @@ def _finish(
 
 def _file_name(stem: str, position: int, count: int) -> str:
     return f"{stem}.safetensors" if count == 1 else f"{stem}-{position + 1:05}-of-{count:05}.safetensors"
-
-
-__all__ = ["save_pretrained"]

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, listed, problem
+from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, listed
 from shardwise.layouts.text import format_dtype
 from shardwise.runtime.agree import show_progress_once
 from shardwise.runtime.cpu_optimizer import with_states_on_host
 from shardwise.train.agreement import gather_values, raise_first, rank_and_world_size
-from shardwise.train.checkpoints import Optimizers, Resumable, Schedulers, as_list, finish_saving
+from shardwise.train.checkpoints import Optimizers, Resumable, Resumables, Schedulers, finish_saving
 from shardwise.train.data import DataLoader
 from shardwise.train.files import CheckpointReader
 from shardwise.train.manifest import FILE, Manifest, StoredTensor, read_manifest
@@ -52,17 +52,6 @@ class Checkpoint:
     extra: Any
     plan: str
     num_bytes_read: int
-
-
-@dataclass(frozen=True)
-class Resumables:
-    """The objects to resume besides the module. ``random``: whether to restore the random generators."""
-
-    optimizers: Sequence[torch.optim.Optimizer]
-    schedulers: Sequence[Resumable]
-    scaler: Resumable | None
-    data: Resumable | None
-    random: bool = True
 
 
 def load_checkpoint(
@@ -100,9 +89,14 @@ def load_checkpoint(
         CheckpointError: on all ranks, if the checkpoint is missing or damaged.
         ShardwiseError: on all ranks, if it is of another model, optimizer or kind of dtype. Nothing is changed then.
     """
+    resumables = Resumables.of(optimizer, schedulers, scaler, data, random=random)
+    return load_newest(Path(path_or_folder), par, resumables, not_after=not_after)
+
+
+def load_newest(folder: Path, par: torch.nn.Module, resumables: Resumables, *, not_after: int | None) -> Checkpoint:
+    """Do the work of ``load_checkpoint``."""
     finish_saving(par)
-    resumables = Resumables(as_list(optimizer), as_list(schedulers), scaler, data, random)
-    paths, is_folder = _candidates(Path(path_or_folder), rank_and_world_size()[0], not_after)
+    paths, is_folder = _candidates(folder, rank_and_world_size()[0], not_after)
     for path in paths:
         with show_progress_once("loading a checkpoint"):
             checkpoint = load_one(
@@ -110,8 +104,8 @@ def load_checkpoint(
             )
         if checkpoint is not None:
             return checkpoint
-    what = f"no checkpoint in {path_or_folder} is complete"
-    raise CheckpointError(problem(what, fix="give a folder in which save_checkpoint has finished at least once"))
+    what = f"no checkpoint in {folder} is complete"
+    raise CheckpointError(what, fix="give a folder in which save_checkpoint has finished at least once")
 
 
 def load_one(
@@ -131,16 +125,17 @@ def load_one(
     try:
         manifest = read()
         source = rank if manifest.num_ranks == num_ranks else 0
-        load = _Load(path, manifest, reader(manifest), par, resumables.optimizers, source)
-        load.check_values(resumables.schedulers, resumables.scaler, resumables.data)
-        load.verify(resumables.random)
+        load = _Load(path, manifest, reader(manifest), par, resumables, source)
+        load.check_values()
+        for name, part in load.parts_to_read():
+            load.reader.verify(name, part.boxes)
     except CheckpointError as error:
         damage = error
     except ShardwiseError as error:
         fault = error
     except (TypeError, LookupError, AttributeError) as error:
         what = f"{path} has values that save_checkpoint does not write: {shorten_repr(str(error))}"
-        damage = CheckpointError(problem(what, fix="load another checkpoint"))
+        damage = CheckpointError(what, fix="load another checkpoint")
     damaged = [text for text in gather_values(None if damage is None else str(damage)) if text]
     if damaged and skips:
         if rank == 0:
@@ -160,11 +155,11 @@ def load_one(
     if rank == 0 and load.converted:
         warnings.warn(f"{path}: {load.converted}", PlanWarning, stacklevel=3)
     try:
-        return load.apply(resumables.schedulers, resumables.scaler, resumables.data, resumables.random)
+        return load.apply()
     except (TypeError, LookupError, AttributeError, RuntimeError, AssertionError, ValueError) as error:
         what = f"{path} has states that the given objects do not accept: {type(error).__name__}: {error}"
         fix = "the checkpoint is partly loaded: load another one, or create the objects as they were saved"
-        raise CheckpointError(problem(what, fix=fix)) from error
+        raise CheckpointError(what, fix=fix) from error
 
 
 def _unowned(load: _Load | None) -> tuple[list[str], list[str]]:
@@ -205,7 +200,7 @@ def _candidates(path: Path, rank: int, not_after: int | None) -> tuple[list[Path
             why = f": {error}"
         if not candidates and not is_folder:
             what = f"there is no checkpoint {str(path)!r}{why}"
-            fault = CheckpointError(problem(what, fix="give the folder of a checkpoint, or a folder of several"))
+            fault = CheckpointError(what, fix="give the folder of a checkpoint, or a folder of several")
     raise_first(CheckpointError, fault)
     names, is_folder = gather_values(([str(place) for place in candidates], is_folder))[0]
     return [Path(name) for name in names], is_folder
@@ -221,10 +216,11 @@ class _Load:
         manifest: Manifest,
         reader: CheckpointReader,
         par: torch.nn.Module,
-        optimizers: Sequence[torch.optim.Optimizer],
+        resumables: Resumables,
         source: int,
     ) -> None:
-        self.path, self.manifest, self.par, self.optimizers = path, manifest, par, optimizers
+        self.path, self.manifest, self.par, self.resumables = path, manifest, par, resumables
+        self.optimizers = resumables.optimizers
         self.module = module_parts(par)
         self.reader, self.on_host = reader, with_states_on_host()
         self.values: Mapping[str, Any] = {name: decode(value) for name, value in manifest.values.items()}
@@ -234,9 +230,10 @@ class _Load:
         self.converted = ""
         self._random = f"{RANDOM}{source}"
         self.parameters = self._parameters()
-        self.settings = self._settings() if optimizers else []
-        self.states = self._states() if optimizers else {}
-        self.forgotten = self._forgotten() if optimizers else []  # parameters whose states no optimizer here has
+        self.names = names_in_groups(self.optimizers, self.module)
+        self.settings = self._settings() if self.optimizers else []
+        self.states = self._states() if self.optimizers else {}
+        self.forgotten = self._forgotten() if self.optimizers else []  # parameters whose states no optimizer here has
 
     # -- what is to be read --------------------------------------------------------------------------------------------
 
@@ -268,7 +265,6 @@ class _Load:
         return parameters
 
     def _canonical(self, name: str) -> str:
-        """Return the name of a parameter in the checkpoint."""
         return (self.manifest.find(MODEL + name) or MODEL + name).removeprefix(MODEL)
 
     def _settings(self) -> list[list[Mapping[str, Any]]]:
@@ -279,10 +275,10 @@ class _Load:
             has = f"states of {', '.join(map(str, stored_kinds))}" if stored_kinds else "no optimizer"
             what = f"{self.path} has {has}, but optimizer= is {', '.join(kinds)}"
             raise ShardwiseError(
-                problem(what, fix="pass the optimizer that was saved, or load without optimizer= and start a new one")
+                what, fix="pass the optimizer that was saved, or load without optimizer= and start a new one"
             )
         stored_settings: list[list[Mapping[str, Any]]] = []
-        for position, groups in enumerate(names_in_groups(self.optimizers, self.module)):
+        for position, groups in enumerate(self.names):
             stored_names, stored = names[position], settings[position]
             group_of = {name: at for at, group in enumerate(stored_names) for name in group}
             group_settings: list[Mapping[str, Any]] = []
@@ -291,7 +287,7 @@ class _Load:
                 (match,) = matches if len(matches) == 1 else (None,)
                 if match is None or match >= len(stored):
                     what = f"group {at} of {kinds[position]} ({listed(group)}) is not a group in {self.path}"
-                    raise ShardwiseError(problem(what, fix="create the same parameter groups as when it was saved"))
+                    raise ShardwiseError(what, fix="create the same parameter groups as when it was saved")
                 group_settings.append({key: value for key, value in _section(stored[match]).items() if key != "params"})
             stored_settings.append(group_settings)
         return stored_settings
@@ -304,7 +300,7 @@ class _Load:
                 name, _, key = full.removeprefix(STATE).rpartition(".")
                 by_name.setdefault(name, []).append(key)
         states: dict[int, dict[str, tuple[str, TensorPart]]] = {}
-        for optimizer, groups in zip(self.optimizers, names_in_groups(self.optimizers, self.module), strict=True):
+        for optimizer, groups in zip(self.optimizers, self.names, strict=True):
             for group, names in zip(optimizer.param_groups, groups, strict=True):
                 for parameter, name in zip(group["params"], names, strict=True):
                     canonical = self._canonical(name)
@@ -317,8 +313,7 @@ class _Load:
 
     def _forgotten(self) -> list[str]:
         """Return the parameters that have states in the checkpoint, but are in no optimizer here."""
-        names = names_in_groups(self.optimizers, self.module)
-        names_here = {self._canonical(name) for groups in names for group in groups for name in group}
+        names_here = {self._canonical(name) for groups in self.names for group in groups for name in group}
         kept = (full.removeprefix(STATE).rpartition(".")[0] for full in self.manifest.tensors if full.startswith(STATE))
         return sorted(set(kept) - names_here)
 
@@ -343,50 +338,45 @@ class _Load:
 
     # -- checks --------------------------------------------------------------------------------------------------------
 
-    def check_values(self, schedulers: Sequence[Resumable], scaler: Resumable | None, data: Resumable | None) -> None:
-        """Raise ShardwiseError if a given object was not saved, or if the data set differs."""
-        count = len(self._schedulers)
+    def check_values(self) -> None:
+        count, schedulers = len(self._schedulers), self.resumables.schedulers
         if schedulers and count != len(schedulers):
             what = f"{self.path} has the states of {count} schedulers, and {len(schedulers)} are given"
-            raise ShardwiseError(problem(what, fix="give as many as were saved, in the same order"))
-        for name, resumable in (("scaler", scaler), ("data", data)):
-            if resumable is not None and self.values.get(name) is None:
+            raise ShardwiseError(what, fix="give as many as were saved, in the same order")
+        for name in self._given():
+            if self.values.get(name) is None:
                 what = f"{self.path} has no state for {name}="
-                raise ShardwiseError(problem(what, fix=f"load without {name}=, or give it to save_checkpoint as well"))
-        if isinstance(data, DataLoader):
-            data.check_state_dict(self.values["data"])
+                raise ShardwiseError(what, fix=f"load without {name}=, or give it to save_checkpoint as well")
+        if isinstance(self.resumables.data, DataLoader):
+            self.resumables.data.check_state_dict(self.values["data"])
 
-    def verify(self, random: bool) -> None:
-        """Compare the checksums of everything that will be read. Raises CheckpointError."""
-        for name, part in self._parts_to_read(random):
-            self.reader.verify(name, part.boxes)
+    def _given(self) -> dict[str, Resumable]:
+        given = {"scaler": self.resumables.scaler, "data": self.resumables.data}
+        return {name: resumable for name, resumable in given.items() if resumable is not None}
 
-    def _parts_to_read(self, random: bool) -> list[tuple[str, TensorPart]]:
+    def parts_to_read(self) -> list[tuple[str, TensorPart]]:
         parts = [*self.parameters.items(), *(state for kept in self.states.values() for state in kept.values())]
-        generators = self.manifest.tensors.get(self._random) if random else None
+        generators = self.manifest.tensors.get(self._random) if self.resumables.random else None
         if generators is not None:
             parts.append((self._random, TensorPart.whole(torch.empty(generators.shape, dtype=generators.dtype))))
         return parts
 
     # -- changes -------------------------------------------------------------------------------------------------------
 
-    def apply(
-        self, schedulers: Sequence[Resumable], scaler: Resumable | None, data: Resumable | None, random: bool
-    ) -> Checkpoint:
+    def apply(self) -> Checkpoint:
         """Load everything. Schedulers, scaler and data come first: if one rejects its state, no tensor has changed."""
-        for scheduler, state in zip(schedulers, self._schedulers, strict=False):
+        for scheduler, state in zip(self.resumables.schedulers, self._schedulers, strict=False):
             scheduler.load_state_dict(state)
-        for name, resumable in (("scaler", scaler), ("data", data)):
-            if resumable is not None:
-                resumable.load_state_dict(self.values[name])
-        parts = self._parts_to_read(random)
+        for name, resumable in self._given().items():
+            resumable.load_state_dict(self.values[name])
+        parts = self.parts_to_read()
         for name, part in parts:
             self.reader.read(name, part)
         for name, split in seeds_in(self.par).items():
             split._draws = split._draws or MODEL + name in self.parameters
         for optimizer, settings in zip(self.optimizers, self.settings, strict=True):
             self._resume(optimizer, settings)
-        if random and parts[-1][0] == self._random:
+        if self.resumables.random and parts[-1][0] == self._random:
             restore_random(parts[-1][1].tensor)
         extra, read = self.values.get("extra"), self.reader.num_bytes_read
         return Checkpoint(self.path, self.manifest.step, extra, self.manifest.plan, read)
@@ -418,6 +408,3 @@ def _misfit(name: str, stored: StoredTensor, part: TensorPart) -> str:
 
 def _section(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
-
-
-__all__ = ["Checkpoint", "Resumables", "load_checkpoint", "load_one"]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.train.manifest import FILE, Manifest, read_manifest
 
 INCOMPLETE, DELETED, DAMAGED = ".incomplete", ".deleted", ".damaged"
@@ -45,7 +45,7 @@ class Keep:
         if self.order not in ("smallest", "largest"):
             raise ShardwiseError(f'order must be "smallest" or "largest" (which metric is best), got {self.order!r}')
         if self.last is None and self.every is None and self.best is None:
-            raise ShardwiseError(problem("Keep() needs a criterion", fix="to keep only the newest: Keep(last=1)"))
+            raise ShardwiseError("Keep() needs a criterion", fix="to keep only the newest: Keep(last=1)")
 
     def kept(self, steps: Mapping[Path, tuple[int, Mapping[str, float]]]) -> set[Path]:
         """Return the checkpoints to keep. ``steps``: step and metrics of each checkpoint."""
@@ -106,6 +106,3 @@ def prune(new: Path, keep: Keep) -> Sequence[Path]:
         with contextlib.suppress(OSError):
             shutil.rmtree(path.rename(path.with_name(path.name + DELETED)))
     return gone
-
-
-__all__ = ["DELETED", "INCOMPLETE", "Keep", "checkpoints_in", "prune", "rename_later_checkpoints"]

@@ -89,6 +89,3 @@ def slowness(busy: list[list[float]], rank: int) -> tuple[float, float] | None:
     average, usual = sum(rank_seconds) / len(rank_seconds), sum(others) / len(others)
     is_slow = average > _SLOWER * usual and average - usual > _LEAST_SECONDS and late >= _SHARE * len(busy)
     return (average, usual) if is_slow else None
-
-
-__all__ = ["Rounds", "slowness"]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from uuid import uuid4
 
-from shardwise.errors import CheckpointError, problem
+from shardwise.errors import CheckpointError
 from shardwise.train.files import StagedFile, StreamedFile, write
 from shardwise.train.locks import Lock, lock
 from shardwise.train.manifest import FILE, DataFile, Manifest
@@ -54,11 +54,9 @@ class SaveJob:
         return incomplete(self.path)
 
     def note(self, rank: int) -> str:
-        """Return the name of the file in which a rank lists what it has written."""
         return f"written-{rank}-{self.token}.json"
 
     def remove_files(self) -> None:
-        """Delete this rank's files after a failed save."""
         for staged in self.files if _belongs_to(self.folder, self.token) else ():
             with contextlib.suppress(OSError):
                 (self.folder / staged.file.name).unlink()
@@ -75,7 +73,6 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Return whether the save has ended, successfully or not."""
         return not self._thread.is_alive()
 
     @property
@@ -203,26 +200,21 @@ def _check_owner(job: SaveJob) -> None:
 
 def _taken(job: SaveJob) -> CheckpointError:
     return CheckpointError(
-        problem(
-            f"{job.path} was not saved: another job began to save it, or removed what this one had written",
-            fix="end one of the two jobs, or give each its own folder; earlier checkpoints are unchanged, and training "
-            "can go on",
-        )
+        f"{job.path} was not saved: another job began to save it, or removed what this one had written",
+        fix="end one of the two jobs, or give each its own folder; earlier checkpoints are unchanged, and training "
+        "can go on",
     )
 
 
 def _failed(path: Path, reason: str) -> CheckpointError:
     return CheckpointError(
-        problem(
-            f"{path} was not saved: {reason}",
-            fix="free space, or check that all ranks see the same folder; earlier checkpoints are unchanged, and "
-            "training can go on",
-        )
+        f"{path} was not saved: {reason}",
+        fix="free space, or check that all ranks see the same folder; earlier checkpoints are unchanged, and "
+        "training can go on",
     )
 
 
 def _place(folder: Path, name: str, text: str) -> None:
-    """Write a file atomically."""
     with (folder / f"{name}.part").open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -260,7 +252,7 @@ def make_room(path: Path) -> str:
         if path.exists():
             what = f"{path} exists already: a checkpoint is never overwritten"
             fix = "save under another name (the step in it), or delete that one first"
-            raise CheckpointError(problem(what, fix=fix))
+            raise CheckpointError(what, fix=fix)
         if folder.exists():
             shutil.rmtree(folder)
         _remove_leftovers(path.parent)
@@ -272,7 +264,7 @@ def make_room(path: Path) -> str:
         if isinstance(error, CheckpointError):
             raise
         what = f"the folder {str(path)!r} cannot be created: {error}"
-        raise CheckpointError(problem(what, fix="give a folder that all ranks can write to")) from error
+        raise CheckpointError(what, fix="give a folder that all ranks can write to") from error
     return token
 
 
@@ -303,6 +295,3 @@ def _is_of_saves(folder: Path) -> bool:
         return False
     names = [entry.name.removesuffix(".part") for entry in folder.iterdir()]
     return all(name in (FILE, OWNER) or re.fullmatch(_NAMES, name) for name in names)
-
-
-__all__ = ["SaveJob", "Saving", "give_up", "incomplete", "make_room", "release"]

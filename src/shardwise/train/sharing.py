@@ -172,16 +172,3 @@ def safetensors_header(
     text = json.dumps(header, separators=(",", ":")).encode()
     text = text.ljust(-(-(len(text) + 8) // aligned) * aligned - 8)
     return len(text).to_bytes(8, "little") + text
-
-
-__all__ = [
-    "AT_ONCE_BYTES",
-    "PAGE_BYTES",
-    "Offer",
-    "PlannedFile",
-    "WritePiece",
-    "describe_parts",
-    "plan_files",
-    "safetensors_header",
-    "split_piece",
-]

@@ -20,7 +20,7 @@ from shardwise.graph.batch import num_samples
 from shardwise.runtime.parallel import Parallel
 from shardwise.train.agreement import gather_values, rank_and_world_size
 from shardwise.train.checkpoints import finish_saving, save_checkpoint
-from shardwise.train.data import DataLoader
+from shardwise.train.data import DataLoader, arguments_of
 from shardwise.train.peers import PeerCopy
 from shardwise.train.recovery import Recovery
 from shardwise.train.retention import Keep
@@ -90,7 +90,7 @@ class Trainer:
             if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 1):
                 raise ShardwiseError(f"{name} must be a number, 1 or more; got {count!r}")
         if folder is None and (save_every or keep or tensorboard):
-            raise ShardwiseError(problem("save_every=, keep= and tensorboard= need a folder", fix="give folder="))
+            raise ShardwiseError("save_every=, keep= and tensorboard= need a folder", fix="give folder=")
         self.par, self.optimizer, self.loader, self.scheduler = par, optimizer, loader, scheduler
         self.scaler = torch.amp.GradScaler(par.device.type, enabled=False) if scaler is None else scaler
         self.accumulate, self.clip_norm = accumulate, clip_norm
@@ -180,17 +180,15 @@ class Trainer:
                 yield batch
             if not had_one:
                 raise ShardwiseError(
-                    problem(
-                        "an epoch of the loader has no batch",
-                        fix="a smaller batch_size, or drop_last=False; an iterable data set must restart each epoch",
-                    )
+                    "an epoch of the loader has no batch",
+                    fix="a smaller batch_size, or drop_last=False; an iterable data set must restart each epoch",
                 )
 
     def _train_step(self, batches: Iterator[Any]) -> tuple[torch.Tensor, torch.Tensor | None, int]:
         """Return (mean loss, gradient norm before clipping, number of samples)."""
         losses, samples = [], 0
         for _ in range(self.accumulate):
-            args, kwargs = _arguments(next(batches))
+            args, kwargs = arguments_of(next(batches))
             samples += num_samples((args, kwargs)) or 0
             losses.append(self.par.step(*args, scaler=self.scaler, **kwargs))
         if self.accumulate > 1:
@@ -284,14 +282,5 @@ def _board(folder: Path | None) -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
-        raise ShardwiseError(problem("tensorboard is not installed", fix="pip install tensorboard")) from error
+        raise ShardwiseError("tensorboard is not installed", fix="pip install tensorboard") from error
     return SummaryWriter(str(folder))
-
-
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
-
-
-__all__ = ["Trainer"]

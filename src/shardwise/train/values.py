@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.untrusted_text import MAX_NUMBER, shorten_repr
 
 DTYPES: dict[str, torch.dtype] = {
@@ -57,10 +57,8 @@ def encode(value: Any, where: str) -> Any:
             return dict(pairs)
         return {"$dict": [[encode(key, where), item] for key, item in pairs]}
     raise ShardwiseError(
-        problem(
-            f"{where} is {_kind(value)}, which a checkpoint cannot hold: reading it would run code",
-            fix="use numbers, texts, None, tensors, arrays, and lists, tuples, sets and dicts of these",
-        )
+        f"{where} is {_kind(value)}, which a checkpoint cannot hold: reading it would run code",
+        fix="use numbers, texts, None, tensors, arrays, and lists, tuples, sets and dicts of these",
     )
 
 
@@ -120,6 +118,3 @@ def _bytes_of(tensor: torch.Tensor) -> bytes:
 
 def _text(content: bytes) -> str:
     return base64.b64encode(content).decode("ascii")
-
-
-__all__ = ["DTYPES", "decode", "encode"]

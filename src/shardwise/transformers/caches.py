@@ -257,19 +257,3 @@ def plan_with_caches(
         names = {name for name, _ in module.named_buffers(recurse=False)}
         caches = {c.value: c.target for c in whole.conversions if c.value in names}
     return make_plan(module, dict(inputs), mesh.num_devices, layouts={**layouts, **caches}, **settings).plan
-
-
-__all__ = [
-    "CACHE",
-    "CacheRows",
-    "CacheSizes",
-    "CachedDecoder",
-    "Caches",
-    "FirstToken",
-    "NextToken",
-    "decoder_config",
-    "decoder_inputs",
-    "dtype_of",
-    "plan_with_caches",
-    "token_inputs",
-]

@@ -21,7 +21,7 @@ import torch
 from transformers.cache_utils import Cache, StaticCache, StaticLayer, StaticSlidingWindowLayer
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast, Seq2SeqLMOutput
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.plans.plan import Plan
 from shardwise.runtime.agree import from_rank_zero
 from shardwise.runtime.local_shards import shard
@@ -107,7 +107,6 @@ def _parallelize(module: Caches, par: Parallel, plan: Callable[[], Plan]) -> Par
         warnings.simplefilter("ignore")
         chosen = plan() if rank_and_world_size()[1] == 1 else from_rank_zero(plan)
         parallel = parallelize(module, chosen, init=value, device=par.device)
-    assert isinstance(parallel, Parallel), "a plan without stages"
     return parallel
 
 
@@ -116,11 +115,11 @@ def _check_kind(model: Any, length: int, source_length: int | None) -> None:
     fix = "generate on one device, from what sw.save_pretrained writes"
     name = type(model).__name__
     if not hasattr(model, "generate") or model.main_input_name != "input_ids":
-        raise ShardwiseError(problem(f"{name} does not generate text from text", fix=fix))
+        raise ShardwiseError(f"{name} does not generate text from text", fix=fix)
     if model.config.is_encoder_decoder != (source_length is not None):
         what = f"{name} {'has an encoder' if source_length is None else 'has no encoder'}"
         advice = "give source_length=" if source_length is None else "leave out source_length"
-        raise ShardwiseError(problem(what, fix=f"{advice}: the maximum tokens of an encoder's input"))
+        raise ShardwiseError(what, fix=f"{advice}: the maximum tokens of an encoder's input")
     config = decoder_config(model.config)
     layers = StaticCache(config=config, max_cache_len=length).layers
     others = sorted({type(layer).__name__ for layer in layers if type(layer) not in _OF_TOKENS})
@@ -128,16 +127,15 @@ def _check_kind(model: Any, length: int, source_length: int | None) -> None:
         others = ["some layers share those of others"]
     if others:
         what = f"{name} has caches other than keys and values for each layer ({', '.join(others)})"
-        raise ShardwiseError(problem(what, fix=fix))
+        raise ShardwiseError(what, fix=fix)
 
 
 def _check_whole(model: Any, local: dict[str, torch.Tensor]) -> None:
-    """Raise ShardwiseError if a buffer is split. ``local``: this rank's buffers."""
     shapes = {name: buffer.shape for name, buffer in model.named_buffers()}
     split = sorted(name for name, shape in shapes.items() if name in local and local[name].shape != shape)
     if split:
         what = f"the plan splits the buffer {split[0]}, which a generator needs whole"
-        raise ShardwiseError(problem(what, fix=f"plan with a replicated layout: layouts={{{split[0]!r}: ...}}"))
+        raise ShardwiseError(what, fix=f"plan with a replicated layout: layouts={{{split[0]!r}: ...}}")
 
 
 class _CacheHandle(Cache):
@@ -171,12 +169,10 @@ class _TextGeneration:
 
     @property
     def layouts(self) -> dict[str, str]:
-        """Return the layouts of the caches."""
         caches = dict(self.steps.original.named_buffers(recurse=False))
         return {buffer.name: buffer.layout for buffer in self.steps.plan.buffers if buffer.name in caches}
 
     def share_caches(self, other: Parallel) -> Parallel:
-        """Make another module use the same cache buffers, and return it."""
         for name in self.layouts.keys() & dict(other.named_buffers()).keys():
             other._buffers[name] = self.steps.get_buffer(name)
         return other
@@ -235,7 +231,7 @@ class _TextGeneration:
         past, count = cache.num_tokens, ids.shape[1]
         if ids.shape[0] != self.sizes.rows or past + count > self.max_length:
             what = f"{ids.shape[0]} sequences of {past + count} tokens; the generator is for {self.sizes.rows} of up to"
-            raise ShardwiseError(problem(f"{what} {self.max_length}", fix="another batch_size= or max_length="))
+            raise ShardwiseError(f"{what} {self.max_length}", fix="another batch_size= or max_length=")
         mask = torch.ones(self.sizes.rows, past + count, dtype=torch.int64) if mask is None else mask.to(torch.int64)
         with torch.no_grad():
             if self.first is None:
@@ -246,7 +242,6 @@ class _TextGeneration:
         return logits[:, None]
 
     def _decode(self, past: int, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor | None) -> Any:
-        """Run a decoder-only model over a prompt in chunks, or over one token."""
         count = ids.shape[1]
         if positions is None:
             positions = torch.arange(past, past + count).expand(self.sizes.rows, -1)
@@ -264,14 +259,13 @@ class _TextGeneration:
         return logits
 
     def _decode_with_source(self, past: int, ids: torch.Tensor, decoder_mask: torch.Tensor) -> Any:
-        """Run an encoder-decoder model token by token."""
         assert self.first is not None, "asked by the caller"
         assert self.source is not None, "generate begins with the encoder"
         source, mask = self.source
         if source.shape[1] > self.sizes.source or self.sizes.rows % source.shape[0]:
             what = f"{source.shape[0]} sources of {source.shape[1]} tokens; the generator is for {self.sizes.rows} "
             what += f"sequences, and sources of up to {self.sizes.source}"
-            raise ShardwiseError(problem(what, fix="another batch_size= or source_length="))
+            raise ShardwiseError(what, fix="another batch_size= or source_length=")
         times = self.sizes.rows // source.shape[0]
         logits: Any = None
         for at in range(past, past + ids.shape[1]):
@@ -308,19 +302,22 @@ _REFUSED = (
 )
 
 
-def _front(model: Any, generation: _TextGeneration) -> Any:
-    """Return a copy of ``model`` without values, whose forward passes run in ``generation``."""
-    kind: Any = type(model)
-    translates = generation.first is not None
+class _TextGenerator:
+    """The methods of a copy of a model without values, whose forward passes run in ``_generation``. Its class is a
+    subclass of this and of the model's class."""
+
+    _generation: _TextGeneration
+    generation_config: Any
 
     def forward(
-        self: Any,
+        self,
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
         **others: Any,
     ) -> Any:
         cache = others.pop(CACHE, None)
+        translates = self._generation.first is not None
         if translates:
             input_ids, attention_mask = (
                 others.pop("decoder_input_ids", None),
@@ -332,49 +329,57 @@ def _front(model: Any, generation: _TextGeneration) -> Any:
         if input_ids is None or not isinstance(cache, _CacheHandle) or unknown:
             what = "the generator takes token ids and has one cache: guidance_scale, which needs two, does not work"
             what = f"the generator does not support the arguments {unknown}" if unknown else what
-            raise ShardwiseError(problem(what, fix="leave it out, or generate on one device"))
-        logits = generation.logits(cache, input_ids, attention_mask, position_ids)
+            raise ShardwiseError(what, fix="leave it out, or generate on one device")
+        logits = self._generation.logits(cache, input_ids, attention_mask, position_ids)
         output: Any = Seq2SeqLMOutput if translates else CausalLMOutputWithPast
         return output(logits=logits, **{CACHE: cache})
 
-    def generate(self: Any, inputs: Any = None, **settings: Any) -> Any:
+    def generate(self, inputs: Any = None, **settings: Any) -> Any:
         config = settings.get("generation_config") or self.generation_config
         values = {name: settings.get(name, getattr(config, name, None)) for name in _REFUSED}
         refused = sorted(name for name, value in values.items() if value is not None and value is not False)
         if refused:
             what = f"the generator does not support {', '.join(refused)}: it reads a prompt, then token by token"
-            raise ShardwiseError(problem(what, fix="leave it out, or generate on one device"))
-        generation.begin(settings.get("input_ids", inputs), settings)
-        return kind.generate(self, inputs, **settings)
+            raise ShardwiseError(what, fix="leave it out, or generate on one device")
+        self._generation.begin(settings.get("input_ids", inputs), settings)
+        above: Any = super()
+        return above.generate(inputs, **settings)
 
-    def prepare_cache(self: Any, config: Any, model_kwargs: dict[str, Any], *others: Any, **more: Any) -> None:
+    def _prepare_cache_for_generation(self, config: Any, model_kwargs: dict[str, Any], *_: Any, **__: Any) -> None:
         if config.use_cache is False or model_kwargs.get(CACHE) is not None:
-            raise ShardwiseError(problem("the generator has its own cache", fix="leave out cache= and use_cache=False"))
-        model_kwargs[CACHE] = _CacheHandle(generation)
+            raise ShardwiseError("the generator has its own cache", fix="leave out cache= and use_cache=False")
+        model_kwargs[CACHE] = _CacheHandle(self._generation)
 
-    def read_source(self: Any, ids: torch.Tensor, model_kwargs: dict[str, Any], *others: Any) -> dict[str, Any]:
-        """Store the source instead of running the encoder, which runs with the first token."""
-        mask = model_kwargs.get("attention_mask")
-        generation.source = ids, torch.ones_like(ids) if mask is None else mask.to(torch.int64)
-        model_kwargs["encoder_outputs"] = BaseModelOutput(last_hidden_state=torch.zeros(len(ids), 1, 1))
-        return model_kwargs
+    @property
+    def device(self) -> torch.device:
+        return self._generation.par.device
+
+
+def _read_source(front: _TextGenerator, ids: torch.Tensor, model_kwargs: dict[str, Any], *_: Any) -> dict[str, Any]:
+    """Store the source instead of running the encoder, which runs with the first token."""
+    mask = model_kwargs.get("attention_mask")
+    front._generation.source = ids, torch.ones_like(ids) if mask is None else mask.to(torch.int64)
+    model_kwargs["encoder_outputs"] = BaseModelOutput(last_hidden_state=torch.zeros(len(ids), 1, 1))
+    return model_kwargs
+
+
+def _front(model: Any, generation: _TextGeneration) -> Any:
+    """Return a copy of ``model`` without values, whose forward passes run in ``generation``."""
+    kind: Any = type(model)
+
+    @functools.wraps(kind.forward)  # generate inspects the signature
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _TextGenerator.forward(self, *args, **kwargs)
 
     front = copy.deepcopy(model)
     front.config.use_cache = front.generation_config.use_cache = True  # the Trainer turns it off
-    members: dict[str, Any] = {
-        "forward": forward,
-        "generate": generate,
-        "_prepare_cache_for_generation": prepare_cache,
-        "device": property(lambda self: generation.par.device),
-    }
-    if translates:
-        members["forward"] = functools.wraps(kind.forward)(forward)  # generate inspects the signature
-        members["_maybe_prepare_encoder_kwargs_for_generation"] = read_source
-    front.__class__ = type(kind.__name__, (kind,), members)
+    members: dict[str, Any] = {"_generation": generation}
+    if generation.first is not None:
+        members["forward"] = forward
+        members["_maybe_prepare_encoder_kwargs_for_generation"] = _read_source
+    front.__class__ = type(kind.__name__, (_TextGenerator, kind), members)
     return front.eval()
 
 
 _OF_TOKENS = (StaticLayer, StaticSlidingWindowLayer)
 _UNDERSTOOD = ("return_dict", "use_cache", "cache_position", "logits_to_keep")
-
-__all__ = ["generator"]

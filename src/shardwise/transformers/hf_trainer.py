@@ -5,12 +5,13 @@ The training loop is that of transformers. It sees a single process (``one_proce
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import shutil
 import warnings
 from collections import Counter
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +24,19 @@ from transformers.training_args import OptimizerNames
 
 from shardwise.api import plan as make_plan
 from shardwise.costs.cluster import Cluster
-from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, problem
+from shardwise.errors import PlanWarning, ShardwiseError
 from shardwise.graph.step_precision import Precision
 from shardwise.plans.plan import Plan
 from shardwise.plans.result import PlanningResult
 from shardwise.runtime.agree import meet_rank_zero
 from shardwise.runtime.parallel import Parallel
 from shardwise.runtime.parallelize import parallelize
-from shardwise.train.agreement import gather_values, raise_first, rank_and_world_size
+from shardwise.train.agreement import gather_values, rank_and_world_size
 from shardwise.train.checkpoints import save_checkpoint
-from shardwise.train.locks import Lock, lock
-from shardwise.train.pretrained import save_pretrained
+from shardwise.train.data import same_random_numbers
+from shardwise.train.pretrained import locked, on_rank_zero, save_pretrained
 from shardwise.train.resuming import load_checkpoint
-from shardwise.transformers.front import front_of
-from shardwise.transformers.one_process import become_one_process, check_same, same_random_numbers
+from shardwise.transformers.one_process import become_one_process, check_same
 
 CHECKPOINT = "shardwise"  # the folder of the ranks' parts, in a checkpoint of the Trainer's
 MANY_SHAPES = 8
@@ -108,7 +108,7 @@ class ShardwiseTrainer(transformers.Trainer):
         }
         for name, (given, fix) in refused.items():
             if given:
-                raise ShardwiseError(problem(f"shardwise does not support {name}", fix=fix))
+                raise ShardwiseError(f"shardwise does not support {name}", fix=fix)
 
     def create_accelerator_and_postprocess(self) -> None:
         become_one_process()
@@ -119,14 +119,14 @@ class ShardwiseTrainer(transformers.Trainer):
         """Return the Trainer's loader, with the same random numbers in the workers of all ranks."""
         loader = super().get_train_dataloader()
         torch_loader: Any = _without_accelerate(loader)
-        if isinstance(torch_loader.worker_init_fn, partial):
-            torch_loader.worker_init_fn = partial(torch_loader.worker_init_fn, rank=0)
+        if isinstance(torch_loader.worker_init_fn, functools.partial):
+            torch_loader.worker_init_fn = functools.partial(torch_loader.worker_init_fn, rank=0)
         return loader
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
         """Raise ShardwiseError: every rank would try other parameters."""
         what, fix = "ranks cannot search for hyperparameters", "start a job per trial, from a search in one process"
-        raise ShardwiseError(problem(what, fix=fix))
+        raise ShardwiseError(what, fix=fix)
 
     def _move_model_to_device(self, model: torch.nn.Module, device: torch.device) -> None:
         """Do nothing: only a rank's shards are moved to the device, later."""
@@ -150,7 +150,6 @@ class ShardwiseTrainer(transformers.Trainer):
         return model if self._parallel is None else self._parallel
 
     def _split(self, loader: DataLoader[Any]) -> None:
-        """Split the model over the ranks, once."""
         model = self.model
         if model is self._front:
             return
@@ -165,16 +164,14 @@ class ShardwiseTrainer(transformers.Trainer):
                 "compile": self.args.torch_compile or None,
             }
             par = parallelize(model, plan, **{**settings, **self._parallel_settings})
-        if not isinstance(par, Parallel) or par.plan.micro_batches > 1:
+        if par.plan.is_pipeline or par.plan.micro_batches > 1:
             raise ShardwiseError(
-                problem(
-                    "the plan has pipeline stages or micro-batches, which the Trainer's loop does not support",
-                    fix="plan without stages= and micro_batch=; use gradient_accumulation_steps= instead",
-                )
+                "the plan has pipeline stages or micro-batches, which the Trainer's loop does not support",
+                fix="plan without stages= and micro_batch=; use gradient_accumulation_steps= instead",
             )
         if self._autocast is not None:
             par.register_forward_hook(lambda module, args, output: convert_to_fp32(output))
-        self._parallel, self._front = par, front_of(par)
+        self._parallel, self._front = par, _front_of(par)
         self.model, self.model_wrapped = self._front, par
         if self.optimizer is not None:
             parts = dict(par.named_parameters())
@@ -200,7 +197,6 @@ class ShardwiseTrainer(transformers.Trainer):
         return plan
 
     def _make_plan(self, model: torch.nn.Module, loader: DataLoader[Any], count: int) -> Plan:
-        """Plan for the first batch of a loader."""
         settings = {"optimizer": _OPTIMIZERS.get(OptimizerNames(self.args.optim), "adamw"), **self._plan_settings}
         cluster: Cluster | int = settings.pop("cluster", count)
         if self._autocast is not None and self.args.device.type != "cpu":
@@ -224,7 +220,7 @@ class ShardwiseTrainer(transformers.Trainer):
         data: Any = loader.dataset
         if isinstance(data, IterableDataset) and iter(data) is data:
             what = "the data set can be read only once, and planning reads its first batch"
-            raise ShardwiseError(problem(what, fix="give a data set whose iter() restarts, or plan="))
+            raise ShardwiseError(what, fix="give a data set whose iter() restarts, or plan=")
         inputs = dict(next(iter(_without_accelerate(loader))))
         items = self._get_num_items_in_batch([inputs], torch.device("cpu"))
         if "labels" in inputs and (self.label_smoother is not None or self.compute_loss_func is not None):
@@ -244,7 +240,6 @@ class ShardwiseTrainer(transformers.Trainer):
         return super().training_step(self._recognized(model), inputs, num_items_in_batch)
 
     def _compare(self, kind: str, inputs: dict[str, Any]) -> None:
-        """Raise ShardwiseError if one of the first batches (``kind``: "train" or "eval") differs from rank 0's."""
         if self._num_compared[kind] < COMPARED:
             self._num_compared[kind] += 1
             fix = "let data sets and collators use the same random seed on every rank"
@@ -308,7 +303,6 @@ class ShardwiseTrainer(transformers.Trainer):
 
     @property
     def _own_optimizer(self) -> torch.optim.Optimizer:
-        """Return the optimizer without accelerate's wrapper."""
         wrapped: Any = self.optimizer
         optimizer: torch.optim.Optimizer = getattr(wrapped, "optimizer", wrapped)
         return optimizer
@@ -332,32 +326,13 @@ class ShardwiseTrainer(transformers.Trainer):
 
     def _save_parallel(self, folder: Path, new: Path) -> None:
         """Write the whole model to ``new``, then move it to its folder. Raises CheckpointError, on all ranks."""
-        fault: CheckpointError | None = None
-        folder_lock: Lock | None = None
-        is_first = rank_and_world_size()[0] == 0
-        try:
-            if is_first:
-                try:
-                    folder.mkdir(parents=True, exist_ok=True)
-                    folder_lock = lock(folder / "model")
-                    shutil.rmtree(new, ignore_errors=True)  # of a killed attempt
-                except (OSError, CheckpointError) as error:
-                    fault = error if isinstance(error, CheckpointError) else _unwritten(folder, error)
-            raise_first(CheckpointError, fault)
-            assert self._parallel is not None, "the model is split by now"
+        assert self._parallel is not None, "the model is split by now"
+        with locked(folder, folder / "model"):
+            on_rank_zero(folder, lambda: shutil.rmtree(new, ignore_errors=True))  # of a killed attempt
             save_pretrained(self._parallel, new)
-            if is_first:
-                try:
-                    self._replace_model(folder, new)
-                except OSError as error:
-                    fault = _unwritten(folder, error)
-            raise_first(CheckpointError, fault)
-        finally:
-            if folder_lock is not None:
-                folder_lock.release()
+            on_rank_zero(folder, lambda: self._replace_model(folder, new))
 
     def _replace_model(self, folder: Path, new: Path) -> None:
-        """Move the files of a complete model to the folder, then delete surplus files of an older one."""
         names = sorted((file.name for file in new.iterdir()), key=lambda name: name.endswith(".index.json"))
         for name in names:  # the index last, after the files that it lists
             os.replace(new / name, folder / name)
@@ -389,7 +364,7 @@ class ShardwiseTrainer(transformers.Trainer):
         if self._parallel is not None and self.model is self._front:
             what = f"{resume_from_checkpoint} has only a model, and this Trainer's model is already split"
             fix = "create a new Trainer, and call train(resume_from_checkpoint=) first"
-            raise ShardwiseError(problem(what, fix=fix))
+            raise ShardwiseError(what, fix=fix)
         if hasattr(self.model, "peft_config"):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
@@ -405,25 +380,36 @@ class ShardwiseTrainer(transformers.Trainer):
         elif (Path(checkpoint) / OPTIMIZER_NAME).is_file():
             what = f"{checkpoint} was saved by a Trainer in one process, with unsharded optimizer states"
             fix = "resume in one process, or start from its model: from_pretrained(...), then train()"
-            raise ShardwiseError(problem(what, fix=fix))
+            raise ShardwiseError(what, fix=fix)
 
     def _load_best_model(self) -> None:
         best = Path(str(self.state.best_model_checkpoint)) / CHECKPOINT
         if not best.is_dir():
             what = f"the best model is in {best.parent}, without the sharded checkpoint"
-            raise ShardwiseError(problem(what, fix="load_best_model_at_end needs save_only_model=False"))
+            raise ShardwiseError(what, fix="load_best_model_at_end needs save_only_model=False")
         assert self._parallel is not None, "the model is split by now"
         load_checkpoint(best, self._parallel, random=False)
 
 
-def _unwritten(folder: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(problem(f"{folder} cannot be written: {error}", fix="free space, or give another folder"))
+def _front_of(par: Parallel) -> torch.nn.Module:
+    """Return a stand-in for the split module: a copy on the meta device, whose ``forward`` calls the parallel module.
+    Reading parameter values fails: they are in the ranks' shards."""
+    front = copy.deepcopy(par.original)
+    set_mode = front.train
+
+    @functools.wraps(front.forward)  # keeps the signature of the module
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return par(*args, **kwargs)
+
+    def train(mode: bool = True) -> torch.nn.Module:
+        par.train(mode)
+        return set_mode(mode)
+
+    front.__dict__.update(forward=forward, train=train)
+    return front
 
 
 def _without_accelerate(loader: DataLoader[Any]) -> DataLoader[Any]:
     """Return a loader without accelerate's wrapper, which records when batches end."""
     torch_loader: DataLoader[Any] = getattr(loader, "base_dataloader", loader)
     return torch_loader
-
-
-__all__ = ["ShardwiseTrainer"]

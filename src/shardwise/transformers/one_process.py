@@ -9,19 +9,15 @@ files and logs.
 from __future__ import annotations
 
 import hashlib
-import random
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.launch.ranks import init_ranks
 from shardwise.train.agreement import gather_values, rank_and_world_size
 
@@ -40,24 +36,12 @@ def become_one_process() -> None:
     AcceleratorState._reset_state()  # copies by an earlier Trainer or the script
 
 
-@contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """Restore the host's random states of Python, NumPy and torch after the block."""
-    states = random.getstate(), np.random.get_state(), torch.random.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.random.set_rng_state(states[2])
-
-
 def check_same(value: Any, what: str, fix: str) -> None:
     """Raise ShardwiseError, on every rank, if a tree of tensors and other values differs from rank 0's."""
     everywhere = gather_values([_digest(leaf) for leaf in pytree.tree_leaves(value)])
     differing = [rank for rank, digests in enumerate(everywhere) if digests != everywhere[0]]
     if differing:
-        raise ShardwiseError(problem(f"rank {differing[0]} has {what} than rank 0", fix=fix))
+        raise ShardwiseError(f"rank {differing[0]} has {what} than rank 0", fix=fix)
 
 
 def _digest(leaf: Any) -> str:
@@ -65,6 +49,3 @@ def _digest(leaf: Any) -> str:
         return _ADDRESS.sub("", repr(leaf))  # objects that differ only in their address count as equal
     content = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"{leaf.dtype} {tuple(leaf.shape)} {hashlib.sha256(content).hexdigest()}"
-
-
-__all__ = ["become_one_process", "check_same", "same_random_numbers"]

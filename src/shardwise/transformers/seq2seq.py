@@ -9,9 +9,9 @@ import torch
 import transformers
 from torch.utils.data import DataLoader
 
+from shardwise.train.data import same_random_numbers
 from shardwise.transformers.generate import generator
 from shardwise.transformers.hf_trainer import ShardwiseTrainer
-from shardwise.transformers.one_process import same_random_numbers
 
 _DEFAULT_LENGTH = 20  # of transformers, if neither settings nor the model give one
 _STEP = 64  # cache lengths are rounded up to multiples, so that fewer programs are needed
@@ -35,7 +35,6 @@ class ShardwiseSeq2SeqTrainer(ShardwiseTrainer, transformers.Seq2SeqTrainer):
         self._front.__dict__["generate"] = self._generate
 
     def _generate(self, inputs: torch.Tensor | None = None, **settings: Any) -> Any:
-        """Run ``generate`` of ``trainer.model``."""
         front: Any = self._front
         config = settings.get("generation_config") or front.generation_config
 
@@ -69,6 +68,3 @@ class ShardwiseSeq2SeqTrainer(ShardwiseTrainer, transformers.Seq2SeqTrainer):
         model.generation_config = copy.deepcopy(front.generation_config)
         model.generation_config.use_cache = True  # training turns it off
         return model.generate(inputs, **settings)
-
-
-__all__ = ["ShardwiseSeq2SeqTrainer"]

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from shardwise.errors import problem
-from shardwise.launch import ranks
-from shardwise.launch.rank_groups import RankGroup, all_ranks_group, backend, is_connected, leave_group, make_group
 from shardwise.mindspore import context
 from shardwise.mindspore.checks import closest
+from shardwise.mindspore.library import rank_groups, ranks
 from shardwise.mindspore.notes import note
 
 HCCL_WORLD_COMM_GROUP = "hccl_world_group"
@@ -36,7 +35,7 @@ class GlobalComm:
     INITED = False
 
 
-_groups: dict[str, RankGroup] = {}  # by the program's names
+_groups: dict[str, rank_groups.RankGroup] = {}  # by the program's names
 
 
 def init(backend_name: str | None = None) -> None:
@@ -57,38 +56,37 @@ def init(backend_name: str | None = None) -> None:
     if backend_name is not None and backend_name not in WORLD_GROUPS:
         raise ValueError(problem(f'there is no backend "{backend_name}"', fix=closest(backend_name, WORLD_GROUPS)))
     on_cpu = backend_name in ON_CPU or context.settings().device_target == "CPU"
-    if not is_connected():
+    if not rank_groups.is_connected():
         ranks.init_ranks("gloo" if on_cpu else None)
-    if backend_name not in (None, backend()):
-        have = "a GPU for every rank" if backend() == "nccl" else "the CPU"
-        note(
-            f'the ranks communicate through {backend()}, which fits {have} here, not through "{backend_name}"',
-            context.MACHINE,
-        )
-    GlobalComm.BACKEND = backend_name or backend()
+    used = rank_groups.backend()
+    if backend_name not in (None, used):
+        have = "a GPU for every rank" if used == "nccl" else "the CPU"
+        text = f'the ranks communicate through {used}, which fits {have} here, not through "{backend_name}"'
+        note(text, context.MACHINE)
+    GlobalComm.BACKEND = backend_name or used
     GlobalComm.WORLD_COMM_GROUP = WORLD_GROUPS[GlobalComm.BACKEND]
     GlobalComm.INITED = True
 
 
 def release() -> None:
     """Leave the group of all ranks and remove all other groups. Raises RuntimeError before ``init``."""
-    if not is_connected():
+    if not rank_groups.is_connected():
         raise RuntimeError(problem("the ranks are not connected", fix="call init() before release()"))
     _groups.clear()
     ranks.finish()
     GlobalComm.INITED = False
 
 
-def find_group(group: str = HCCL_WORLD_COMM_GROUP) -> RankGroup:
+def find_group(group: str = HCCL_WORLD_COMM_GROUP) -> rank_groups.RankGroup:
     """Return a group by its name. Raises TypeError or ValueError if there is none, RuntimeError before ``init``."""
     if not isinstance(group, str):
         what = f"the group is {group!r}, of type {type(group).__name__}"
         raise TypeError(problem(what, fix="give the name of a group, made by create_group(name, rank_ids)"))
     if group in WORLD_GROUPS.values():
-        if ranks.world_size() > 1 and not is_connected():
+        if ranks.world_size() > 1 and not rank_groups.is_connected():
             what = f"this is rank {ranks.rank()} of {ranks.world_size()}, which are not connected yet"
             raise RuntimeError(problem(what, fix="call shardwise.mindspore.communication.init() first"))
-        return all_ranks_group()
+        return rank_groups.all_ranks_group()
     if group not in _groups:
         fix = closest(group, (*_groups, GlobalComm.WORLD_COMM_GROUP))
         raise ValueError(problem(f'there is no group "{group}"', fix=fix))
@@ -161,14 +159,14 @@ def create_group(group: str, rank_ids: Sequence[int]) -> None:
     if group in _groups or group in WORLD_GROUPS.values():
         fix = f'choose another name, or destroy_group("{group}") first'
         raise ValueError(problem(f'there is a group "{group}" already', fix=fix))
-    _groups[group] = make_group(rank_ids)
+    _groups[group] = rank_groups.make_group(rank_ids)
 
 
 def destroy_group(group: str) -> None:
     """Remove a group. Raises ValueError for the group of all ranks, which ``release`` ends."""
     if group in WORLD_GROUPS.values():
         raise ValueError(problem(f'"{group}" is the group of all ranks', fix="call release() at the end"))
-    leave_group(find_group(group))
+    rank_groups.leave_group(find_group(group))
     del _groups[group]
 
 
@@ -213,7 +211,7 @@ def gnu_hash(text: bytes, seed: int = 0xC70F6907) -> int:
     return mixed(mixed(digest) * multiplier & mask)
 
 
-def _position(group: RankGroup, number: int, name: str) -> int:
+def _position(group: rank_groups.RankGroup, number: int, name: str) -> int:
     if number not in group.ranks:
         what = f'rank {number} is not in the group "{name}" of the ranks {group_ranks_name(group.ranks)}'
         raise RuntimeError(problem(what, fix="ask only for members of the group"))
@@ -226,7 +224,7 @@ def _whole(name: str, value: int) -> None:
 
 
 def _only_world(group: str, function: str) -> None:
-    if find_group(group) != all_ranks_group():
+    if find_group(group) != rank_groups.all_ranks_group():
         fix = f"call {function}() without a group"
         raise ValueError(problem(f'{function} got the group "{group}", which is not the group of all ranks', fix=fix))
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from math import prod
 
 import shardwise as sw
-from shardwise.graph.ir import Graph
-from shardwise.layouts.layout import Layout
-from shardwise.layouts.strategy import apply_strategy
 from shardwise.mindspore.ir.lines import Strategy
 from shardwise.mindspore.ir.origins import Origins
 from shardwise.mindspore.ir.page import Page
-from shardwise.plans.bind import bind
+from shardwise.mindspore.library import Graph, Layout, apply_strategy, bind
 
 
 def strategies(graph: Graph, plan: sw.Plan, training: bool) -> dict[str, Strategy]:

@@ -8,18 +8,23 @@ from typing import Any
 
 import torch
 
-from shardwise.graph.ir import Ref
-from shardwise.layouts.conversions import Move
 from shardwise.mindspore.communication.management import group_name, group_ranks_name
 from shardwise.mindspore.ir import names
 from shardwise.mindspore.ir.lines import Strategy, attribute
 from shardwise.mindspore.ir.origins import Origins
 from shardwise.mindspore.ir.page import Page, Shape
-from shardwise.programs.buckets import Bucket
-from shardwise.programs.moves import OverlapPart, local_move
-from shardwise.programs.program import LocalOp, LocalProgram
-from shardwise.programs.spmd import SpmdProgram, conversions_of
-from shardwise.programs.spmd_steps import Conversion
+from shardwise.mindspore.library import (
+    Bucket,
+    Conversion,
+    LocalOp,
+    LocalProgram,
+    Move,
+    OverlapPart,
+    Ref,
+    SpmdProgram,
+    conversions_of,
+    local_move,
+)
 
 
 class Execution:

@@ -14,7 +14,7 @@ from shardwise.mindspore import context
 from shardwise.mindspore.ir.begin import begin, strategies
 from shardwise.mindspore.ir.execute import Execution
 from shardwise.mindspore.ir.origins import Origins
-from shardwise.programs.program import localize
+from shardwise.mindspore.library import localize
 
 EXECUTE = 18  # the reference's number of the phase that prints it
 WITH_PLAN = 3  # the level of save_graphs from which the plan is also written

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardwise.graph.ir import Ref
+from shardwise.mindspore.library import Ref
 
 Strategy = tuple[tuple[int, ...], ...]
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 from torch import nn
 
-from shardwise.graph.ir import Graph, Op, Source
 from shardwise.mindspore.ir import names
+from shardwise.mindspore.library import Graph, Op, Source
 from shardwise.mindspore.nn.cell import checkpoint_buffers, checkpoint_names
 from shardwise.mindspore.ops.primitive import Primitive
 

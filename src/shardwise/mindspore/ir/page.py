@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from shardwise.graph.ir import Graph, Op, Ref, map_refs
 from shardwise.mindspore.ir import names
 from shardwise.mindspore.ir.lines import Line, Numbers, Strategy, written
 from shardwise.mindspore.ir.origins import Origins, is_marker
+from shardwise.mindspore.library import Graph, Op, Ref, map_refs
 
 Shape = tuple[int, ...]
 

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.launch import rank_groups
-from shardwise.launch.rank_groups import RankGroup
 from shardwise.mindspore.communication import management as D
 from shardwise.mindspore.communication.comm_func import Done, barrier, recv, send
+from shardwise.mindspore.library import rank_groups
 from shardwise.mindspore.named import absent
 from shardwise.mindspore.ops.communication import ReduceOp
 
@@ -71,7 +70,7 @@ def new_group(ranks: Sequence[int] | None = None, timeout: Any = None, backend: 
     return name
 
 
-def _of(group: str | None) -> RankGroup:
+def _of(group: str | None) -> rank_groups.RankGroup:
     return D.find_group(group or D.GlobalComm.WORLD_COMM_GROUP)
 
 

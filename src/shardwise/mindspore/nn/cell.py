@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -12,7 +12,6 @@ from torch.utils import _pytree as pytree
 
 import shardwise as sw
 from shardwise.errors import problem
-from shardwise.graph.segments import Messages
 from shardwise.mindspore import calls, engine, planning
 from shardwise.mindspore.checks import from_on
 from shardwise.mindspore.nn import own_backward
@@ -295,12 +294,11 @@ class Cell(nn.Module):
             recompute_slice_activation: accepted; saved values are saved in their layouts.
             mode: False switches recomputation off.
         """
-        messages: Messages = (
-            "parameters" if parallel_optimizer_comm_recompute else "values" if mp_comm_recompute else "none"
-        )
         if parallel_optimizer_comm_recompute and not mp_comm_recompute:
             what = "recompute(mp_comm_recompute=False, parallel_optimizer_comm_recompute=True)"
             raise NotImplementedError(problem(what, op=type(self).__name__, fix="leave mp_comm_recompute True"))
+        values: Literal["values", "none"] = "values" if mp_comm_recompute else "none"
+        messages = "parameters" if parallel_optimizer_comm_recompute else values
         sw.recompute(self, "full" if mode else "none", messages=messages)
         self._again = mode
 

@@ -10,9 +10,7 @@ import torch
 from shardwise.errors import ShardwiseError, problem
 from shardwise.mindspore import calls
 from shardwise.mindspore.holding import as_gradient, parameter_of
-from shardwise.runtime.cpu_embedding import device_of
-from shardwise.runtime.guards.norms import total_norm
-from shardwise.runtime.guards.registry import held_parameters
+from shardwise.mindspore.library import device_of, held_parameters, total_norm
 
 Tensor = torch.Tensor
 Bound = Tensor | float | None

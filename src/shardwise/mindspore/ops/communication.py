@@ -13,10 +13,9 @@ from typing import Any
 import torch
 
 from shardwise.errors import CaptureError, problem
-from shardwise.launch import rank_groups
-from shardwise.launch.rank_groups import RankGroup, RecordedExchange
 from shardwise.mindspore.checks import closest
 from shardwise.mindspore.communication.management import GlobalComm, find_group
+from shardwise.mindspore.library import rank_groups
 from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.ops.primitive import Primitive
 
@@ -32,7 +31,7 @@ class ReduceOp:
 REDUCTIONS = (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PROD)
 
 
-def counting() -> AbstractContextManager[list[RecordedExchange]]:
+def counting() -> AbstractContextManager[list[rank_groups.RecordedExchange]]:
     """Record the exchanges of this process's operators, their gradients and gradient reducers within the context, as a
     list of (kind, ranks, bytes)."""
     return rank_groups.record_exchanges()
@@ -56,7 +55,7 @@ class _Communication(WithSettings, Primitive):
         """Return the name of the group; by default that of all ranks."""
         return GlobalComm.WORLD_COMM_GROUP if self._given is None else str(self._given)
 
-    def _members(self) -> RankGroup:
+    def _members(self) -> rank_groups.RankGroup:
         if torch.compiler.is_exporting():
             what = f"{self.name} is called in a cell that a plan splits; the plan inserts the communication itself"
             fix = "leave it out, or set parallel_mode='hybrid_parallel' and split the computation by hand"
@@ -235,7 +234,7 @@ def _applied(function: type[torch.autograd.Function], tensor: Tensor, *rest: Any
 
 class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, op: str, group: RankGroup) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, op: str, group: rank_groups.RankGroup) -> Tensor:
         ctx.op, ctx.group = op, group
         result = rank_groups.all_reduce(tensor, op, group)
         if op != ReduceOp.SUM:
@@ -253,7 +252,7 @@ class _AllReduce(torch.autograd.Function):
         return total * (tensor == result), None, None
 
 
-def _product_of_others(tensor: Tensor, group: RankGroup) -> Tensor:
+def _product_of_others(tensor: Tensor, group: rank_groups.RankGroup) -> Tensor:
     """Return the product of the other ranks' tensors, without a division, as elements may be 0."""
     rows = _applied(_AllGather, tensor.unsqueeze(0), group)
     return torch.cat([rows[: group.position], rows[group.position + 1 :]]).prod(0)
@@ -261,7 +260,7 @@ def _product_of_others(tensor: Tensor, group: RankGroup) -> Tensor:
 
 class _AllGather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: RankGroup) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, group: rank_groups.RankGroup) -> Tensor:
         ctx.group = group
         return rank_groups.all_gather(tensor, group)
 
@@ -272,7 +271,7 @@ class _AllGather(torch.autograd.Function):
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, op: str, group: RankGroup) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, op: str, group: rank_groups.RankGroup) -> Tensor:
         ctx.op, ctx.group = op, group
         return rank_groups.reduce_scatter(tensor, op, group)
 
@@ -286,7 +285,7 @@ class _ReduceScatter(torch.autograd.Function):
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, root: int, group: RankGroup) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, root: int, group: rank_groups.RankGroup) -> Tensor:
         return rank_groups.broadcast(tensor, root, group)
 
     @staticmethod
@@ -296,7 +295,7 @@ class _Broadcast(torch.autograd.Function):
 
 class _AlltoAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, split_dim: int, concat_dim: int, group: RankGroup) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, split_dim: int, concat_dim: int, group: rank_groups.RankGroup) -> Tensor:
         ctx.dims, ctx.group = (split_dim, concat_dim), group
         return torch.cat(rank_groups.all_to_all(tensor.chunk(group.size, split_dim), group), concat_dim)
 

@@ -15,11 +15,11 @@ from shardwise.errors import problem
 from shardwise.mindspore import calls, context, engine, overflow, strict
 from shardwise.mindspore.holding import as_gradient, averaged_over
 from shardwise.mindspore.layout import as_counts
+from shardwise.mindspore.library import MARKS
 from shardwise.mindspore.ops.primitive import counted, laid
 from shardwise.mindspore.planning import STRATEGIES
 from shardwise.mindspore.storage import PARAMETERS
 from shardwise.mindspore.tensor import Tensor, as_ours, plain
-from shardwise.runtime.hooks import MARKS
 
 # Whether a call is inside a function that value_and_grad differentiates, or that torch.func transforms.
 _DIFFERENTIATED: ContextVar[bool] = ContextVar("shardwise_differentiated", default=False)

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.mindspore import context, strict
 from shardwise.mindspore.layout import AXIS
+from shardwise.mindspore.library import axes_of_counts
 from shardwise.mindspore.ops.primitive import Names, OfSettings, Primitive, Shapes, Strategy, counted
-from shardwise.search.user_strategies import axes_of_counts
 
 
 def _numbered(letters: str, shapes: Shapes) -> Names:

@@ -10,9 +10,8 @@ import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore import context
 from shardwise.mindspore.layout import AXIS
+from shardwise.mindspore.library import axes_of_counts, leading_names
 from shardwise.mindspore.ops.primitive import Names, OfSettings, Shapes, Strategy, dim_names
-from shardwise.rules.binding import leading_names
-from shardwise.search.user_strategies import axes_of_counts
 
 
 class MatMul(OfSettings, transpose_a=False, transpose_b=False):

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from shardwise.launch import rank_groups
 from shardwise.mindspore import context
 from shardwise.mindspore.communication.management import find_group
+from shardwise.mindspore.library import rank_groups
 from shardwise.mindspore.options import ParallelMode
 
 

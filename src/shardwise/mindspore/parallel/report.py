@@ -6,9 +6,8 @@ from math import prod
 from typing import Any
 
 import shardwise as sw
-from shardwise.layouts.text import parse_layout
 from shardwise.mindspore import engine
-from shardwise.plans.quantities import format_bytes
+from shardwise.mindspore.library import format_bytes, parse_dtype, parse_layout
 
 # How the reference makes each collective of a redistribution: collectives, splits and concatenations.
 PARTS = {
@@ -34,7 +33,7 @@ def copies_report(network: Any) -> str:
     devices, lines, whole, stored = plan.mesh.num_devices, [], 0, 0
     for entry in plan.parameters:
         layout = parse_layout(entry.layout, plan.mesh)
-        num_bytes = prod(entry.shape) * _width(entry.dtype)
+        num_bytes = prod(entry.shape) * parse_dtype(entry.dtype).itemsize
         parts = prod(plan.mesh.sizes[axis] for axis in layout.positions)
         whole, stored = whole + num_bytes, stored + num_bytes * devices // parts
         lines.append(f"{entry.name}: {format_bytes(num_bytes)}, {devices // parts} copies, {layout}")
@@ -52,9 +51,3 @@ def redistribution_report(network: Any) -> str:
         names = "; ".join(f"{PARTS[word]}" for word in (c.kind for c in entry.forward) if word in PARTS)
         lines.append(f"{entry} [{', '.join(moves)}]" + (f" ({names})" if names else ""))
     return "\n".join(lines) or "no redistribution"
-
-
-def _width(dtype: str) -> int:
-    from shardwise.layouts.text import parse_dtype
-
-    return parse_dtype(dtype).itemsize

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardwise import rank
 from shardwise.errors import problem
-from shardwise.launch import rank_groups
-from shardwise.launch.ranks import rank
 from shardwise.mindspore.checks import closest, from_on
 from shardwise.mindspore.communication.management import find_group
+from shardwise.mindspore.library import rank_groups
 from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.tensor_methods import asnumpy

@@ -12,14 +12,12 @@ from uuid import uuid4
 import torch
 from torch import nn
 
+from shardwise import Mesh, rank
 from shardwise.errors import problem
-from shardwise.graph.exported import load_exported, save_exported
-from shardwise.launch.ranks import rank
-from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.text import format_layout, parse_layout
 from shardwise.mindspore import calls, context
 from shardwise.mindspore.dataset.values import unknown_words
 from shardwise.mindspore.holding import Held, gathered, hold, holding_of, is_elsewhere, joined, own_shard
+from shardwise.mindspore.library import format_layout, load_exported, parse_layout, save_exported
 from shardwise.mindspore.nn.cell import checkpoint_buffers, checkpoint_names
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.notes import note

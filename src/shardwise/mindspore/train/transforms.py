@@ -12,10 +12,9 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import listed, problem
-from shardwise.layouts.boxes import Box, boxes
 from shardwise.mindspore.holding import Held
+from shardwise.mindspore.library import Box, boxes, shard
 from shardwise.mindspore.train.serialization import Slice, entry_of, joined_files, of_parts, unwrapped, write
-from shardwise.runtime.local_shards import shard
 
 
 def build_searched_strategy(strategy_filename: str) -> sw.Plan:

@@ -29,21 +29,13 @@ def scaled_dot_product_attention(
     The causal mask compares positions, which are generated per part; grouped queries get a dim of their own.
     """
     assert dropout_p == 0.0, "attention dropout is separated by the graph's normalisation"
-    grouped = enable_gqa and query.shape[-3] != key.shape[-3]
-    q, k, v = wide(query), wide(key), wide(value)
-    if grouped:
-        q, k, v, attn_mask = by_group(q, k, v, attn_mask)
-    factor = 1 / sqrt(query.shape[-1]) if scale is None else scale
-    scores = torch.matmul(q * factor, k.transpose(-2, -1))
+    q, k, v, mask = scaled_operands(query, key, value, attn_mask, scale, enable_gqa)
+    scores = torch.matmul(q, k.transpose(-2, -1))
     if is_causal:
         rows = torch.arange(query.shape[-2], device=query.device).unsqueeze(-1)
         columns = torch.arange(key.shape[-2], device=query.device)
         scores = scores.masked_fill(columns > rows, -inf)
-    if attn_mask is not None:
-        boolean = attn_mask.dtype == torch.bool
-        scores = scores.masked_fill(attn_mask.logical_not(), -inf) if boolean else scores + attn_mask
-    result = torch.matmul(safe_softmax(scores, -1), v)
-    return cast(result.flatten(-4, -3) if grouped else result, query.dtype)
+    return as_queries(torch.matmul(safe_softmax(masked(scores, mask), -1), v), query)
 
 
 def attention_within(
@@ -62,11 +54,26 @@ def attention_within(
     return scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=enable_gqa)
 
 
-def by_group(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+def scaled_operands(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Grouped queries: heads ``h g`` of queries, ``h 1`` of keys and values, and either in a mask that has heads."""
-    shape = (key.shape[-3], query.shape[-3] // key.shape[-3])
-    if mask is not None and mask.dim() > 2:
-        mask = mask.unsqueeze(-3) if mask.shape[-3] == 1 else torch.unflatten(mask, -3, shape)
-    return torch.unflatten(query, -3, shape), key.unsqueeze(-3), value.unsqueeze(-3), mask
+    """Scaled queries, keys, values and mask in the precision of scores. Grouped queries have heads ``h g``, keys and
+    values ``h 1``, and a mask that has heads either."""
+    q, k, v = wide(query), wide(key), wide(value)
+    if enable_gqa and query.shape[-3] != key.shape[-3]:
+        shape = (key.shape[-3], query.shape[-3] // key.shape[-3])
+        if mask is not None and mask.dim() > 2:
+            mask = mask.unsqueeze(-3) if mask.shape[-3] == 1 else torch.unflatten(mask, -3, shape)
+        q, k, v = torch.unflatten(q, -3, shape), k.unsqueeze(-3), v.unsqueeze(-3)
+    return q * (1 / sqrt(query.shape[-1]) if scale is None else scale), k, v, mask
+
+
+def masked(scores: Tensor, mask: Tensor | None) -> Tensor:
+    if mask is None:
+        return scores
+    return scores.masked_fill(mask.logical_not(), -inf) if mask.dtype == torch.bool else scores + mask
+
+
+def as_queries(result: Tensor, query: Tensor) -> Tensor:
+    """A result with the heads and the dtype of the queries."""
+    return cast(result.flatten(-4, -3) if result.dim() > query.dim() else result, query.dtype)

@@ -127,12 +127,7 @@ def triplet_margin_loss(
 
 
 def multi_margin_loss(
-    self: Tensor,
-    target: Tensor,
-    p: float = 1,
-    margin: float = 1,
-    weight: Tensor | None = None,
-    reduction: int = MEAN,
+    self: Tensor, target: Tensor, p: float = 1, margin: float = 1, weight: Tensor | None = None, reduction: int = MEAN
 ) -> Tensor:
     """Over split samples: the classes of one stay together."""
     total: Tensor = torch.ops.aten.multi_margin_loss.default(self, target, p, margin, weight, SUM)

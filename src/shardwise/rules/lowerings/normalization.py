@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,35 +58,15 @@ def group_norm(
     return cast(_affine(result, weight, bias), input.dtype)
 
 
-def batch_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
+def batch_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> Tensor:
     """Batch statistics; updating the running ones is not an operator's business (the capture makes it visible)."""
-    del running_mean, running_var, training, momentum, cudnn_enabled
+    *_, eps, _cudnn_enabled = rest
     result = _standardised(wide(input), tuple(dim for dim in range(input.dim()) if dim != 1), eps)
     return cast(_affine(result, weight, bias), input.dtype)
 
 
-def instance_norm(
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    use_input_stats: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> Tensor:
-    del running_mean, running_var, use_input_stats, momentum, cudnn_enabled
+def instance_norm(input: Tensor, weight: Tensor | None, bias: Tensor | None, *rest: Any) -> Tensor:
+    *_, eps, _cudnn_enabled = rest
     result = _standardised(wide(input), tuple(range(2, input.dim())), eps)
     return cast(_affine(result, weight, bias), input.dtype)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import inf, prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,31 +12,20 @@ from torch import Tensor
 from shardwise.rules.arguments import dims_of
 from shardwise.rules.lowerings.precision import cast
 
+Dims = int | Sequence[int] | None
+
 
 def count_of(x: Tensor, dims: Sequence[int]) -> int:
     """Return the number of elements of ``dims`` together."""
     return prod(x.shape[dim] for dim in dims)
 
 
-def mean(
-    self: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
+def mean(self: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     dims = dims_of(dim, self.dim())
     return torch.sum(self, dims, keepdim, dtype=dtype) / count_of(self, dims)
 
 
-def var(
-    self: Tensor,
-    dim: int | Sequence[int] | None = None,
-    correction: float | None = None,
-    keepdim: bool = False,
-) -> Tensor:
-    return _moments(self, dim, correction, keepdim)[0]
-
-
-def _moments(
-    x: Tensor, dim: int | Sequence[int] | None, correction: float | None, keepdim: bool
-) -> tuple[Tensor, Tensor]:
+def _moments(x: Tensor, dim: Dims, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
     """Variance and mean. ``correction`` None: 1, as in PyTorch."""
     dims = dims_of(dim, x.dim())
     count = count_of(x, dims)
@@ -56,84 +46,41 @@ def _root(x: Tensor) -> Tensor:
     return x.masked_fill(zero, 1).sqrt().masked_fill(zero, 0)
 
 
-def var_unbiased(self: Tensor, unbiased: bool = True) -> Tensor:
-    return var(self, None, int(unbiased))
+def _overloads(results: Callable[[Tensor, Tensor], Any]) -> dict[str, Callable[..., Any]]:
+    """Return the lowerings of an operator's overloads. ``results``: what it returns, of the variance and the mean."""
+
+    def by_correction(self: Tensor, dim: Dims = None, correction: float | None = None, keepdim: bool = False) -> Any:
+        return results(*_moments(self, dim, correction, keepdim))
+
+    def by_dim(self: Tensor, dim: Dims, unbiased: bool = True, keepdim: bool = False) -> Any:
+        return by_correction(self, dim, int(unbiased), keepdim)
+
+    def of_all(self: Tensor, unbiased: bool = True) -> Any:
+        return by_correction(self, None, int(unbiased))
+
+    return {"": of_all, ".dim": by_dim, ".correction": by_correction}
 
 
-def var_dim(self: Tensor, dim: int | Sequence[int] | None, unbiased: bool = True, keepdim: bool = False) -> Tensor:
-    return var(self, dim, int(unbiased), keepdim)
+_OF_MOMENTS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "var": lambda variance, average: variance,
+    "std": lambda variance, average: _root(variance),
+    "var_mean": lambda variance, average: (variance, average),
+    "std_mean": lambda variance, average: (_root(variance), average),
+}
+MOMENTS = {
+    f"{name}{overload}": lowering
+    for name, results in _OF_MOMENTS.items()
+    for overload, lowering in _overloads(results).items()
+}
 
 
-def std(
-    self: Tensor,
-    dim: int | Sequence[int] | None = None,
-    correction: float | None = None,
-    keepdim: bool = False,
-) -> Tensor:
-    return _root(var(self, dim, correction, keepdim))
-
-
-def std_unbiased(self: Tensor, unbiased: bool = True) -> Tensor:
-    return _root(var_unbiased(self, unbiased))
-
-
-def std_dim(self: Tensor, dim: int | Sequence[int] | None, unbiased: bool = True, keepdim: bool = False) -> Tensor:
-    return _root(var_dim(self, dim, unbiased, keepdim))
-
-
-def var_mean(
-    self: Tensor,
-    dim: int | Sequence[int] | None = None,
-    correction: float | None = None,
-    keepdim: bool = False,
-) -> tuple[Tensor, Tensor]:
-    return _moments(self, dim, correction, keepdim)
-
-
-def var_mean_unbiased(self: Tensor, unbiased: bool = True) -> tuple[Tensor, Tensor]:
-    return _moments(self, None, int(unbiased), False)
-
-
-def var_mean_dim(
-    self: Tensor, dim: int | Sequence[int] | None, unbiased: bool = True, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
-    return _moments(self, dim, int(unbiased), keepdim)
-
-
-def std_mean(
-    self: Tensor,
-    dim: int | Sequence[int] | None = None,
-    correction: float | None = None,
-    keepdim: bool = False,
-) -> tuple[Tensor, Tensor]:
-    variance, average = _moments(self, dim, correction, keepdim)
-    return _root(variance), average
-
-
-def std_mean_unbiased(self: Tensor, unbiased: bool = True) -> tuple[Tensor, Tensor]:
-    return std_mean(self, None, int(unbiased))
-
-
-def std_mean_dim(
-    self: Tensor, dim: int | Sequence[int] | None, unbiased: bool = True, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
-    return std_mean(self, dim, int(unbiased), keepdim)
-
-
-def nanmean(
-    self: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
+def nanmean(self: Tensor, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
     dims = dims_of(dim, self.dim())
     return torch.nansum(self, dims, keepdim, dtype=dtype) / self.isnan().logical_not().sum(dims, keepdim)
 
 
 def vector_norm(
-    self: Tensor,
-    ord: float = 2,
-    dim: int | Sequence[int] | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
+    self: Tensor, ord: float = 2, dim: Dims = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     x, dims = cast(self, dtype), dims_of(dim, self.dim())
     if ord == 0:
@@ -153,11 +100,7 @@ def vector_norm(
 
 
 def norm(
-    self: Tensor,
-    p: float | None = 2,
-    dim: int | Sequence[int] | None = None,
-    keepdim: bool = False,
-    dtype: torch.dtype | None = None,
+    self: Tensor, p: float | None = 2, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None
 ) -> Tensor:
     return vector_norm(self, 2 if p is None else p, dim, keepdim, dtype=dtype)
 
@@ -165,7 +108,7 @@ def norm(
 def linalg_norm(
     self: Tensor,
     ord: float | str | None = None,
-    dim: int | Sequence[int] | None = None,
+    dim: Dims = None,
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
@@ -206,9 +149,7 @@ def min_all(self: Tensor) -> Tensor:
     return _extreme(self, self.detach().amin(dims_of(None, self.dim()), keepdim=True), None, False, nan_attains=True)
 
 
-def _extreme(
-    x: Tensor, extreme: Tensor, dim: int | Sequence[int] | None, keepdim: bool, *, nan_attains: bool = False
-) -> Tensor:
+def _extreme(x: Tensor, extreme: Tensor, dim: Dims, keepdim: bool, *, nan_attains: bool = False) -> Tensor:
     """An extreme whose gradient is shared evenly by the elements that attain it, as in PyTorch: of nan by all elements
     that are nan, or by none (``amax``, ``amin``: every gradient is nan then)."""
     dims = dims_of(dim, x.dim())

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
+from models.share import SplitShare, share_of_plan, share_table
 from shardwise.costs.flops import FLOPS, flops_of
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Ref
-from shardwise.report.share import SplitShare, share_of_plan, share_table
 from shardwise.rules.attention import ATTENTION
 from shardwise.rules.convolution import CONVOLUTION
 from shardwise.rules.experts import EXPERTS
