@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import LaunchError, problem
+from shardwise.errors import LaunchError
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.placement import Placement
 from shardwise.runtime.collective_tracker import trail
@@ -163,10 +163,8 @@ class Communicator:
         here = f"rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "no rank"
         if here != stored:
             raise LaunchError(
-                problem(
-                    f"a parallel module that was stored on {stored} is loaded on {here}: it has one rank's shards",
-                    fix="load the file of the same rank; any rank can read checkpoints of sw.save_checkpoint",
-                )
+                f"a parallel module that was stored on {stored} is loaded on {here}: it has one rank's shards",
+                fix="load the file of the same rank; any rank can read checkpoints of sw.save_checkpoint",
             )
 
     def create_groups(self, axis_sets: Iterable[tuple[str, ...]]) -> None:

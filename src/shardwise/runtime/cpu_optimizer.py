@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.costs.optimizers import is_on_host
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.programs.state_groups import is_offloaded, state_groups
 from shardwise.runtime.cpu_embedding import HOST
 from shardwise.runtime.guards.elementwise_optimizers import bare_step, known_elementwise
@@ -113,7 +113,7 @@ def _check(optimizer: Optimizer) -> None:
     kind, what = type(optimizer), ""
     if torch.compiler.is_compiling():
         what = "torch.compile wraps a step whose optimizer states are copied from and to the host"
-        raise ShardwiseError(problem(what, fix=f"compile the module alone, or {_ON_DEVICE}"))
+        raise ShardwiseError(what, fix=f"compile the module alone, or {_ON_DEVICE}")
     if not known_elementwise(kind):
         what = f"{kind.__qualname__} is not known to count its steps per parameter, which updates by group need"
     elif any(group.get("differentiable") for group in optimizer.param_groups):
@@ -122,10 +122,8 @@ def _check(optimizer: Optimizer) -> None:
         what = f"hooks of this {kind.__qualname__} would see a partial update, since groups are updated one by one"
     if what:
         raise ShardwiseError(
-            problem(
-                f"{what}, but the plan keeps its states on the host",
-                fix=f"use one of torch's element-wise optimizers without hooks, or {_ON_DEVICE}",
-            )
+            f"{what}, but the plan keeps its states on the host",
+            fix=f"use one of torch's element-wise optimizers without hooks, or {_ON_DEVICE}",
         )
 
 

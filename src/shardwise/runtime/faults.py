@@ -188,8 +188,6 @@ def refuse_create_graph() -> None:
     Collectives in backward have no gradients, so second derivatives would be incomplete."""
     if torch.is_grad_enabled():
         raise ShardwiseError(
-            problem(
-                "gradients of gradients cannot flow through the collectives of a plan",
-                fix="call backward or torch.autograd.grad without create_graph=True",
-            )
+            "gradients of gradients cannot flow through the collectives of a plan",
+            fix="call backward or torch.autograd.grad without create_graph=True",
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, problem, warn_user
+from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, warn_user
 from shardwise.graph.shared_memory import check_memory
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_dtype, format_layout
@@ -43,7 +43,7 @@ def install_shards(
     taken = [name for name in (*module._parameters, *module._buffers) if name in dir(root)]
     if taken:
         what = f"parameters or buffers of the module are called {listed(taken)}, which parallel modules use"
-        raise PlanError(problem(f"{what} themselves", fix="rename them"))
+        raise PlanError(f"{what} themselves", fix="rename them")
     stand_ins = _stand_ins(root, module)
     shards: dict[int, torch.Tensor] = {}  # by the id of the original: tied tensors stay tied
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -124,7 +124,7 @@ def _stand_ins(root: torch.nn.Module, module: torch.nn.Module) -> list[tuple[Sha
         if parent is root and name in dir(root):
             if any(True for _ in (*original.parameters(), *original.buffers())):
                 what = f"the module has a submodule {name}, a name that parallel modules use"
-                raise PlanError(problem(what, fix="rename it"))
+                raise PlanError(what, fix="rename it")
             continue  # it has no tensors
         if id(original) not in of:
             of[id(original)] = stand_in = Shards()

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import CaptureWarning, PlanWarning, ShardwiseError, listed, problem, warn_user
+from shardwise.errors import CaptureWarning, PlanWarning, ShardwiseError, listed, warn_user
 from shardwise.layouts.layout import Layout
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.local_shards import shard
@@ -25,10 +25,8 @@ _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 def foreign_wrapper_error(wrapper: str) -> ShardwiseError:
     """Return the error for another tool's parallel wrapper around a parallel module."""
     return ShardwiseError(
-        problem(
-            f"{wrapper} around a parallel module would reduce shards as if they were whole tensors",
-            fix='plan with mode="data_parallel" or a mesh with a data axis; backward returns reduced gradients',
-        )
+        f"{wrapper} around a parallel module would reduce shards as if they were whole tensors",
+        fix='plan with mode="data_parallel" or a mesh with a data axis; backward returns reduced gradients',
     )
 
 
@@ -43,11 +41,9 @@ class ShardedModule(nn.Module):
             raise foreign_wrapper_error(value.__name__)
         if name in self._attributes and not self._holds(name):
             raise ShardwiseError(
-                problem(
-                    f"{name} is an attribute of the {self._kind} that was parallelized; programs keep its old value",
-                    fix="pass values that change between steps as inputs, or write them to a buffer (fill_, copy_); "
-                    "change the model before sw.plan and sw.parallelize",
-                )
+                f"{name} is an attribute of the {self._kind} that was parallelized; programs keep its old value",
+                fix="pass values that change between steps as inputs, or write them to a buffer (fill_, copy_); "
+                "change the model before sw.plan and sw.parallelize",
             )
         if isinstance(value, nn.Module):  # torch calls register_parameter for parameters, but no hook for modules
             self._announce_new(name)
@@ -115,15 +111,13 @@ class Shards(_ClassProxy, ShardedModule):
         for part in self.modules():
             if isinstance(part, ShardedModule) and part._trains_itself:
                 what = f"{part._kind} overrides train(), which its stand-in does not run"
-                raise ShardwiseError(problem(what, fix="call train() or eval() of the parallel module"))
+                raise ShardwiseError(what, fix="call train() or eval() of the parallel module")
         return super().train(mode)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ShardwiseError(
-            problem(
-                "a submodule of a parallel module only holds shards: it cannot be called, and its hooks would not fire",
-                fix="call the parallel module; register hooks on the model before sw.plan and sw.parallelize",
-            )
+            "a submodule of a parallel module only holds shards: it cannot be called, and its hooks would not fire",
+            fix="call the parallel module; register hooks on the model before sw.plan and sw.parallelize",
         )
 
     forward = _refuse

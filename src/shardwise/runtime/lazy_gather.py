@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.graph.capture import OutputMemory
 from shardwise.graph.ir import Graph, Ref, refs
 from shardwise.layouts.text import format_dtype
@@ -184,10 +184,8 @@ class LazyTensor(Tensor):
             return LazyTensor(args[0].unread)
         if torch.Tag.inplace_view in func.tags:
             raise ShardwiseError(
-                problem(
-                    f"{func} would change the shape of an output that is not gathered yet",
-                    fix="write the operator without the underscore, or pass outputs='whole' to parallelize",
-                )
+                f"{func} would change the shape of an output that is not gathered yet",
+                fix="write the operator without the underscore, or pass outputs='whole' to parallelize",
             )
         wrapper_of: dict[int, LazyTensor] = {}
 

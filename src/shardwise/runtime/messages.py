@@ -10,7 +10,7 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import CollectiveError, OutOfDeviceMemoryError, ShardwiseError, problem
+from shardwise.errors import CollectiveError, OutOfDeviceMemoryError, ShardwiseError
 from shardwise.graph.ir import Graph
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_layout
@@ -335,4 +335,4 @@ def conversion_failed(error: Exception, purpose: Purpose) -> OutOfDeviceMemoryEr
     fix = (
         "keep it sharded there (strategies= of sw.plan, sw.shard, sw.constrain), or use a smaller batch or more devices"
     )
-    return OutOfDeviceMemoryError(problem(what, op=name, source=line, fix=fix, facts=details))
+    return OutOfDeviceMemoryError(what, op=name, source=line, fix=fix, facts=details)

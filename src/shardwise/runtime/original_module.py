@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwise.errors import PlanWarning, ShardwiseError, listed, problem, warn_user
+from shardwise.errors import PlanWarning, ShardwiseError, listed, warn_user
 from shardwise.graph.trees import constant_key, is_constant
 
 _split = WeakTensorKeyDictionary()  # parameters of original modules -> their names
@@ -121,12 +121,10 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     names = [_split[parameter] for parameter in parameters if parameter in _split]
     if names:
         raise ShardwiseError(
-            problem(
-                f"{type(optimizer).__name__} holds {listed(names)} of the original module, which get no gradients: "
-                "those are on this rank's shards",
-                fix="create the optimizer after sw.parallelize, from par.parameters()",
-                section="original-parameters",
-            )
+            f"{type(optimizer).__name__} holds {listed(names)} of the original module, which get no gradients: "
+            "those are on this rank's shards",
+            fix="create the optimizer after sw.parallelize, from par.parameters()",
+            section="original-parameters",
         )
 
 

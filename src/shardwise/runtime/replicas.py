@@ -356,5 +356,5 @@ def checked_interval(check_replicas: int | None) -> int:
     every = 0 if check_replicas is None else check_replicas
     if not isinstance(every, int) or isinstance(every, bool) or every < 0:
         what = f"check_replicas is the number of training calls between checks, not {check_replicas!r}"
-        raise ShardwiseError(problem(what, fix="pass an integer; 0 or None for no checks"))
+        raise ShardwiseError(what, fix="pass an integer; 0 or None for no checks")
     return every

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.errors import ShardwiseError, name_ranks, problem
+from shardwise.errors import ShardwiseError, name_ranks
 from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.runtime.agree import gather_objects
 from shardwise.runtime.communicator import Communicator, GatheredRows
@@ -97,7 +97,7 @@ class SameInputs:
                     "must pass the whole batch, so that call trained on a mixture"
                 )
                 fix = f"{SAME_INPUTS_FIX}; resume from before that call"
-                raise ShardwiseError(problem(what, fix=fix, section="different-calls"))
+                raise ShardwiseError(what, fix=fix, section="different-calls")
 
 
 __all__ = ["SAME_INPUTS_FIX", "SameInputs"]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shardwise.errors import ShardwiseError, listed, problem, warn_user
+from shardwise.errors import ShardwiseError, listed, warn_user
 from shardwise.graph.trees import (
     check_leaves,
     constant_key,
@@ -107,10 +107,8 @@ def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devic
     check_leaves(named)
     empty = [name for name, x in named if isinstance(x, torch.Tensor) and x.is_meta]
     raise ShardwiseError(
-        problem(
-            f"{listed(empty)} {'is' if len(empty) == 1 else 'are'} on meta, without data",
-            fix="pass tensors with data, on any device: they are moved to that of the module",
-        )
+        f"{listed(empty)} {'is' if len(empty) == 1 else 'are'} on meta, without data",
+        fix="pass tensors with data, on any device: they are moved to that of the module",
     )
 
 
@@ -162,7 +160,7 @@ def check_equal(
         other = next((rank for rank, (_, prints) in enumerate(everywhere) if prints[name] != first), None)
         if other is not None:
             what = f"ranks 0 and {other} pass different {name} instead of the whole batch, {signature.described(name)}"
-            raise ShardwiseError(problem(what, fix=SAME_INPUTS_FIX, section="different-calls"))
+            raise ShardwiseError(what, fix=SAME_INPUTS_FIX, section="different-calls")
 
 
 def _prints(signature: Signature, tensors: Sequence[torch.Tensor], device: torch.device) -> dict[str, int]:
@@ -178,19 +176,15 @@ def _check_same(everywhere: Sequence[Signature], holds: Holds, *, with_shapes: b
         if len(set(has.values())) > 1:
             yes, no = (next(rank for rank in has if has[rank] == answer) for answer in (True, False))
             raise ShardwiseError(
-                problem(
-                    f"ranks make different calls: rank {yes} has {what} {name}, but rank {no} has not",
-                    fix="freeze and replace the same tensors on every rank that holds them",
-                )
+                f"ranks make different calls: rank {yes} has {what} {name}, but rank {no} has not",
+                fix="freeze and replace the same tensors on every rank that holds them",
             )
     for rank, other in enumerate(everywhere):
         if other.mode != first.mode:
             raise ShardwiseError(
-                problem(
-                    f"ranks make different calls: rank 0 in {first.mode}, rank {rank} in {other.mode}",
-                    fix="make the same train(), eval(), step() and predict() calls and set one grad mode on all ranks",
-                    section="different-calls",
-                )
+                f"ranks make different calls: rank 0 in {first.mode}, rank {rank} in {other.mode}",
+                fix="make the same train(), eval(), step() and predict() calls and set one grad mode on all ranks",
+                section="different-calls",
             )
         names = dict.fromkeys(name for name, _ in (*first.leaves, *other.leaves))
         for name in names:
@@ -201,7 +195,7 @@ def _check_same(everywhere: Sequence[Signature], holds: Holds, *, with_shapes: b
             fix = 'pass the same arguments on every rank, or one part of the batch on each: inputs="local"'
             what = f"{name} is {first.described(name)} on rank 0 and {other.described(name)} on rank {rank}"
             what = f"ranks make different calls: {what}"
-            raise ShardwiseError(problem(what, fix=fix, section="different-calls"))
+            raise ShardwiseError(what, fix=fix, section="different-calls")
 
 
 # -------------------------------------------------------------------------------------------------- parts of a batch
@@ -243,12 +237,10 @@ class LocalInputs:
         if max(self._devices) and not any(layout.positions for layout in self.layouts.values()):
             shown = ", ".join(f"{name} {layout}" for name, layout in list(self.layouts.items())[:4])
             raise ShardwiseError(
-                problem(
-                    f'inputs="local", but the plan splits no input: {shown}; every rank would take its own data for '
-                    "the whole batch",
-                    fix='pass the whole batch on every rank (inputs="global"), or plan with a split batch: '
-                    'sw.plan(..., layouts={"x": "[8@dp, ...]"}) or mode="data_parallel"',
-                )
+                f'inputs="local", but the plan splits no input: {shown}; every rank would take its own data for '
+                "the whole batch",
+                fix='pass the whole batch on every rank (inputs="global"), or plan with a split batch: '
+                'sw.plan(..., layouts={"x": "[8@dp, ...]"}) or mode="data_parallel"',
             )
 
     def batch(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> Batch:
@@ -352,13 +344,11 @@ class LocalInputs:
             layout = self.layouts.get(name)
             text = "whole" if layout is None else format_layout(layout)
             raise ShardwiseError(
-                problem(
-                    f"ranks {leader} and {rank} pass different {name}, but the plan assigns both the same part of "
-                    f"it: it is {text}{'' if layout is None else f' on {layout.mesh}'}",
-                    fix="choose samples by the coordinates on the axes that split the input (par.plan.input_layouts"
-                    f'["{name}"]), pass the whole batch on every rank (inputs="global"), or plan with layouts= that '
-                    "split it over all axes",
-                )
+                f"ranks {leader} and {rank} pass different {name}, but the plan assigns both the same part of "
+                f"it: it is {text}{'' if layout is None else f' on {layout.mesh}'}",
+                fix="choose samples by the coordinates on the axes that split the input (par.plan.input_layouts"
+                f'["{name}"]), pass the whole batch on every rank (inputs="global"), or plan with layouts= that '
+                "split it over all axes",
             )
 
     def _places(self, name: str, device: int) -> list[tuple[int, int, int]]:
@@ -367,10 +357,8 @@ class LocalInputs:
         places = [] if layout is None else _block(layout, device)
         if places is None:
             raise ShardwiseError(
-                problem(
-                    f'inputs="local", but the part of {name} of a rank is not a contiguous block: {layout}',
-                    fix='pass the whole batch on every rank: inputs="global"',
-                )
+                f'inputs="local", but the part of {name} of a rank is not a contiguous block: {layout}',
+                fix='pass the whole batch on every rank: inputs="global"',
             )
         return places
 
@@ -384,11 +372,9 @@ class LocalInputs:
                 other = sizes[dim].setdefault(position_of.get(dim, 0), size)
                 if other != size:
                     raise ShardwiseError(
-                        problem(
-                            f"dim {dim} of {name} has {other} and {size} elements on ranks that hold the same part of "
-                            f"it: {_listed([shapes[name] for shapes in parts])}",
-                            fix="pass parts of one batch: only dims that the plan splits may differ",
-                        )
+                        f"dim {dim} of {name} has {other} and {size} elements on ranks that hold the same part of "
+                        f"it: {_listed([shapes[name] for shapes in parts])}",
+                        fix="pass parts of one batch: only dims that the plan splits may differ",
                     )
         return [[by_position[position] for position in sorted(by_position)] for by_position in sizes]
 
@@ -399,12 +385,10 @@ class LocalInputs:
             planned = self.planned[name][dim]
             if dim > 0 and planned > 1 and sizes[dim] == [planned] * count:
                 raise ShardwiseError(
-                    problem(
-                        f"every rank passes {planned} elements of dim {dim} of {name}, the size of the whole dim in "
-                        f"the plan, which splits it {count} ways: {self.layouts[name]}",
-                        fix=f"pass this rank's {planned}/{count} of them, or the whole batch on every rank "
-                        '(inputs="global")',
-                    )
+                    f"every rank passes {planned} elements of dim {dim} of {name}, the size of the whole dim in "
+                    f"the plan, which splits it {count} ways: {self.layouts[name]}",
+                    fix=f"pass this rank's {planned}/{count} of them, or the whole batch on every rank "
+                    '(inputs="global")',
                 )
         return tuple(map(sum, sizes))
 
@@ -413,12 +397,10 @@ class LocalInputs:
         require a gradient."""
         if takes_gradient(tensor):
             raise ShardwiseError(
-                problem(
-                    f"the ranks' parts of {name} have {_listed([shapes[name] for shapes in batch.parts])}, which "
-                    "differ from the plan: they are gathered, and gradients do not flow back into gathered parts",
-                    fix="pass parts as the plan splits them (equal ones of a batch that divides), or the whole batch "
-                    'on every rank: inputs="global"',
-                )
+                f"the ranks' parts of {name} have {_listed([shapes[name] for shapes in batch.parts])}, which "
+                "differ from the plan: they are gathered, and gradients do not flow back into gathered parts",
+                fix="pass parts as the plan splits them (equal ones of a batch that divides), or the whole batch "
+                'on every rank: inputs="global"',
             )
         numel = [torch.Size(shapes[name]).numel() for shapes in batch.parts]
         sent = tensor.detach().reshape(-1)

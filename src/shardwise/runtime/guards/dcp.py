@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import DefaultStager
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.layouts.boxes import Box, boxes
 from shardwise.layouts.text import format_layout
 from shardwise.runtime.guards.registry import Owners, Patch, ShardRecord, held_shards, ranks_of_stages
@@ -143,7 +143,7 @@ def _telling_writers(function: Callable[..., Any]) -> Callable[..., Any]:
             if several is not None:
                 what = f"this writer stores one chunk per name and rank, but ranks hold several chunks of {several}"
                 fix = "sw.save_pretrained(par, folder) writes such files, for any layout"
-                raise ShardwiseError(problem(what, fix=fix))
+                raise ShardwiseError(what, fix=fix)
         return function(tagged, storage_writer, *args, **kwargs)
 
     return save_state_dict
@@ -362,7 +362,7 @@ class ShardIndex:
 
     def refuse(self, what: str, fix: str, record: ShardRecord | None = None) -> NoReturn:
         record = record or self.seen[0]
-        raise ShardwiseError(problem(what, source=f"{record.name}: {format_layout(record.layout)}", fix=fix))
+        raise ShardwiseError(what, source=f"{record.name}: {format_layout(record.layout)}", fix=fix)
 
 
 def _place(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:

@@ -17,7 +17,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import ShardwiseError, listed, problem
+from shardwise.errors import ShardwiseError, listed
 from shardwise.runtime.guards.dcp import ShardIndex
 from shardwise.runtime.guards.registry import Patch
 
@@ -63,15 +63,13 @@ def _check(value: Any, file: Any, saves: FrameType) -> None:
     rank = dist.get_rank() if names else 0
     if names and not re.search(rf"rank[\W_]?0*{rank}(?!\d)", path, re.IGNORECASE):
         raise ShardwiseError(
-            problem(
-                f"rank {rank} would save its shards of {listed(names)} under the names of whole tensors, without "
-                "the shards of other ranks",
-                fix="call get_model_state_dict(par, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) "
-                "of torch.distributed.checkpoint.state_dict on every rank and save the result of rank 0; or call "
-                "sw.save_checkpoint or sw.save_pretrained on every rank; for one file per rank, loaded by the same "
-                f"rank, put the rank into the path (part-rank{rank}.pt)",
-                section="saving-shards",
-            )
+            f"rank {rank} would save its shards of {listed(names)} under the names of whole tensors, without "
+            "the shards of other ranks",
+            fix="call get_model_state_dict(par, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) "
+            "of torch.distributed.checkpoint.state_dict on every rank and save the result of rank 0; or call "
+            "sw.save_checkpoint or sw.save_pretrained on every rank; for one file per rank, loaded by the same "
+            f"rank, put the rank into the path (part-rank{rank}.pt)",
+            section="saving-shards",
         )
 
 

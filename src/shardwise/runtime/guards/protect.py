@@ -33,7 +33,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.cpu_embedding import device_of
 from shardwise.runtime.guards import dcp, file_writers
@@ -69,11 +69,9 @@ def _install() -> None:
     missing += [f"{place.__name__}.{name}" for place, name, _ in patches if not hasattr(place, name)]
     if missing := [*missing, *file_writers.missing()]:
         raise ShardwiseError(
-            problem(
-                f"this version of shardwise does not support torch {torch.__version__}: {', '.join(missing)} has "
-                "moved; gradient clipping, loss scaling or checkpoints of shards could be silently wrong",
-                fix="use torch 2.11 to 2.14, or a newer shardwise",
-            )
+            f"this version of shardwise does not support torch {torch.__version__}: {', '.join(missing)} has "
+            "moved; gradient clipping, loss scaling or checkpoints of shards could be silently wrong",
+            fix="use torch 2.11 to 2.14, or a newer shardwise",
         )
     assert body is not None
     body.cell_contents = _norm_knowing_shards(body.cell_contents)
@@ -103,10 +101,8 @@ def _refusing_draws(function: Callable[..., Any]) -> Callable[..., Any]:
         record = Owners(held_shards()).of(tensor) if has_data else None
         if record is not None:
             raise ShardwiseError(
-                problem(
-                    f"torch.nn.init on a shard of {record.name}: values would be drawn for the shape of the shard",
-                    fix="initialise the model before sw.parallelize, or pass init= to sw.parallelize",
-                )
+                f"torch.nn.init on a shard of {record.name}: values would be drawn for the shape of the shard",
+                fix="initialise the model before sw.parallelize, or pass init= to sw.parallelize",
             )
         return function(tensor, *args, **kwargs)
 
@@ -222,10 +218,8 @@ def _check_strangers(
         record = owners.of(tensor)
         if record is not None:
             raise ShardwiseError(
-                problem(
-                    f"this tensor is a view of a shard of {record.name}: its norm would cover only this rank",
-                    fix="pass the parameters or their gradients themselves: [p.grad for p in par.parameters()]",
-                )
+                f"this tensor is a view of a shard of {record.name}: its norm would cover only this rank",
+                fix="pass the parameters or their gradients themselves: [p.grad for p in par.parameters()]",
             )
 
 

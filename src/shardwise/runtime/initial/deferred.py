@@ -35,7 +35,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from shardwise.dispatch_mode import DispatchMode
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.runtime.initial.partial_values import FILLS, Regions
 from shardwise.runtime.initial.replay import (
     DEFAULT_GENERATOR,
@@ -319,11 +319,9 @@ class TapeRecorder(DispatchMode):
             return _ref(leaf, link[1])
         if leaf.is_meta:
             raise ShardwiseError(
-                problem(
-                    f"a meta tensor of shape {list(leaf.shape)} is used to initialise the model, but it has no values",
-                    source=_user_line(),
-                    fix="create it inside sw.deferred()",
-                )
+                f"a meta tensor of shape {list(leaf.shape)} is used to initialise the model, but it has no values",
+                source=_user_line(),
+                fix="create it inside sw.deferred()",
             )
         kept = leaf.clone() if leaf.untyped_storage().nbytes() <= _CONSTANT_COPY_BYTES else leaf
         return TapeConstant(kept, kept._version)
@@ -339,9 +337,7 @@ class TapeRecorder(DispatchMode):
     def _check_tape(self, link: tuple[InitTape, int]) -> tuple[InitTape, int]:
         if link[0] is not self.tape:
             what = "a tensor recorded in one deferred() context is used in another"
-            raise ShardwiseError(
-                problem(what, source=_user_line(), fix="build the whole model in one sw.deferred() context")
-            )
+            raise ShardwiseError(what, source=_user_line(), fix="build the whole model in one sw.deferred() context")
         return link
 
 
@@ -394,7 +390,7 @@ def _require_cpu(func: Callable[..., Any], device: torch.device | str | int | No
 
 def _problem(func: Callable[..., Any], what: str, fix: str) -> ShardwiseError:
     name = str(func) if isinstance(func, OpOverload) else getattr(func, "__name__", str(func))
-    return ShardwiseError(problem(f"deferred() cannot record {name}: it {what}", source=_user_line(), fix=fix))
+    return ShardwiseError(f"deferred() cannot record {name}: it {what}", source=_user_line(), fix=fix)
 
 
 def _link(tensor: torch.Tensor) -> tuple[InitTape, int] | None:

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.layouts.text import format_dtype
 from shardwise.runtime.initial.deferred import TapeRecorder, find_record, find_recorded_attribute
 from shardwise.runtime.initial.partial_values import NotByParts, Regions
@@ -98,10 +98,8 @@ def initial_values(
     if init is not None:
         if real and not empty and not known:
             raise ShardwiseError(
-                problem(
-                    f"init= would never be called: all {len(real)} parameters and buffers of the module have values",
-                    fix='build the module under sw.deferred() or torch.device("meta"), or omit init=',
-                )
+                f"init= would never be called: all {len(real)} parameters and buffers of the module have values",
+                fix='build the module under sw.deferred() or torch.device("meta"), or omit init=',
             )
         left = {}
         for name, (tensor, recording) in empty.items():
@@ -165,10 +163,8 @@ def _owned_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Te
                     yield name, owner, tensor
     if lazy:
         raise ShardwiseError(
-            problem(
-                f"these parameters have no shape yet: {', '.join(lazy)}",
-                fix="run the lazy modules once on an example input, or construct them with their sizes",
-            )
+            f"these parameters have no shape yet: {', '.join(lazy)}",
+            fix="run the lazy modules once on an example input, or construct them with their sizes",
         )
 
 
@@ -207,10 +203,8 @@ def _record_initialisers(
     missing = [name for name, ref in storage_refs.items() if ref.storage not in filled]
     if missing:
         raise ShardwiseError(
-            problem(
-                f"nothing initialises {len(missing)} of the module's meta tensors: {', '.join(missing)}",
-                fix="build the model under sw.deferred(), or on the CPU, or pass init=, a callable (name, tensor)",
-            )
+            f"nothing initialises {len(missing)} of the module's meta tensors: {', '.join(missing)}",
+            fix="build the model under sw.deferred(), or on the CPU, or pass init=, a callable (name, tensor)",
         )
     return tape, storage_refs
 
@@ -257,10 +251,8 @@ def _filled(init: Init, name: str, meta: torch.Tensor, seed: int) -> torch.Tenso
             value = init(name, tensor)
     except LookupError as error:
         raise ShardwiseError(
-            problem(
-                f"init= failed for {name}: {type(error).__name__}: {error}",
-                fix="let it return NotImplemented for unknown tensors, which then get the module's own values",
-            )
+            f"init= failed for {name}: {type(error).__name__}: {error}",
+            fix="let it return NotImplemented for unknown tensors, which then get the module's own values",
         ) from error
     finally:
         torch.default_generator.set_state(state)
@@ -268,21 +260,16 @@ def _filled(init: Init, name: str, meta: torch.Tensor, seed: int) -> torch.Tenso
         return None
     if value is not None and not isinstance(value, torch.Tensor):
         raise ShardwiseError(
-            problem(
-                f"init= returned a {type(value).__name__} for {name}",
-                fix="fill the tensor passed to it, return a tensor, or return NotImplemented for the module's value",
-            )
+            f"init= returned a {type(value).__name__} for {name}",
+            fix="fill the tensor passed to it, return a tensor, or return NotImplemented for the module's value",
         )
     if value is not None and value.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
         tensor = value.detach()  # not a view of the given tensor
     if (tensor.shape, tensor.dtype) != (meta.shape, meta.dtype):
         raise ShardwiseError(
-            problem(
-                f"init= returned {name} as {format_dtype(tensor.dtype)}{list(tensor.shape)}, but the module has it as "
-                f"{format_dtype(meta.dtype)}{list(meta.shape)}",
-                fix=f"return that shape and dtype (value.to({meta.dtype})), or NotImplemented for the module's "
-                "own value",
-            )
+            f"init= returned {name} as {format_dtype(tensor.dtype)}{list(tensor.shape)}, but the module has it as "
+            f"{format_dtype(meta.dtype)}{list(meta.shape)}",
+            fix=f"return that shape and dtype (value.to({meta.dtype})), or NotImplemented for the module's own value",
         )
     return tensor
 

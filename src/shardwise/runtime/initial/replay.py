@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch
 from torch._ops import OpOverload
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.runtime.initial.bitwise_elementwise import apply_elementwise
 
 DEFAULT_GENERATOR = 0  # the index of torch's global CPU generator on every tape
@@ -66,11 +66,9 @@ class TapeConstant:
         """Return the tensor. Raises ShardwiseError if it was written to since it was recorded."""
         if self.tensor._version != self.version:
             raise ShardwiseError(
-                problem(
-                    f"a tensor of shape {list(self.tensor.shape)} that initialises the model "
-                    "was changed after it was recorded",
-                    fix="pass the constructor a copy: tensor.clone()",
-                )
+                f"a tensor of shape {list(self.tensor.shape)} that initialises the model "
+                "was changed after it was recorded",
+                fix="pass the constructor a copy: tensor.clone()",
             )
         return self.tensor.detach()
 
@@ -166,11 +164,9 @@ class InitTape:
         from the recorded one."""
         if seed not in (None, self.seed) and self.observed:
             raise ShardwiseError(
-                problem(
-                    f"cannot replay with seed {seed} a recording with seed {self.seed}: the constructor read random "
-                    "values while it was recorded, and may act differently on other values",
-                    fix=f"build the model under sw.deferred(seed={seed})",
-                )
+                f"cannot replay with seed {seed} a recording with seed {self.seed}: the constructor read random "
+                "values while it was recorded, and may act differently on other values",
+                fix=f"build the model under sw.deferred(seed={seed})",
             )
         return self.seed if seed is None else seed
 

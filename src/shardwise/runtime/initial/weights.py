@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from shardwise.errors import PlanWarning, ShardwiseError, listed, problem, warn_user
+from shardwise.errors import PlanWarning, ShardwiseError, listed, warn_user
 from shardwise.layouts.boxes import Box
 from shardwise.layouts.text import format_dtype
 from shardwise.untrusted_text import MAX_FILE, read_json, read_text
@@ -48,7 +48,7 @@ class WeightFiles:
         except (OSError, SafetensorError) as error:
             self._open.close()
             what = f"the weights in {self.path} cannot be read: {error}"
-            raise ShardwiseError(problem(what, fix="pass a safetensors file or the folder of a saved model")) from error
+            raise ShardwiseError(what, fix="pass a safetensors file or the folder of a saved model") from error
         except ShardwiseError:
             self._open.close()
             raise
@@ -102,12 +102,10 @@ class WeightFiles:
         empty = [name for name in self.missing if tensors[name].is_meta]
         if not self.stored_names or (empty and complete):
             raise ShardwiseError(
-                problem(
-                    f"{self.path} does not have {len(self.missing)} of the module's {len(tensors)} tensors: "
-                    f"{listed(self.missing)}",
-                    facts=[("there", f"{len(self.unexpected)} names that the module lacks: {listed(self.unexpected)}")],
-                    fix="pass the weights of this model, or init=, a callable (name, tensor), for new tensors",
-                )
+                f"{self.path} does not have {len(self.missing)} of the module's {len(tensors)} tensors: "
+                f"{listed(self.missing)}",
+                facts=[("there", f"{len(self.unexpected)} names that the module lacks: {listed(self.unexpected)}")],
+                fix="pass the weights of this model, or init=, a callable (name, tensor), for new tensors",
             )
 
     def _misfit(self, name: str, tensor: torch.Tensor, stored: str) -> list[str]:
@@ -147,15 +145,13 @@ def _files_of(path: Path) -> list[Path]:
             files = sorted({Path(str(place)).name for place in places})
         except (ShardwiseError, ValueError, TypeError, KeyError, AttributeError) as error:
             what = f"{index} is not an index of safetensors files"
-            raise ShardwiseError(problem(what, fix="copy the model's folder again")) from error
+            raise ShardwiseError(what, fix="copy the model's folder again") from error
         return [path / name for name in files]
     files_here = sorted(path.glob("*.safetensors"))
     if not files_here:
         raise ShardwiseError(
-            problem(
-                f"there are no safetensors files in {path}",
-                fix="pass a safetensors file or a folder with them; model.save_pretrained(folder) writes one",
-            )
+            f"there are no safetensors files in {path}",
+            fix="pass a safetensors file or a folder with them; model.save_pretrained(folder) writes one",
         )
     return files_here
 
