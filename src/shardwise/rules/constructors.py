@@ -102,5 +102,6 @@ CONSTRUCTORS: RuleTable = by_operator(
         "linspace": _linspace,
         "eye eye.m": _eye,
         "tril_indices triu_indices": whole_rule,
-    }
-) | {**dict.fromkeys(SPACED, _spaced)}
+    },
+    dict.fromkeys(SPACED, _spaced),
+)

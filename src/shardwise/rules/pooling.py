@@ -197,8 +197,7 @@ def _resampling(count: int, mode: str, op: Op, graph: Graph) -> OpRule:
 
     copies = mode.startswith("nearest") or graph.by_name[op.results[0]].dtype.is_floating_point
     whole = () if copies else [f"y{i}" for i in range(count)]  # means of integers are rounded as the operator likes
-    kinds: dict[str, FactorKind] = dict.fromkeys(whole, "whole")
-    return _over_maps(op, graph, count, rows, localize, linear=copies, kinds=kinds)
+    return _over_maps(op, graph, count, rows, localize, linear=copies, kinds=dict.fromkeys(whole, "whole"))
 
 
 def _scales(args: dict[str, Any], count: int) -> tuple[float, ...]:

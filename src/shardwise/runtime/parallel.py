@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -119,15 +119,15 @@ class Parallel(ParallelModule):
             (result if scaler is None else scaler.scale(result)).backward()
             return result.detach()
         if torch.compiler.is_compiling():  # a torch.compile around this module: its programs are not for Dynamo
-            ready, total = torch.compiler.disable(self._step)(args, kwargs, scaler)
+            step: Callable[..., tuple[StageCall, torch.Tensor | None]] = torch.compiler.disable(self._step)
+            ready, total = step(args, kwargs, scaler)
         else:
             ready, total = self._step(args, kwargs, scaler)
         if loss == "last" or not self.plan.is_pipeline:
             return total
         last, graph = self.plan.stages[-1].placement.ranks, ready.bound.cut.parts[-1]
-        value: torch.Tensor = total
-        if total is None:
-            value = torch.zeros((), dtype=graph.by_name[str(graph.loss)].dtype, device=self.device)
+        dtype = graph.by_name[str(graph.loss)].dtype
+        value = torch.zeros((), dtype=dtype, device=self.device) if total is None else total
         with self._exchange(f"the loss of stage {len(self.plan.stages) - 1}", last[:1]), trail.waiting(b"the loss"):
             dist.broadcast(value, last[0])
         return value

@@ -175,7 +175,12 @@ class ParallelModule(ShardedModule):
         return {} if self._groups is None else self._groups.shared
 
     def __getstate__(self) -> dict[str, Any]:
-        programs = {"_compiled": {}, "_ready": {}, "_latest": None, "_signatures": {}}  # a copy builds its own
+        programs: dict[str, Any] = {
+            "_compiled": {},
+            "_ready": {},
+            "_latest": None,
+            "_signatures": {},
+        }  # a copy builds its own
         return {**self.__dict__, **programs}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -587,10 +592,11 @@ class ParallelModule(ShardedModule):
                 totals[name] = totals[name] + gradient if name in totals else gradient
         self._sum_shared(ready, totals)
         reached = [(state[name], gradient) for name, gradient in totals.items() if state[name].requires_grad]
-        for worker in ready.workers if check is not None else ():
+        for worker in ready.workers:
             compiled = worker.programs[max(worker.sizes)].compiled
             stage_check = check.stages[worker.number] if isinstance(check, PipelineCheck) else check
-            stage_check.watch(compiled.spmd, compiled.tensors)
+            if stage_check is not None:
+                stage_check.watch(compiled.spmd, compiled.tensors)
         torch.autograd.backward([parameter for parameter, _ in reached], [gradient for _, gradient in reached])
         if isinstance(check, PipelineCheck):
             check.settle()

@@ -225,13 +225,13 @@ class ReplicaCheck:
 
     # ---------------------------------------------------------------------------------------------------- the gradients
 
-    def watch(self, spmd: SpmdProgram, tensors: Sequence[Tensor]) -> None:
+    def watch(self, spmd: SpmdProgram, tensors: Sequence[Tensor | None]) -> None:
         """Compare gradients at the end of the backward pass that first reaches one of the parameters."""
         watched: list[Tensor] = []
         subjects: list[Subject] = []
         for source, tensor in zip(spmd.graph.sources, tensors, strict=True):
             layout = spmd.layouts[source.value].dual
-            if source.kind == "parameter" and tensor.requires_grad and _has_copies(layout):
+            if tensor is not None and source.kind == "parameter" and tensor.requires_grad and _has_copies(layout):
                 watched.append(tensor)
                 subjects.append(Subject("gradient", f"of {source.names[0]}", layout, tensor.dtype))
         leaders = _leaders([subject.layout for subject in subjects], spmd.mesh)

@@ -59,8 +59,9 @@ class _CostTable(NamedTuple):
 
 class _ConversionCount(NamedTuple):
     """How often a micro-batch makes a conversion, by layouts. ``in_flight``: micro-batches that hold its result;
-    ``share``: a micro-batch's share of what a step does once, which nothing hides; ``times``: ``Tables._times``, of
-    which all beyond one are in backward; ``sums``: ``Tables._whole_sums``."""
+    ``share``: a micro-batch's share of what a step does once, which nothing hides; ``times``: how often it sends,
+    beyond one in backward; ``sums``: ``larger_gradients`` of a parameter, in its stored dtype: its gradient adds up
+    over the micro-batches in a larger layout than the stored one, which takes a step more seconds."""
 
     in_flight: int
     share: Floats | float
@@ -229,12 +230,7 @@ class Tables:
             # values only copies count.
             numel, again = kept_elements(routes, starts, nodes, is_held=only_copies or dropped, resent=resent)
             kept_bytes = numel * (routes.tensor.itemsize if kept else 0)
-            often = _ConversionCount(
-                policy.in_flight,
-                self._share_of_pass(routes, starts, nodes, traffic, policy),
-                self._times(routes, starts, nodes, traffic, policy),
-                self._whole_sums(name, starts, nodes, traffic, policy),
-            )
+            often = self._often(name, starts, nodes, policy, traffic=traffic, is_once=traffic)
             return self._resent(self._placed(seconds, kept_bytes, traffic, window, often), seconds, again, beside)
 
         self._factor((maker, variable), (*static, window), table, how_of, partial(bytes_sent, routes, starts, nodes))
@@ -284,21 +280,16 @@ class Tables:
         def table(policy: PricedPolicy, how: How) -> Components:
             computed, dropped, resent, beside = how
             kept_bytes, repeated = np.zeros((2, len(starts), len(domain)))
-            times: Floats | float = 1.0
+            often = _ConversionCount(policy.in_flight, 1.0, 1.0, None)
             for position, nodes, fresh in _fresh_nodes(positions, domain):
-                times = np.maximum(times, self._times(routes, starts, nodes, traffic, policy))
+                more = self._often(name, starts, nodes, policy, traffic=traffic, is_once=is_once)
+                often = more._replace(times=np.maximum(often.times, more.times))
                 if position in domain.keeps:
                     # Where it is computed the value itself, or the parameter's cast, is kept, once.
                     numel, again = kept_elements(routes, starts, nodes, is_held=dropped or not computed, resent=resent)
                     kept_bytes += numel * (0 if dropped else routes.tensor.itemsize) * fresh[None, :]
                     repeated += again * fresh[None, :]
-            share: Floats | float = 1.0
-            sums: tuple[Floats, Floats] | None = None
-            if is_once:
-                ((_, nodes, _),) = _fresh_nodes(positions, domain)
-                share = self._share_of_pass(routes, starts, nodes, is_once, policy)
-                sums = self._whole_sums(name, starts, nodes, is_once, policy)
-            seconds, often = taken(), _ConversionCount(policy.in_flight, share, times, sums)
+            seconds = taken()
             return self._resent(self._placed(seconds, kept_bytes, traffic, window, often), seconds, repeated, beside)
 
         def transient() -> Floats:
@@ -320,38 +311,29 @@ class Tables:
                 total += routes.numel[nodes] * routes.tensor.grad_itemsize
         return total
 
-    def _share_of_pass(
-        self, routes: Routes, starts: Ints, nodes: Ints, is_once: bool, policy: PricedPolicy
-    ) -> Floats | float:
-        """Return [starts, nodes] a micro-batch's share of a conversion from where a parameter is stored. A step
-        converts it once where the stored part is no smaller than what operators use, or if the user asks for that,
-        unless it is gathered again (``programs.grad_accum_program``)."""
-        passes = self.domains.prices.passes
-        if not is_once or passes == 1:
-            return 1.0
-        if policy.reshard_mode == "once":
-            return np.full((len(starts), len(nodes)), 1 / passes)
-        is_once_a_step = keeps_size(routes, starts, nodes)
-        if policy.reshard_mode == "again":
-            is_once_a_step &= ~is_brought(routes, starts, nodes)
-        return np.where(is_once_a_step, 1 / passes, 1.0)
+    def _often(
+        self, name: str, starts: Ints, nodes: Ints, policy: PricedPolicy, *, traffic: bool, is_once: bool
+    ) -> _ConversionCount:
+        """Return how often a micro-batch makes conversions. ``is_once``: they are from where a parameter is stored.
 
-    def _times(self, routes: Routes, starts: Ints, nodes: Ints, traffic: bool, policy: PricedPolicy) -> Floats | float:
-        """Return [starts, nodes] how often a parameter's conversions send: those that bring what a device does not have
-        are repeated in backward, if the policy asks for that."""
-        if not traffic or policy.reshard_mode != "again":
-            return 1.0
-        return np.where(is_brought(routes, starts, nodes), REGATHER_TRAFFIC, 1.0)
-
-    def _whole_sums(
-        self, name: str, starts: Ints, nodes: Ints, is_once: bool, policy: PricedPolicy
-    ) -> tuple[Floats, Floats] | None:
-        """Return ``larger_gradients`` of a parameter, in its stored dtype: its gradient adds up over the micro-batches
-        in a larger layout than the stored one, which takes a step more seconds."""
-        routes, is_one_pass = self.domains.routes(name), self.domains.prices.passes == 1
-        if not is_once or is_one_pass or not routes.tensor.differentiable or policy.reshard_mode != "once":
-            return None
-        return larger_gradients(routes, starts, nodes, self.graph.by_name[name].kept_dtype.itemsize)
+        A step makes these once where the stored part is no smaller than what operators use, or if the user asks for
+        that, unless the parameter is gathered again (``programs.grad_accum_program``): then those that bring what a
+        device does not have are repeated in backward.
+        """
+        routes, passes, mode = self.domains.routes(name), self.domains.prices.passes, policy.reshard_mode
+        times: Floats | float = 1.0
+        share: Floats | float = 1.0
+        sums: tuple[Floats, Floats] | None = None
+        if traffic and mode == "again":
+            times = np.where(is_brought(routes, starts, nodes), REGATHER_TRAFFIC, 1.0)
+        if is_once and passes > 1:
+            is_once_a_step = keeps_size(routes, starts, nodes)
+            if mode == "again":
+                is_once_a_step &= ~is_brought(routes, starts, nodes)
+            share = np.where(is_once_a_step | (mode == "once"), 1 / passes, 1.0)
+            if mode == "once" and routes.tensor.differentiable:
+                sums = larger_gradients(routes, starts, nodes, self.graph.by_name[name].kept_dtype.itemsize)
+        return _ConversionCount(policy.in_flight, share, times, sums)
 
     def _deliver(self) -> None:
         """Price the delivery of the whole loss, and of buffers that are written back."""

@@ -151,15 +151,12 @@ class _IntegerProgram:
         proven = -np.inf if result.mip_dual_bound is None else float(result.mip_dual_bound)
         return assignment, self.constant + proven / scale
 
-    def _own_prices(self) -> list[Table]:
-        return [price[values] for price, values in zip(self.unary, self.values, strict=True)]
-
     def _matrix(self) -> tuple[Table, list[int], csr_array, Table]:
         """Return the prices of the columns, where those of each variable start, and the rows and their right sides."""
         from scipy.sparse import csr_array
 
         starts = np.cumsum([0, *(len(values) for values in self.values)]).tolist()
-        prices = self._own_prices()
+        prices = [price[values] for price, values in zip(self.unary, self.values, strict=True)]
         rows, columns, signs = [], [], []
         count, width = len(self.values), starts[-1]
         for variable, values in enumerate(self.values):  # every variable has one value

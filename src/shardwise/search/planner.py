@@ -136,14 +136,11 @@ class Planner:
     def plan(self) -> PlannerResult:
         """Return the fastest plan over all meshes that keeps the user's choices and fits; if none does
         (``ranking.excess``) the one that needs least memory."""
-        answer = self.answer()
+        answer = self.answer_of(*self.searches())
         planned = self.planned(answer)
         if self.folded is not None and planned.ranking.excess and not answer.ranking.excess:
             return replace(self, folded=None).plan()  # the estimate was too low
         return planned
-
-    def answer(self) -> SearchResult:
-        return self.answer_of(*self.searches())
 
     def answer_of(self, searches: Sequence[MeshSearch], refused: Sequence[tuple[float, CostGraph]]) -> SearchResult:
         """Return the answer of ``searches``."""
