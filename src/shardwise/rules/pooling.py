@@ -7,7 +7,7 @@ tensor, and nothing is padded in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any
@@ -214,7 +214,7 @@ _RESAMPLED = {
     "nearest-exact": "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d",
     "linear": "upsample_linear1d upsample_bilinear2d upsample_trilinear3d",
 }
-_RULES: Mapping[OpOverload, RuleFunction] = by_operator(
+_RULES: dict[OpOverload, RuleFunction] = by_operator(
     {
         **{f"max_pool{n}d max_pool{n}d_with_indices avg_pool{n}d": partial(_pooling, n) for n in (1, 2, 3)},
         "adaptive_avg_pool1d adaptive_max_pool1d": partial(_adaptive, 1),
