@@ -55,7 +55,7 @@ from shardwise.graph.normalize import normalize
 from shardwise.graph.origins import line_of
 from shardwise.graph.quiet_export import quiet_export
 from shardwise.graph.rejected import CONSTRUCTS, TRANSFORMS
-from shardwise.graph.repeats import Repeats
+from shardwise.graph.repeats import TracedRepeats
 from shardwise.graph.schema import arguments, is_random, operator_name
 from shardwise.graph.segments import Segment, announce_selective, segments_of
 from shardwise.graph.shared_memory import check_memory
@@ -328,7 +328,7 @@ def _functionalized(
     inputs: tuple[InputTensor, ...],
     precision: Precision,
     transformed: str = "",
-    repeats: Repeats | None = None,
+    repeats: TracedRepeats | None = None,
 ) -> tuple[Functionalizer, tuple[Node, ...], dict[str, torch.Tensor], dict[str, str]]:
     """Return the functionalizer that emitted the program's nodes, the returned nodes, the data of the constants, and a
     map from the qualified name of a parameter, buffer or constant to its value."""

@@ -53,12 +53,8 @@ def solve_ilp(sums: Problem, *, time_limit: float = ILP_SECONDS) -> Solution:
     best = min([candidate for candidate in (assignment, greedy(sums)) if candidate is not None], key=sums.value)
     value = sums.value(best)
     if not np.isfinite(value):
-        raise ShardwiseError(
-            problem(
-                f"the integer program found no plan within {time_limit:g} seconds",
-                fix="search='dynamic_programming', or fewer mesh axes",
-            )
-        )
+        what = f"the integer program found no plan within {time_limit:g} seconds"
+        raise ShardwiseError(problem(what, fix="search='dynamic_programming', or fewer mesh axes"))
     return Solution(best, value, bound=min(bound, value))
 
 

@@ -445,15 +445,9 @@ def _as_stored(prediction: Prediction, best: SimulatedCandidate, search: MeshSea
 def _refuse_cuts(annotations: Iterable[Annotation], search: str) -> None:
     for annotation in annotations:
         if isinstance(annotation.strategy, str) and parse_cuts(annotation.strategy):
-            raise LayoutError(
-                problem(
-                    f"search={search!r} prices even splits only, and {annotation.strategy!r} says how many indices "
-                    "each device has",
-                    op=annotation.scope,
-                    source=annotation.source,
-                    fix='plan with search="sharding_propagation", or leave out the braces',
-                )
-            )
+            what = f"search={search!r} prices even splits only, and {annotation.strategy!r} says how many indices each"
+            fix = 'plan with search="sharding_propagation", or leave out the braces'
+            raise LayoutError(problem(f"{what} device has", op=annotation.scope, source=annotation.source, fix=fix))
 
 
 def _least_seconds(search: MeshSearch) -> float:
