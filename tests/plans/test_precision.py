@@ -19,7 +19,7 @@ from shardwise.api import step_memory
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
 from shardwise.plans.file import plan_digest
-from shardwise.programs import casts, differentiate, exchanges, grad_accum_program, gradients
+from shardwise.programs import casts, differentiate, exchanges, gradients
 from shardwise.programs.instructions import Compute, Convert, Depart, Instruction, sent_by
 from shardwise.programs.program import localize
 from shardwise.programs.rank_program import RankProgram
@@ -230,7 +230,7 @@ def test_verify_finds_a_wrong_cast_of_stages_and_passes(case: str) -> None:
         "stages" in STAGED[case][1]
     ):  # where all is reduced once: sums of passes as they are kept, not as they are reduced
         _, _, other = in_stages(case, sw.Precision(BF16, FP32, BF16))
-        with mock.patch.object(grad_accum_program, "cast", cast_to(FP32)):
+        with mock.patch.object(exchanges, "cast", cast_to(FP32)):
             report = sw.verify(model, batch, other, steps=1).in_dtypes
         assert report is not None
         assert "num_bytes" in report.wrong_messages

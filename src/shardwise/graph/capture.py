@@ -14,7 +14,6 @@ The module is neither changed nor copied: a module of 405B parameters on meta is
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError
+from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError, warn_user
 from shardwise.graph.annotate import AnnotatedRegion, Annotation, checked_strategy, module_region
 from shardwise.graph.attention_masks import fold_masks
 from shardwise.graph.autocast import no_autocast
@@ -272,11 +271,10 @@ def _announce_dense(graph: Graph) -> None:
     for op in graph.ops:
         if "sparse" in (call_args := arguments(op)) and call_args["sparse"]:
             where = f" ({op.source})" if op.source else ""
-            warnings.warn(
+            warn_user(
                 f"{op.module or op.name}{where} asks for a sparse gradient (sparse=True); under a plan the gradient "
                 "is dense, with the same values: use an optimizer for dense gradients",
                 CaptureWarning,
-                stacklevel=4,
             )
 
 
@@ -375,11 +373,10 @@ def _check_state(called: ModuleCall, inputs: tuple[InputTensor, ...], traced: Ex
             section="python-state",
         )
     if calls.kept_changing:
-        warnings.warn(
+        warn_user(
             f"forward changes Python state in every call: {calls.kept_changing}. The program of a plan is captured "
             "from the first call, so on ranks this state does not change",
             CaptureWarning,
-            stacklevel=2,
         )
 
 

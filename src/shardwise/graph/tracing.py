@@ -11,7 +11,6 @@ the region of an annotation (``regions``). Both travel as custom metadata of the
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError
+from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError, warn_user
 from shardwise.graph.annotate import AnnotatedRegion, record_annotations
 from shardwise.graph.change_line import Watching, watch_changes
 from shardwise.graph.code_reachability import ReachableCode
@@ -308,5 +307,5 @@ def _export(
     for question in lines.asked:
         what = f"{question}: the program uses the answer of the captured call"
         fix = "pass inputs with the same strides in every call, or remove the check"
-        warnings.warn(f"{what}, whatever the strides of later inputs; {fix}", CaptureWarning, stacklevel=4)
+        warn_user(f"{what}, whatever the strides of later inputs; {fix}", CaptureWarning)
     return ExportedCall(program, outcomes[-1], tuple(recorder.regions), lines.transformed, repeats or TracedRepeats())

@@ -13,11 +13,12 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import if_split
-from shardwise.rules.binding import RuleTable, build, single
+from shardwise.rules.binding import RuleFunction, RuleTable, build, single
 from shardwise.rules.convolution import per_dim, spatial
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.lowerings.reductions import max_dim
@@ -213,7 +214,7 @@ _RESAMPLED = {
     "nearest-exact": "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d",
     "linear": "upsample_linear1d upsample_bilinear2d upsample_trilinear3d",
 }
-_RULES: RuleTable = by_operator(
+_RULES: dict[OpOverload, RuleFunction] = by_operator(
     {
         **{f"max_pool{n}d max_pool{n}d_with_indices avg_pool{n}d": partial(_pooling, n) for n in (1, 2, 3)},
         "adaptive_avg_pool1d adaptive_max_pool1d": partial(_adaptive, 1),
