@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.mindspore.named import classes_of
-from shardwise.mindspore.ops.primitive import Names, OfSettings, Plain, Strategy, counted
+from shardwise.mindspore.ops.primitive import Names, OfSettings, Plain, counted
+from shardwise.mindspore.strict import Strategy
 
 
 class Elementwise(Plain):

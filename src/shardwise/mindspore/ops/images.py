@@ -12,8 +12,9 @@ import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore import strict
 from shardwise.mindspore.checks import channels_first
-from shardwise.mindspore.ops.primitive import OfSettings, Shapes, Strategy
+from shardwise.mindspore.ops.primitive import OfSettings
 from shardwise.mindspore.ops.resizing import MODES, fitted, pool, same_padding
+from shardwise.mindspore.strict import Shapes, Strategy
 
 Sizes = int | Sequence[int]
 

@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.mindspore import context, strict
-from shardwise.mindspore.ops.primitive import Names, OfSettings, Primitive, Shapes, Strategy, counted, notation
+from shardwise.mindspore.ops.primitive import Names, OfSettings, Primitive, counted, notation
+from shardwise.mindspore.strict import Shapes, Strategy
 
 
 def _numbered(letters: str, shapes: Shapes) -> Names:

@@ -8,7 +8,8 @@ import torch
 
 from shardwise.errors import problem
 from shardwise.mindspore.library import leading_names
-from shardwise.mindspore.ops.primitive import Names, OfSettings, Shapes, Strategy, dim_names, notation
+from shardwise.mindspore.ops.primitive import Names, OfSettings, dim_names, notation
+from shardwise.mindspore.strict import Shapes, Strategy
 
 
 class MatMul(OfSettings, transpose_a=False, transpose_b=False):

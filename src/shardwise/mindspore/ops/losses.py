@@ -9,7 +9,8 @@ from torch.nn import functional as F
 
 from shardwise.errors import problem
 from shardwise.mindspore import strict
-from shardwise.mindspore.ops.primitive import OfSettings, Primitive, Shapes, Strategy
+from shardwise.mindspore.ops.primitive import OfSettings, Primitive
+from shardwise.mindspore.strict import Shapes, Strategy
 
 
 class SoftmaxCrossEntropyWithLogits(Primitive):

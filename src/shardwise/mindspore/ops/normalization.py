@@ -10,7 +10,8 @@ from torch.nn import functional as F
 from shardwise.errors import problem
 from shardwise.mindspore import strict
 from shardwise.mindspore.checks import channels_first
-from shardwise.mindspore.ops.primitive import OfSettings, Shapes, Strategy
+from shardwise.mindspore.ops.primitive import OfSettings
+from shardwise.mindspore.strict import Shapes, Strategy
 
 
 class Softmax(OfSettings, axis=-1):

@@ -9,7 +9,8 @@ import torch
 
 from shardwise.mindspore import strict
 from shardwise.mindspore.named import classes_of
-from shardwise.mindspore.ops.primitive import OfSettings, Shapes, Simple, Strategy
+from shardwise.mindspore.ops.primitive import OfSettings, Simple
+from shardwise.mindspore.strict import Shapes, Strategy
 from shardwise.mindspore.tensor_methods import dims_of, product
 
 Axes = int | Sequence[int]

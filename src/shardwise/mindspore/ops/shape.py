@@ -10,7 +10,8 @@ import torch
 from shardwise.errors import problem
 from shardwise.mindspore import strict
 from shardwise.mindspore.named import classes_of
-from shardwise.mindspore.ops.primitive import OfSettings, Plain, Primitive, Shapes, Simple, Strategy
+from shardwise.mindspore.ops.primitive import OfSettings, Plain, Primitive, Simple
+from shardwise.mindspore.strict import Shapes, Strategy
 
 
 def _squeezed(x: Any, axis: Any) -> Any:
