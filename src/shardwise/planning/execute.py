@@ -36,7 +36,6 @@ from shardwise.programs.vjp import VjpCache
 from shardwise.progress import report_progress
 from shardwise.report.search_reports import AutoStagesSearchReport, MeshReport, PipelineReport
 from shardwise.runtime.agree import report_alive, show_progress_once
-from shardwise.runtime.torch_schedules import order_of
 from shardwise.search.auto import PRICED_SEARCHES, MeshSearch
 from shardwise.search.config import SearchConfig
 from shardwise.search.decide import decide
@@ -129,7 +128,7 @@ class Planning:
         if parallel.stages is None and parallel.schedule is None:
             return self.without_stages()
         pipeline = plan_captured_pipeline(
-            self.call, self.captured, self.request, self.config, self.template, by_price=self.by_price, order=order_of
+            self.call, self.captured, self.request, self.config, self.template, by_price=self.by_price
         )
         return PlanningResult(pipeline.plan, PipelineReport.of(pipeline))
 
