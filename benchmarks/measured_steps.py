@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from compiled_prices import price_section
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,7 +21,7 @@ from shardwise.costs.timeline import simulate_program
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
 from shardwise.programs.vjp import VjpCache
-from shardwise.runtime.compiled import compiled_program, price_section
+from shardwise.runtime.compiled import compiled_program
 
 UNMASKED = "without_mask"  # attention that is told to be causal, as transformers does where nothing is traced
 MASKED = "with_mask"  # attention that gets a mask as a tensor, as under the compiler when steps were measured

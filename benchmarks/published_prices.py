@@ -33,6 +33,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from compiled_prices import price_section
 from published_memory import MEGATRON, WHOLE, Gpt, Shape
 from published_models import LLAMA, Gated, Llama
 from published_rows import Row, incomplete, is_count, untimed
@@ -49,7 +50,7 @@ from shardwise.costs.units import Figures
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
 from shardwise.programs.vjp import VjpCache
-from shardwise.runtime.compiled import compiled_program, price_section
+from shardwise.runtime.compiled import compiled_program
 
 # Six stacks of HBM2e (H100 PCIe: five, 2 TB/s). What 500 W leave of the clocks is not known: priced as 700 W.
 MEMORY_BANDWIDTH = {"H100-96GB-HBM2e-500W": 2.4e12}

@@ -57,7 +57,7 @@ QUICK_SHARE = 0.4  # of the tests that run in one process
 
 @cache
 def _starts_processes(path: Path) -> bool:
-    return any(word in path.read_text(encoding="utf-8") for word in ("run_ranks", "subprocess", "Process"))
+    return any(word in path.read_text(encoding="utf-8") for word in ("run_ranks", "run_on_ranks", "subprocess"))
 
 
 def pytest_collection_finish() -> None:

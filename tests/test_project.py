@@ -10,6 +10,7 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,6 @@ ALLOWED = {
     "torch.export": ("graph/",),
     "os.environ": (
         *("cli.py", "launch/launcher.py", "launch/ranks.py", "launch/bootstrap.py", "graph/impure_reads.py"),
-        "runtime/timing_cache.py",  # where the user keeps caches
     ),
     "os.getenv": ("graph/impure_reads.py",),
 }
@@ -197,3 +197,17 @@ def test_the_dialect_uses_the_public_api_and_names_the_rest_in_one_file() -> Non
         if not public.fullmatch(node.module)
     }
     assert private == {"mindspore/library.py"}
+
+
+def test_the_dialects_files_do_not_import_each_other_in_circles() -> None:
+    files = {
+        ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in (PACKAGE / "mindspore").rglob("*.py")
+    }
+    imports: dict[str, set[str]] = {}
+    for name, path in files.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (module := node.module) in files:
+                given = (f"{module}.{entry.name}" for entry in node.names)
+                imports.setdefault(name, set()).update(own if own in files else str(module) for own in given)
+    TopologicalSorter({name: own - {name} for name, own in imports.items()}).prepare()  # raises CycleError

@@ -41,6 +41,7 @@ Section = Literal[
 ]
 
 _LONGEST_LINE = 2_000  # characters of a line of a message; it may quote any file
+_NUM_RANKS = 8  # ranks that a message lists
 _AROUND = 60  # characters shown before and after a caret in a long text
 
 
@@ -203,9 +204,9 @@ def problem(
 
 
 def warn_user(message: str, category: type[Warning]) -> None:
-    """Warn at the line outside of this package that led here."""
+    """Warn at the line outside of this package, and of torch (``nn.Module.__call__``), that led here."""
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "shardwise":
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("shardwise", "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
 
@@ -223,6 +224,12 @@ def listed(names: Sequence[str]) -> str:
     a, b, c, d and 2 more
     """
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks: ``rank 3`` or ``ranks 0, 1, 4``; long lists are cut."""
+    shown = ", ".join(map(str, ranks[:_NUM_RANKS])) + ", ..." * (len(ranks) > _NUM_RANKS)
+    return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 
 def caret(text: str, column: int, message: str) -> str:

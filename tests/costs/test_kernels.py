@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,7 +19,6 @@ from raising import raises
 from shardwise.costs.cluster import Cluster, slowest_device
 from shardwise.costs.cluster_file import format_cluster, parse
 from shardwise.costs.collectives import Links
-from shardwise.costs.fusion import fused_works
 from shardwise.costs.kernels import KernelCall, is_dense, kernel_seconds, work_of
 from shardwise.costs.memory import busiest_program
 from shardwise.costs.prices import Prices
@@ -28,7 +30,7 @@ from shardwise.plans.bind import program_of
 from shardwise.programs.forms import Form
 from shardwise.programs.spmd_steps import OpStep
 from shardwise.programs.vjp import VjpCache
-from shardwise.runtime.compiled import compiled_program, price_section
+from shardwise.runtime.compiled import compiled_program
 
 aten = torch.ops.aten
 H100 = Cluster.load("h100").with_devices(1)
@@ -143,13 +145,19 @@ class Block(nn.Module):
         return (x + self.down(F.gelu(self.up(self.norm(x)) * 2 + 1))).square().mean()
 
 
-def test_a_compiled_step_goes_over_memory_less_often() -> None:
+@pytest.fixture
+def compiled_prices(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    return importlib.import_module("compiled_prices")
+
+
+def test_a_compiled_step_goes_over_memory_less_often(compiled_prices: ModuleType) -> None:
     with torch.device("meta"):
         model, inputs = Block(), (torch.empty(4096, 256),)
     plan = sw.plan(model, inputs, H100)
     program = busiest_program(program_of(plan, capture(model, inputs, {}).graph, training=True), VjpCache())
     nobody: Any = None
-    compiled = compiled_program(program, nobody, torch.device("cpu"), generate=price_section)
+    compiled = compiled_program(program, nobody, torch.device("cpu"), generate=compiled_prices.price_section)
     prices = Prices(Links(H100, plan.mesh))
     eager, fused = simulate_program(program, prices), simulate_program(compiled, prices)
     assert fused.compute < 0.92 * eager.compute
@@ -159,14 +167,14 @@ def test_a_compiled_step_goes_over_memory_less_often() -> None:
         section.target.function([])
 
 
-def test_a_chain_is_one_pass_and_a_product_ends_it() -> None:
+def test_a_chain_is_one_pass_and_a_product_ends_it(compiled_prices: ModuleType) -> None:
     def chain(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
         return torch.relu((torch.sin(x * y) + x) @ w) * 3
 
     size, matrix = (1024, 512), (512, 512)
     shapes = [torch.empty(one, device="meta") for one in (size, size, matrix)]
     module = torch.fx.experimental.proxy_tensor.make_fx(chain)(*shapes)
-    product, *chains = sorted(fused_works(module), key=lambda work: -work.flops)
+    product, *chains = sorted(compiled_prices.fused_works(module), key=lambda work: -work.flops)
     assert product.flops == 2 * 1024 * 512 * 512
     numbers = sorted(work.num_bytes / (4 * 1024 * 512) for work in chains)
     assert numbers == [2, 3], "x and y read, one value written; then one read and one written"

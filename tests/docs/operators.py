@@ -11,6 +11,7 @@ import inspect
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,7 @@ def _counted(texts: list[str]) -> tuple[str, ...]:
 
 def _source(op: Op, rule: OpRule) -> str:
     entry = tables.RULES[op.target]
+    entry = entry.func if isinstance(entry, partial) else entry
     lowering = getattr(rule.lowering, "__name__", "")
     file = home_of(op.target)[1].rpartition(".")[2]
     written = getattr(entry, "__name__", "") if inspect.isfunction(entry) else ""

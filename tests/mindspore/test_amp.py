@@ -14,7 +14,7 @@ import shardwise.mindspore as ms
 from raising import raises
 from shardwise.errors import ShardwiseError
 from shardwise.mindspore import communication as D
-from shardwise.mindspore import nn, notes, ops
+from shardwise.mindspore import nn, ops
 from shardwise.mindspore.amp import (
     DynamicLossScaleManager,
     DynamicLossScaler,
@@ -111,10 +111,8 @@ def test_the_overflow_status_of_devices_is_that_of_losses_and_gradients() -> Non
 
 
 def test_settings_beside_a_level_say_which_cells_are_in_half_precision(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(notes, "_told", set())
-
     def dtypes(level: str, **settings: Any) -> list[str]:
         net = nn.SequentialCell(nn.Dense(4, 4), nn.BatchNorm1d(4))
         ms.build_train_network(net, nn.SGD(net.trainable_params()), level=level, **settings)

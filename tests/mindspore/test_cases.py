@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,13 +18,6 @@ from shardwise.mindspore.strict import StrategyError
 from spec.cases import CASES
 
 SHAPES = re.compile(r"\[([\d, ]+)\]")
-
-
-@pytest.fixture(autouse=True)
-def _default_context() -> Iterator[None]:
-    ms.reset_auto_parallel_context()
-    yield
-    ms.reset_auto_parallel_context()
 
 
 def of_kind(kind: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,13 +13,6 @@ import shardwise as sw
 import shardwise.mindspore as ms
 from mindspore.applied import equal_to_one_device
 from raising import raises
-
-
-@pytest.fixture(autouse=True)
-def _default_context() -> Iterator[None]:
-    ms.reset_auto_parallel_context()
-    yield
-    ms.reset_auto_parallel_context()
 
 
 def parameter(*shape: int) -> ms.Parameter:

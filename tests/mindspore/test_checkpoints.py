@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,6 @@ MADE: dict[str, Callable[[Any], Optimizer]] = {
     "Momentum": lambda params: ms.nn.Momentum(params, [0.05, 0.04, 0.03, 0.02, 0.01, 0.005], 0.9),
     "Adam": lambda params: ms.nn.Adam(params, 0.01),
 }
-
-
-@pytest.fixture(autouse=True)
-def _default_context() -> Iterator[None]:
-    ms.reset_auto_parallel_context()
-    yield
-    ms.reset_auto_parallel_context()
 
 
 def trained(net: Net, optimizer: Optimizer, data: list[Any]) -> list[float]:

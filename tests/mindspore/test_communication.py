@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from launch.gloo_ranks import run_on_ranks
 from raising import raises
 from shardwise.mindspore import communication as D
 from shardwise.mindspore.communication import comm_func, management
-from shardwise.mindspore.context import reset_auto_parallel_context
 from shardwise.mindspore.mint import distributed
 from shardwise.mindspore.ops.communication import (
     AllGather,
@@ -33,13 +32,6 @@ from spec.cases import CASES
 RunRanks = Callable[..., list[Any]]
 Tensor = torch.Tensor
 GROUPS = {"world": (0, 1, 2, 3), "outer": (0, 3), "inner": (1, 2), "three": (0, 1, 2), "alone": (2,)}
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    reset_auto_parallel_context()
-    yield
-    reset_auto_parallel_context()
 
 
 def inputs(shape: tuple[int, ...], num_ranks: int = 4) -> list[Tensor]:
@@ -58,36 +50,20 @@ def cotangents(shape: tuple[int, ...], rank: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(100 + rank))
 
 
-def all_reduce_sum(group: str | None) -> Any:
-    return AllReduce(ReduceOp.SUM, group)
+def _size(group: str | None) -> int:
+    return D.get_group_size(group or D.GlobalComm.WORLD_COMM_GROUP)
 
 
-def all_reduce_max(group: str | None) -> Any:
-    return AllReduce(ReduceOp.MAX, group)
-
-
-def all_reduce_min(group: str | None) -> Any:
-    return AllReduce(ReduceOp.MIN, group)
-
-
-def all_reduce_prod(group: str | None) -> Any:
-    return AllReduce(ReduceOp.PROD, group)
-
-
-def all_gather(group: str | None) -> Any:
-    return AllGather(group)
-
-
-def reduce_scatter(group: str | None) -> Any:
-    return ReduceScatter(group=group)
-
-
-def all_to_all(group: str | None) -> Any:
-    return AlltoAll(D.get_group_size(group or D.GlobalComm.WORLD_COMM_GROUP), 1, -1, group)
-
-
-def all_to_all_back(group: str | None) -> Any:
-    return AlltoAll(D.get_group_size(group or D.GlobalComm.WORLD_COMM_GROUP), -1, 0, group)
+OPERATORS: dict[str, Callable[[str | None], Any]] = {
+    "all_reduce_sum": lambda group: AllReduce(ReduceOp.SUM, group),
+    "all_reduce_max": lambda group: AllReduce(ReduceOp.MAX, group),
+    "all_reduce_min": lambda group: AllReduce(ReduceOp.MIN, group),
+    "all_reduce_prod": lambda group: AllReduce(ReduceOp.PROD, group),
+    "all_gather": AllGather,
+    "reduce_scatter": lambda group: ReduceScatter(group=group),
+    "all_to_all": lambda group: AlltoAll(_size(group), 1, -1, group),
+    "all_to_all_back": lambda group: AlltoAll(_size(group), -1, 0, group),
+}
 
 
 def exchanged(pieces: list[Tensor], split: int, concat: int) -> list[Tensor]:
@@ -96,18 +72,16 @@ def exchanged(pieces: list[Tensor], split: int, concat: int) -> list[Tensor]:
 
 
 # In one process: what the members of a group get from what they have.
-WHOLE: dict[Callable[..., Any], Callable[[list[Tensor]], list[Tensor]]] = {
-    all_reduce_sum: lambda xs: [torch.stack(xs).sum(0)] * len(xs),
-    all_reduce_prod: lambda xs: [torch.stack(xs).prod(0)] * len(xs),
-    all_gather: lambda xs: [torch.cat(xs)] * len(xs),
-    reduce_scatter: lambda xs: list(torch.stack(xs).sum(0).chunk(len(xs))),
-    all_to_all: lambda xs: exchanged(xs, 1, -1),
-    all_to_all_back: lambda xs: exchanged(xs, -1, 0),
+WHOLE: dict[str, Callable[[list[Tensor]], list[Tensor]]] = {
+    "all_reduce_sum": lambda xs: [torch.stack(xs).sum(0)] * len(xs),
+    "all_reduce_prod": lambda xs: [torch.stack(xs).prod(0)] * len(xs),
+    "all_gather": lambda xs: [torch.cat(xs)] * len(xs),
+    "reduce_scatter": lambda xs: list(torch.stack(xs).sum(0).chunk(len(xs))),
+    "all_to_all": lambda xs: exchanged(xs, 1, -1),
+    "all_to_all_back": lambda xs: exchanged(xs, -1, 0),
 }
+EXTREMA: dict[str, Callable[..., Tensor]] = {"all_reduce_max": torch.amax, "all_reduce_min": torch.amin}
 SHAPE = (12, 12, 24)
-
-
-EXTREMA: dict[Callable[..., Any], Callable[..., Tensor]] = {all_reduce_max: torch.amax, all_reduce_min: torch.amin}
 
 
 def run_operators() -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
@@ -119,12 +93,12 @@ def run_operators() -> dict[tuple[str, str], tuple[Tensor, Tensor]]:
         if group is not None:
             D.create_group(group, list(members))
         if D.get_rank() in members:
-            for make in (*WHOLE, *EXTREMA):
+            for operator, make in OPERATORS.items():
                 x = inputs(SHAPE)[D.get_rank()].requires_grad_()
                 result = make(group)(x)
                 result.backward(cotangents(tuple(result.shape), D.get_rank()))
                 assert x.grad is not None
-                found[make.__name__, name] = result.detach(), x.grad
+                found[operator, name] = result.detach(), x.grad
     return found
 
 
@@ -135,13 +109,13 @@ def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, s
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("make", WHOLE, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("operator", WHOLE)
 def test_an_operator_is_the_derivative_of_the_sum_of_all_losses(
-    on_ranks: list[dict[Any, Any]], make: Callable[..., Any], group: str
+    on_ranks: list[dict[Any, Any]], operator: str, group: str
 ) -> None:
-    members, key = GROUPS[group], (make.__name__, group)
+    members, key = GROUPS[group], (operator, group)
     xs = [inputs(SHAPE)[rank].requires_grad_() for rank in members]
-    results = WHOLE[make](xs)
+    results = WHOLE[operator](xs)
     losses = [(y * cotangents(tuple(y.shape), rank)).sum() for y, rank in zip(results, members, strict=True)]
     gradients = torch.autograd.grad(torch.stack(losses).sum(), xs)
     assert [key in found for found in on_ranks] == [rank in members for rank in range(4)]
@@ -151,13 +125,13 @@ def test_an_operator_is_the_derivative_of_the_sum_of_all_losses(
 
 
 @pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("make", EXTREMA, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("operator", EXTREMA)
 def test_an_extremum_sends_its_gradient_to_every_element_that_is_it(
-    on_ranks: list[dict[Any, Any]], make: Callable[..., Any], group: str
+    on_ranks: list[dict[Any, Any]], operator: str, group: str
 ) -> None:
-    members, key = GROUPS[group], (make.__name__, group)
+    members, key = GROUPS[group], (operator, group)
     xs = torch.stack([inputs(SHAPE)[rank] for rank in members])
-    result = EXTREMA[make](xs, 0)
+    result = EXTREMA[operator](xs, 0)
     total = torch.stack([cotangents(SHAPE, rank) for rank in members]).sum(0)
     for rank, x in zip(members, xs, strict=True):
         assert torch.equal(on_ranks[rank][key][0], result)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from raising import raises
-from shardwise.mindspore import context, notes, options
+from shardwise.mindspore import context, options
 from shardwise.mindspore.context import (
     GRAPH_MODE,
     PYNATIVE_MODE,
@@ -26,19 +26,6 @@ from shardwise.mindspore.context import (
 )
 from shardwise.mindspore.options import ALGO_CHECKS, CHECKS, AlgoParameters, Options
 from spec.cases import CASES
-
-
-@pytest.fixture(autouse=True)
-def fresh_context() -> Iterator[None]:
-    def reset() -> None:
-        reset_context()
-        reset_auto_parallel_context()
-        reset_algo_parameters()
-
-    reset()
-    yield
-    reset()
-
 
 # ---------------------------------------------------------------------------------------- the specification's cases
 
@@ -206,27 +193,22 @@ def test_what_means_nothing_here_says_why() -> None:
         set_auto_parallel_context(**{name: getattr(Options(), name)})
 
 
-def test_what_changes_no_result_is_kept_with_a_note(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(notes, "_told", set())
+def test_what_changes_no_result_is_kept_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in ALGO_IDLE.items():
         set_algo_parameters(**{name: value})
         assert get_algo_parameters(name) == value
         assert f"{name}={value} has no effect here" in capsys.readouterr().err
         set_algo_parameters(**{name: not value})
     assert context.algo_parameters() == AlgoParameters()
-    set_context(enable_graph_kernel=True)
-    assert "enable_graph_kernel=...) has no effect here" in capsys.readouterr().err
+    for _ in range(2):
+        set_context(enable_graph_kernel=True)
+    assert capsys.readouterr().err.count("set_context(enable_graph_kernel=...) has no effect here") == 1
     assert (get_context("enable_graph_kernel"), get_context("exec_order")) == (True, None)
     context.reset_context()
     assert get_context("enable_graph_kernel") is None
 
 
-def test_elementwise_operators_may_be_asked_to_follow(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(notes, "_told", set())
+def test_elementwise_operators_may_be_asked_to_follow(capsys: pytest.CaptureFixture[str]) -> None:
     set_algo_parameters(elementwise_op_strategy_follow=True)
     assert context.algo_parameters().elementwise_op_strategy_follow
     assert "follow their neighbours here unless the search finds another split cheaper" in capsys.readouterr().err
@@ -236,7 +218,7 @@ def test_elementwise_operators_may_be_asked_to_follow(
         set_algo_parameters(elementwise_op_strategy_follow=1)
 
 
-WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
+WRONG: list[tuple[dict[str, Any], type[Exception], object]] = [
     ({"device_num": 0}, ValueError, ("device_num", 0, 1)),
     ({"device_num": 4097}, ValueError, ("device_num", 4097, 4096)),
     ({"device_num": "4"}, TypeError, "'4'"),
@@ -264,23 +246,45 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("values", "kind", "message"), WRONG, ids=[str(values) for values, _, _ in WRONG])
-def test_what_is_wrong_is_named_and_sets_nothing(values: Any, kind: type[Exception], message: object) -> None:
+WRONG_PARAMETERS: list[tuple[dict[str, Any], type[Exception], object]] = [
+    ({"tensor_slice_align_size": 0}, ValueError, ("tensor_slice_align_size", 0)),
+    ({"tensor_slice_align_size": 1025}, ValueError, "1025"),
+    ({"algo_approxi_epsilon": 0}, ValueError, (0, "algo_approxi_epsilon")),
+    ({"algo_approxi_epsilon": "a"}, TypeError, "'a'"),
+    ({"fully_use_devices": 1}, TypeError, ("True", "False")),
+    ({"fully_use_device": True}, ValueError, '"fully_use_devices"'),
+]
+WRONG_SETTINGS: list[tuple[dict[str, Any], type[Exception], object]] = [
+    ({"mode": 2}, ValueError, "GRAPH_MODE"),
+    ({"device_target": "TPU"}, ValueError, ("CPU", "GPU")),
+    ({"device_id": -1}, ValueError, "device_id"),
+    ({"save_graphs": 4}, ValueError, "3"),
+    ({"save_graphs_path": 1}, TypeError, "save_graphs_path"),
+    ({"max_device_memory": "30"}, ValueError, '"30GB"'),
+    ({"save_graph": True}, ValueError, '"save_graphs"'),
+]
+ALL_WRONG: list[tuple[Callable[..., None], dict[str, Any], type[Exception], object]] = [
+    *((set_auto_parallel_context, {"gradients_mean": True, **row[0]}, *row[1:]) for row in WRONG),
+    *((set_algo_parameters, *row) for row in WRONG_PARAMETERS),
+    *((set_context, {"device_id": 1, **row[0]}, *row[1:]) for row in WRONG_SETTINGS),
+]
+
+
+@pytest.mark.parametrize(("function", "values", "kind", "message"), ALL_WRONG, ids=[str(row[1]) for row in ALL_WRONG])
+def test_what_is_wrong_is_named_and_sets_nothing(
+    function: Callable[..., None], values: dict[str, Any], kind: type[Exception], message: object
+) -> None:
     with raises(kind, message):
-        set_auto_parallel_context(**{"gradients_mean": True, **values})
-    assert context.options() == Options()
+        function(**values)
+    assert (context.options(), context.algo_parameters()) == (Options(), AlgoParameters())
+    assert context.settings() == context.Settings()
 
 
 def test_a_misspelled_mode_of_the_class_is_told_what_was_meant() -> None:
     with raises(AttributeError, "AUTO_PARALLEL"):
         _ = ParallelMode.AUTO_PARALELL
-    assert ParallelMode.MODE_LIST == (
-        "stand_alone",
-        "data_parallel",
-        "hybrid_parallel",
-        "semi_auto_parallel",
-        "auto_parallel",
-    )
+    listed = "stand_alone data_parallel hybrid_parallel semi_auto_parallel auto_parallel"
+    assert tuple(listed.split()) == ParallelMode.MODE_LIST
 
 
 # ------------------------------------------------------------------------------------------------------ their meaning
@@ -347,23 +351,6 @@ def test_what_is_got_cannot_change_the_context() -> None:
     assert context.options().bucket_bytes == 32 * 2**20
 
 
-@pytest.mark.parametrize(
-    ("values", "kind", "message"),
-    [
-        ({"tensor_slice_align_size": 0}, ValueError, ("tensor_slice_align_size", 0)),
-        ({"tensor_slice_align_size": 1025}, ValueError, "1025"),
-        ({"algo_approxi_epsilon": 0}, ValueError, (0, "algo_approxi_epsilon")),
-        ({"algo_approxi_epsilon": "a"}, TypeError, "'a'"),
-        ({"fully_use_devices": 1}, TypeError, ("True", "False")),
-        ({"fully_use_device": True}, ValueError, '"fully_use_devices"'),
-    ],
-)
-def test_wrong_algo_parameters_are_named(values: dict[str, Any], kind: type[Exception], message: object) -> None:
-    with raises(kind, message):
-        set_algo_parameters(**values)
-    assert context.algo_parameters() == AlgoParameters()
-
-
 # -------------------------------------------------------------------------------------------------------- set_context
 
 
@@ -378,18 +365,6 @@ def test_the_settings_of_the_documents_are_taken() -> None:
     assert get_context("device_target") in ("GPU", "CPU")
 
 
-def test_a_target_is_what_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    for has_gpu, target, expected in [
-        (True, "Ascend", "cuda"),
-        (True, "GPU", "cuda"),
-        (True, "CPU", "cpu"),
-        (False, "GPU", "cpu"),
-    ]:
-        monkeypatch.setattr("torch.cuda.is_available", lambda has_gpu=has_gpu: has_gpu)
-        set_context(device_target=target)
-        assert context.settings().device_type == expected
-
-
 def test_the_memory_of_a_device_is_told_in_gigabytes() -> None:
     assert context.settings().device_bytes is None
     set_context(max_device_memory="1.5GB")
@@ -397,53 +372,23 @@ def test_the_memory_of_a_device_is_told_in_gigabytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "kind", "message"),
+    ("has_gpu", "target", "device", "said"),
     [
-        ({"mode": 2}, ValueError, "GRAPH_MODE"),
-        ({"device_target": "TPU"}, ValueError, ("CPU", "GPU")),
-        ({"device_id": -1}, ValueError, "device_id"),
-        ({"save_graphs": 4}, ValueError, "3"),
-        ({"save_graphs_path": 1}, TypeError, "save_graphs_path"),
-        ({"max_device_memory": "30"}, ValueError, '"30GB"'),
-        ({"save_graph": True}, ValueError, '"save_graphs"'),
+        (False, "Ascend", "cpu", "the CPU"),
+        (False, "GPU", "cpu", "the CPU"),
+        (True, "Ascend", "cuda", "the GPU"),
+        (True, "GPU", "cuda", ""),
+        (True, "CPU", "cpu", ""),
+        (False, "CPU", "cpu", ""),
     ],
 )
-def test_wrong_settings_are_named(values: dict[str, Any], kind: type[Exception], message: object) -> None:
-    with raises(kind, message):
-        set_context(**{"device_id": 1, **values})
-    assert context.settings() == context.Settings()
-
-
-@pytest.mark.parametrize(
-    ("has_gpu", "target", "said"),
-    [
-        (False, "Ascend", "the CPU"),
-        (False, "GPU", "the CPU"),
-        (True, "Ascend", "the GPU"),
-        (True, "GPU", ""),
-        (True, "CPU", ""),
-        (False, "CPU", ""),
-    ],
-)
-def test_one_note_says_what_the_machine_has_instead(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_gpu: bool, target: str, said: str
-) -> None:
+def test_a_target_is_what_the_machine_has_and_one_note_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], has_gpu: bool, target: str, device: str,
+    said: str,
+) -> None:  # fmt: skip
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
-    monkeypatch.setattr(notes, "_told", set())
     for _ in range(2):
         set_context(device_target=target, mode=GRAPH_MODE)
-    told = capsys.readouterr().err
-    assert told == (
-        f'shardwise.mindspore: device_target="{target}": the program runs on what this machine has, {said}\n'
-        if said
-        else ""
-    )
-
-
-def test_a_setting_that_changes_no_result_is_taken_with_one_note(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(notes, "_told", set())
-    for _ in range(2):
-        set_context(enable_graph_kernel=True)
-    assert capsys.readouterr().err.count("set_context(enable_graph_kernel=...) has no effect here") == 1
+    assert context.settings().device_type == device
+    told = f'shardwise.mindspore: device_target="{target}": the program runs on what this machine has, {said}\n'
+    assert capsys.readouterr().err == (told if said else "")

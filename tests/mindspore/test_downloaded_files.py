@@ -107,7 +107,7 @@ READERS = {
     "mindspore/dataset/files.py": "data sets, with the reader above",
     "mindspore/nn/own_backward.py": "attributes of a cell, which the same job captured",
     "runtime/agree.py": "what the ranks of a job send each other",
-    "runtime/recorded.py": "what torch recorded in this process",
+    "runtime/faults.py": "what torch recorded in this process",
     "graph/exported.py": "programs, which say so",
 }
 

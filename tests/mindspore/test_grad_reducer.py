@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 from raising import raises
@@ -22,13 +21,6 @@ from shardwise.mindspore.parallel import _utils
 
 RunRanks = Callable[..., list[Any]]
 Tensor = torch.Tensor
-
-
-@pytest.fixture(autouse=True)
-def fresh() -> Iterator[None]:
-    reset_auto_parallel_context()
-    yield
-    reset_auto_parallel_context()
 
 
 class Shaped:

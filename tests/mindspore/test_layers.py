@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -22,11 +22,8 @@ F64 = {"dtype": torch.float64}
 
 
 @pytest.fixture(autouse=True)
-def _default_context() -> Iterator[None]:
-    ms.reset_auto_parallel_context()
+def _same_seed() -> None:
     ms.set_seed(3)
-    yield
-    ms.reset_auto_parallel_context()
 
 
 IMAGES, ROWS, CUBE, IDS = r(8, 3, 6, 6), r(8, 6), r(8, 4, 6), i(10, 8, 3)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
@@ -18,13 +16,6 @@ from shardwise.mindspore import nn, ops, planning
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
 SEMI = {"parallel_mode": "semi_auto_parallel", "device_num": 4}
-
-
-@pytest.fixture(autouse=True)
-def _default_context() -> Iterator[None]:
-    ms.reset_auto_parallel_context()
-    yield
-    ms.reset_auto_parallel_context()
 
 
 class Block(nn.Cell):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -123,13 +122,6 @@ def on_rank(folder: str) -> dict[str, dict[str, Any]]:
             ms.load_checkpoint(path, again, strict_load=True)
             found[name]["resumed"] = (trained(again, kind, data), trained(net, kind, data))
     return found
-
-
-@pytest.fixture(autouse=True)
-def _default_context() -> Iterator[None]:
-    ms.reset_auto_parallel_context()
-    yield
-    ms.reset_auto_parallel_context()
 
 
 def test_all_modes_train_as_one_process_does(run_ranks: RunRanks, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -22,14 +21,6 @@ from shardwise.mindspore import aliases, mint, nn, ops, planning
 from shardwise.mindspore.nn import simple, wrapped
 from shardwise.mindspore.ops.functions import FUNCTIONS
 from shardwise.mindspore.ops.simple import SIMPLE
-
-
-@pytest.fixture(autouse=True)
-def _default_context() -> Iterator[None]:
-    ms.reset_auto_parallel_context()
-    yield
-    ms.reset_auto_parallel_context()
-
 
 X, Y, CUBE = r(4, 6), r(4, 6) + 0.1, r(2, 4, 6)
 IMAGE, MASK, IDS = r(2, 4, 6, 6), r(4, 6) > 0, i(6, 4)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -17,14 +16,6 @@ from mindspore.operator_samples import IDS, ROW, SAMPLES, TABLE, X, Y, i, r
 from raising import raises
 from shardwise.mindspore.ops import functions
 from shardwise.mindspore.ops import operations as P
-
-
-@pytest.fixture(autouse=True)
-def _default_context() -> Iterator[None]:
-    ms.reset_auto_parallel_context()
-    yield
-    ms.reset_auto_parallel_context()
-
 
 SPLIT = [(name, *split) for name, sample in SAMPLES.items() for split in sample.splits]
 ELSEWHERE = {"Dropout", "Shape"}  # below

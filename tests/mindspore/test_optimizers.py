@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,13 +23,6 @@ nn = ms.nn
 RunRanks = Callable[..., list[Any]]
 Formula = Callable[[Any, Any, dict[str, Any], int, float], Any]
 STEPS, RATE = 5, 0.1
-
-
-@pytest.fixture(autouse=True)
-def _default_context() -> Iterator[None]:
-    ms.reset_auto_parallel_context()
-    yield
-    ms.reset_auto_parallel_context()
 
 
 def start() -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -23,18 +23,11 @@ from shardwise.mindspore import nn, ops, planning, staged
 from shardwise.mindspore.holding import holding_of, is_elsewhere
 from shardwise.mindspore.parallel.auto_parallel import AutoParallel
 from shardwise.mindspore.parallel.nn import Pipeline
-from shardwise.mindspore.train.transforms import save_group
+from shardwise.mindspore.storage import save_group
 from spec.cases import CASES
 
 RunRanks = Callable[..., list[Any]]
 STAGED = {"parallel_mode": "semi_auto_parallel", "pipeline_stages": 2, "full_batch": True}
-
-
-@pytest.fixture(autouse=True)
-def _default_context() -> Iterator[None]:
-    ms.reset_auto_parallel_context()
-    yield
-    ms.reset_auto_parallel_context()
 
 
 class Block(nn.Cell):

@@ -4,7 +4,7 @@ two split cells one after the other, accumulated gradients, recurrent layers in 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,13 +20,6 @@ from shardwise.mindspore.nn.probability import distribution
 from shardwise.mindspore.nn.wrapped import _by_steps
 
 RunRanks = Callable[..., list[Any]]
-
-
-@pytest.fixture(autouse=True)
-def _default_context() -> Iterator[None]:
-    ms.reset_auto_parallel_context()
-    yield
-    ms.reset_auto_parallel_context()
 
 
 class Critic(nn.Cell):

@@ -8,7 +8,7 @@ fifth.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import Any
 
@@ -21,13 +21,6 @@ from mindspore.test_tutorials import program
 
 RunRanks = Callable[..., list[Any]]
 MODES = {"unet_dice": "semi", "seq2seq_attention": "data_parallel", "dqn_actor_critic": "data_parallel"}
-
-
-@pytest.fixture(autouse=True)
-def _default_context() -> Iterator[None]:
-    ms.reset_auto_parallel_context()
-    yield
-    ms.reset_auto_parallel_context()
 
 
 def _run(name: str, mode: str | None) -> tuple[list[float], Any]:

@@ -6,7 +6,7 @@ which a few steps of an adaptive optimizer carry to the fifth.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,6 @@ ALL = (
     *SHORT, "lenet", "resnet_cifar", "bert_loss_scale", "gpt_loss_scale", "transformer_pipeline", "finetune",
     "own_bprop", "amp_o2", "functional_loop", "lstm_sentences", "evaluate_export", "gpt_parallel",
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _default_context() -> Iterator[None]:
-    ms.reset_auto_parallel_context()
-    yield
-    ms.reset_auto_parallel_context()
 
 
 def _run(name: str, folder: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 import shardwise.mindspore as ms
 from raising import raises
-from shardwise.mindspore import Tensor, nn, notes, ops
+from shardwise.mindspore import Tensor, nn, ops
 from shardwise.mindspore.nn.probability import distribution
 
 
@@ -107,10 +107,7 @@ def test_functions_are_their_formulas() -> None:
         ops.lrn(squares, norm_region="WITHIN_CHANNEL")
 
 
-def test_a_profiler_writes_a_trace_of_what_ran_meanwhile(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(notes, "_told", set())
+def test_a_profiler_writes_a_trace_of_what_ran_meanwhile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profiler = ms.Profiler(output_path=str(tmp_path), start_profile=False)
     with raises(RuntimeError, "recorded"):
         profiler.analyse()

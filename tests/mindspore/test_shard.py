@@ -3,7 +3,6 @@ printed programs of the specification are wrong (rows G3 and G4 of docs/specific
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,14 +14,6 @@ import shardwise.mindspore as ms
 from mindspore.applied import Applied, equal_to_one_device, planned
 from raising import raises
 from shardwise.mindspore.ops import operations as P
-
-
-@pytest.fixture(autouse=True)
-def _default_context() -> Iterator[None]:
-    ms.reset_auto_parallel_context()
-    yield
-    ms.reset_auto_parallel_context()
-
 
 WANT = ((2, 4), (4, 1))
 

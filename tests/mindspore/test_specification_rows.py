@@ -4,7 +4,7 @@ functions and cells, gradients of several outputs, the column split of document 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,13 +19,6 @@ from shardwise.api import step_memory
 from shardwise.mindspore import calls, nn, ops, planning
 from shardwise.mindspore.strict import StrategyError
 from shardwise.runtime.hooks import announce_hooks
-
-
-@pytest.fixture(autouse=True)
-def _default_context() -> Iterator[None]:
-    ms.reset_auto_parallel_context()
-    yield
-    ms.reset_auto_parallel_context()
 
 
 def block(x: Tensor, w: Tensor) -> Tensor:

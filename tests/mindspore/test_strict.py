@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +16,6 @@ from raising import raises
 from shardwise.mindspore.ops import operations as P
 from shardwise.mindspore.strict import StrategyError
 from spec.cases import CASES
-
-
-@pytest.fixture(autouse=True)
-def _default_context() -> Iterator[None]:
-    ms.reset_auto_parallel_context()
-    yield
-    ms.reset_auto_parallel_context()
 
 
 def x(*shape: int) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,6 @@ from shardwise.mindspore.holding import holding_of
 
 RunRanks = Callable[..., list[Any]]
 SEMI = {"parallel_mode": "semi_auto_parallel"}
-
-
-@pytest.fixture(autouse=True)
-def _default_context() -> Iterator[None]:
-    ms.reset_auto_parallel_context()
-    yield
-    ms.reset_auto_parallel_context()
 
 
 def custom_loop(net: Net, data: list[Any]) -> list[float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,6 @@ import shardwise.mindspore as ms
 
 RunRanks = Callable[..., list[Any]]
 FOLDER = Path(__file__).parents[2] / "examples/mindspore/tutorials"
-
-
-@pytest.fixture(autouse=True)
-def _default_context() -> Iterator[None]:
-    ms.reset_auto_parallel_context()
-    yield
-    ms.reset_auto_parallel_context()
 
 
 def program(name: str) -> Any:

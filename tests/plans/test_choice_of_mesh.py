@@ -28,7 +28,7 @@ def search_of(mesh: Mesh, seconds: float, bound: float, *, stopped: bool = False
         domains=SimpleNamespace(axes=SimpleNamespace(mesh=mesh), prices=SimpleNamespace(passes=1)),
         variables=[SimpleNamespace(size=10)],
     )
-    return MeshSearch(cost, SearchOutcome([0], np.array([seconds, 0.0, 0.0, 0.0]), bound, 1, 1, stopped=stopped))
+    return MeshSearch(cost, SearchOutcome([0], np.array([seconds, 0.0, 0.0, 0.0]), bound, 1, stopped=stopped))
 
 
 FIRST = search_of(Mesh(x=4), 10.0, 9.0)

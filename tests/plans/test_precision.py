@@ -19,7 +19,7 @@ from shardwise.api import step_memory
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
 from shardwise.plans.file import plan_digest
-from shardwise.programs import casts, differentiate, exchanges, grad_accum_program, gradients
+from shardwise.programs import casts, differentiate, exchanges, gradients
 from shardwise.programs.instructions import Compute, Convert, Depart, Instruction, sent_by
 from shardwise.programs.program import localize
 from shardwise.programs.rank_program import RankProgram
@@ -230,7 +230,7 @@ def test_verify_finds_a_wrong_cast_of_stages_and_passes(case: str) -> None:
         "stages" in STAGED[case][1]
     ):  # where all is reduced once: sums of passes as they are kept, not as they are reduced
         _, _, other = in_stages(case, sw.Precision(BF16, FP32, BF16))
-        with mock.patch.object(grad_accum_program, "cast", cast_to(FP32)):
+        with mock.patch.object(exchanges, "cast", cast_to(FP32)):
             report = sw.verify(model, batch, other, steps=1).in_dtypes
         assert report is not None
         assert "num_bytes" in report.wrong_messages
@@ -251,6 +251,21 @@ def test_what_one_device_can_not_run_is_said() -> None:
     assert report.in_dtypes is not None
     assert report.in_dtypes.not_run
     assert "one device cannot run it" in str(report)
+
+
+def test_a_backward_that_one_device_can_not_run_is_said() -> None:
+    backward = torch.Tensor.backward
+
+    def lacking(loss: torch.Tensor) -> None:
+        if loss.dtype != FP64:
+            raise RuntimeError("there is no kernel for these dtypes")
+        backward(loss)
+
+    with mock.patch.object(torch.Tensor, "backward", lacking):
+        report = sw.verify(made("llama"), MODELS["llama"][1](0), plan_of("llama", 2, MIXED, "dp"), steps=1)
+    assert report.is_equal
+    assert report.in_dtypes is not None
+    assert "there is no kernel" in report.in_dtypes.not_run
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input

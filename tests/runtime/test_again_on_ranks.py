@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from runtime.interpreted import interpret_section
 from shardwise.runtime import compiled
 from shardwise.runtime.agree import from_rank_zero
 from shardwise.runtime.local_shards import shard
@@ -117,7 +118,7 @@ def planned(make: Callable[..., sw.Plan], *args: Any, **choices: Any) -> sw.Plan
 
 
 def on_rank() -> dict[str, Any]:
-    compiled.compile_with_inductor = compiled.interpret_section  # no code is generated, which takes long
+    compiled.compile_with_inductor = interpret_section  # no code is generated, which takes long
     found: dict[str, Any] = {}
     rank = dist.get_rank()
 

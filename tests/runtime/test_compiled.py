@@ -6,6 +6,7 @@ No code is generated here, which takes long (``compiled.interpreted``); ``test_t
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from raising import raises
+from runtime.interpreted import interpret_section
 from runtime.small_gpt import example_module
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
@@ -27,7 +29,7 @@ from shardwise.programs.program import localize
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.vjp import VjpCache
 from shardwise.runtime import compiled
-from shardwise.runtime.compiled import compiled_program, with_every_cotangent
+from shardwise.runtime.compiled import CompiledVariant, compiled_program, with_every_cotangent
 from shardwise.runtime.emit import emit
 from shardwise.runtime.step import CallableStep
 
@@ -86,10 +88,10 @@ def written(model: nn.Module, args: Sequence[Tensor], loss: Any = None) -> tuple
 def step_of(program: RankProgram, *, compile: bool) -> CallableStep:
     nowhere: Any = None  # one device sends nothing
     if compile:
-        program = compiled_program(program, nowhere, CPU, generate=compiled.interpret_section)
+        program = compiled_program(program, nowhere, CPU, generate=interpret_section)
     emitted = emit(program, nowhere, device=CPU)
     variant = lambda given: emit(with_every_cotangent(program, given, program.gradients), nowhere, device=CPU)  # noqa: E731
-    return CallableStep(emitted, variant, lambda compiled: emitted)
+    return CallableStep(emitted, variant, lambda: emitted)
 
 
 def gradients(outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> list[Tensor | None]:
@@ -209,7 +211,7 @@ def test_operands_are_let_go_while_a_section_runs() -> None:
     counts: list[int] = []
 
     def watching(module: fx.GraphModule, operands: Sequence[Tensor], fixed: Sequence[int]) -> Any:
-        function, strides = compiled.interpret_section(module, operands, fixed)
+        function, strides = interpret_section(module, operands, fixed)
 
         def run(given: list[Tensor]) -> Any:
             counts.append(min(sys.getrefcount(tensor) for tensor in given))
@@ -220,7 +222,7 @@ def test_operands_are_let_go_while_a_section_runs() -> None:
     nowhere: Any = None
     made = compiled_program(program, nowhere, CPU, generate=watching)
     emitted = emit(made, nowhere, device=CPU)
-    results = CallableStep(emitted, lambda given: emitted, lambda compiled: emitted)(tensors)
+    results = CallableStep(emitted, lambda given: emitted, lambda: emitted)(tensors)
     counts.clear()
     results[0][0].backward()
     # The list, the loop variable, the argument of getrefcount; autograd holds the first section's cotangent.
@@ -228,7 +230,7 @@ def test_operands_are_let_go_while_a_section_runs() -> None:
 
 
 def on_two_ranks() -> list[Any]:
-    compiled.compile_with_inductor = compiled.interpret_section
+    compiled.compile_with_inductor = interpret_section
     found = []
     tensor_parallel = {"blocks.*.attention.qkv": "n@tp", "blocks.*.mlp.up": "n@tp"}
     for mesh, strategies in ((sw.Mesh(dp=2), None), (sw.Mesh(tp=2), tensor_parallel)):
@@ -266,6 +268,54 @@ def test_messages_keep_their_order_and_results_on_two_ranks(run_ranks: RunRanks)
             torch.testing.assert_close(compiled_ones, parameters, rtol=1e-11, atol=1e-13)
             assert made == listed
             assert functions < sections, "layers share their sections"
+
+
+def where_rank_1_cannot_compile() -> list[tuple[bool, int, float]]:
+    """Per way to train: whether steps were compiled, the warnings, the largest difference to an eager module."""
+    rank, found = torch.distributed.get_rank(), []
+
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no compiler\nat all")
+
+    sections: list[fx.GraphModule] = []
+
+    def interpreted(module: fx.GraphModule, operands: Sequence[Tensor], fixed: Sequence[int]) -> Any:
+        sections.append(module)
+        return interpret_section(module, operands, fixed)
+
+    compiled.compile_with_inductor = fails if rank == 1 else interpreted
+    sizes: dict[str, Any] = {"mode": "data_parallel", "global_batch": 4, "micro_batch": 2}
+    split = {"strategies": {"blocks.*.mlp.up": "n@tp"}, "mesh": sw.Mesh(tp=2)}
+    for options in (split, sizes | {"mesh": sw.Mesh(dp=2)}):
+        plan = sw.plan(make_gpt(2), (IDS, LABELS), 2, **options)
+        pair = [sw.parallelize(make_gpt(2), plan, compile=choice) for choice in ("auto", False)]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            results, of_steps = [], 0
+            for par in pair:
+                sections.clear()
+                losses = [par.step(IDS, LABELS), par.step(IDS, LABELS)]
+                of_steps += len(sections)
+                with torch.no_grad():
+                    losses.append(par.eval()(IDS, LABELS))
+                results.append([*losses, *(p.grad for p in par.parameters())])
+        what = "runs eager on rank 1, since it does not compile: RuntimeError: no compiler; "
+        says = sum(what in str(w.message) for w in caught)
+        worst = max(float((a - b).detach().abs().max()) for a, b in zip(*results, strict=True))
+        found.append((of_steps > 0, says, worst))
+    with raises(sw.ShardwiseError, "False", '"auto"'):
+        sw.parallelize(make_gpt(2), plan, compile="always")  # type: ignore[arg-type]
+    with raises(RuntimeError, "at all"):
+        CompiledVariant(fails, falls_back=False, ranks=pair[0]._ranks).get()
+    return found
+
+
+def test_a_rank_on_which_a_step_does_not_compile_runs_it_eager_and_says_why(run_ranks: RunRanks) -> None:
+    for rank, found in enumerate(run_ranks(where_rank_1_cannot_compile, 2, time_limit_seconds=200)):
+        for is_compiled, says, worst in found:
+            assert is_compiled == (rank == 0)
+            assert (says > 0) == (rank == 1)
+            assert worst < 1e-11
 
 
 def within_torch_compile() -> list[float]:

@@ -16,11 +16,12 @@ from torch import Tensor
 import shardwise as sw
 from raising import raises
 from runtime.constant_models import HEADS, LENGTH, WIDTH, Summing, Turning, batch, turning
+from runtime.interpreted import interpret_section
 from shardwise.errors import ShardwiseError
 from shardwise.programs.hoist_constants import HoistedProgram, with_constants_apart
 from shardwise.programs.rank_program import RankProgram
 from shardwise.runtime import program_cache
-from shardwise.runtime.compiled import compiled_program, interpret_section
+from shardwise.runtime.compiled import compiled_program
 from shardwise.runtime.local_shards import shard
 
 RunRanks = Callable[..., list[Any]]

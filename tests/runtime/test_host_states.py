@@ -204,7 +204,7 @@ class Held:
 
     def __init__(self, kind: str = "adamw", **how: Any) -> None:
         self.module = make()
-        cpu_optimizer.keep_states_on_host(self.module)
+        cpu_optimizer.place_states(self.module, "adamw on host")
         self.optimizer = KINDS[kind](self.module.parameters(), **how)
 
     def step(self) -> None:
@@ -318,7 +318,7 @@ def test_beside_a_gpu_copies_run_in_both_directions_and_end_with_the_step() -> N
         mock.patch.object(torch.Tensor, "is_pinned", return_value=True),
     ):
         module = Model()
-        cpu_optimizer.keep_states_on_host(module)
+        cpu_optimizer.place_states(module, "adamw on host")
         optimizer = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9, foreach=False)
         step = cpu_optimizer.bare_step(type(optimizer))
 
@@ -381,7 +381,7 @@ def test_what_cannot_be_done_in_groups_is_refused_and_nothing_is_changed() -> No
         assert sum(len(group["params"]) for group in optimizer.param_groups) == len(before)
 
     module = make()
-    cpu_optimizer.keep_states_on_host(module)
+    cpu_optimizer.place_states(module, "adamw on host")
     refused(sw.elementwise_optimizer(Counting)(module.parameters(), 0.1), "Counting")
     refused(torch.optim.Adam(module.parameters(), differentiable=True), "differentiable")
     hooked = torch.optim.Adam(module.parameters())

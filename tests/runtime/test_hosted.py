@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 import shardwise as sw
+from runtime.interpreted import interpret_section
 from shardwise.layouts.placement import Placement
 from shardwise.runtime import compiled
 from shardwise.runtime.communicator import Communicator
@@ -173,7 +174,7 @@ def train(name: str, host: tuple[str, ...], check: int | None = None, *, compile
 def train_all() -> dict[str, dict[str, Any]]:
     eager = {name: train(name, HOST, check=1) for name in PLANS}
     with mock.patch.object(
-        compiled, "compile_with_inductor", compiled.interpret_section
+        compiled, "compile_with_inductor", interpret_section
     ):  # no code is generated, which takes long
         return eager | {f"{name}, compiled": train(name, HOST, compile=True) for name in PLANS}
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from runtime.interpreted import interpret_section
 from runtime.test_hosted import devices
 from shardwise.runtime import compiled, signatures
 from shardwise.runtime.communicator import Communicator
@@ -56,7 +57,7 @@ def train(num_ranks: int, schedule: str, stages: int, compile: bool = False) -> 
     """On a rank: how far three steps of AdamW with clipping are from one process. ``compile``: with regions of kernels
     between the copies, for which no code is generated."""
     plan, model = plan_for(num_ranks, schedule, stages), Visits()
-    with mock.patch.object(compiled, "compile_with_inductor", compiled.interpret_section):
+    with mock.patch.object(compiled, "compile_with_inductor", interpret_section):
         return trained(plan, model, compile)
 
 

@@ -18,7 +18,7 @@ from raising import raises
 from shardwise.errors import PlanWarning, ShardwiseError
 from shardwise.layouts.boxes import boxes
 from shardwise.layouts.text import parse_layout
-from shardwise.runtime.initial import shards
+from shardwise.runtime.initial import draws, shards
 from shardwise.runtime.initial.materialize import PartialTensor, full_tensors, initial_values
 from shardwise.runtime.initial.partial_values import NotByParts
 from shardwise.runtime.local_shards import shard
@@ -106,6 +106,21 @@ def parts_of(build: Callable[[], nn.Module], seed: int = 3) -> dict[str, Partial
     return {name: value for name, value in initial_values(module) if isinstance(value, PartialTensor)}
 
 
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The elements of every tile that is drawn."""
+    sizes: list[int] = []
+    tiles = draws._tiles
+
+    def counting(*args: Any) -> Any:
+        for tile in tiles(*args):
+            sizes.append(math.prod(tile[2]))
+            yield tile
+
+    monkeypatch.setattr(draws, "_tiles", counting)
+    return sizes
+
+
 @pytest.mark.parametrize("build", BUILT.values(), ids=BUILT.keys())
 def test_any_part_is_that_of_the_whole(build: Callable[[], nn.Module]) -> None:
     values = parts_of(build)
@@ -124,7 +139,7 @@ def test_any_part_is_that_of_the_whole(build: Callable[[], nn.Module]) -> None:
 
 
 @pytest.mark.parametrize("axes", ["dp", "tp", "both"])
-def test_what_a_rank_draws_falls_with_the_number_of_ranks(axes: str) -> None:
+def test_what_a_rank_draws_falls_with_the_number_of_ranks(axes: str, drawn: list[int]) -> None:
     """Of a matrix of 1,024 x 2,048, which is 64 tiles."""
     (whole,) = (value.whole() for value in parts_of(lambda: Initialised(nn.init.normal_, 1024, 2048)).values())
     for num_ranks in (1, 2, 4, 8):
@@ -136,8 +151,9 @@ def test_what_a_rank_draws_falls_with_the_number_of_ranks(axes: str) -> None:
             (value,) = parts_of(lambda: Initialised(nn.init.normal_, 1024, 2048)).values()
             coordinates = mesh.coordinates(rank)
             (box,) = boxes(layout, coordinates)
+            drawn.clear()
             assert torch.equal(value.box(box.offsets, box.sizes), shard(whole, layout, coordinates))
-            assert value.regions.tally.num_drawn == 1024 * 2048 // num_ranks
+            assert sum(drawn) == 1024 * 2048 // num_ranks
 
 
 @pytest.mark.parametrize(
@@ -212,29 +228,31 @@ def test_what_is_not_made_by_parts_is_made_whole_and_the_same() -> None:
         pass
 
 
-def test_initialisers_of_a_model_on_meta_run_by_parts() -> None:
+def test_initialisers_of_a_model_on_meta_run_by_parts(drawn: list[int]) -> None:
     for way in (sw.deferred(seed=3), torch.device("meta")):
         with way:
             model = nn.Sequential(nn.Linear(260, 512), nn.Embedding(40, 8, padding_idx=1), nn.Conv2d(4, 8, 3))
         for name, value in initial_values(model):
             assert isinstance(value, PartialTensor)
-            shape, before = value.ref.shape, value.regions.tally.num_drawn
+            shape = value.ref.shape
+            drawn.clear()
             half = value.box((0,) * len(shape), (shape[0] // 2, *shape[1:]))
             if name == "0.weight":
-                assert value.regions.tally.num_drawn - before == math.prod(shape) // 2
+                assert sum(drawn) == math.prod(shape) // 2
             assert torch.equal(half, value.whole()[: shape[0] // 2])
             assert half.unique().numel() > 3
 
 
-def test_what_several_operators_read_is_drawn_once() -> None:
+def test_what_several_operators_read_is_drawn_once(drawn: list[int]) -> None:
     """torch draws again until no element is out of bounds, and looks at each draw three times (torch 2.11: once, by
     the inverse of the distribution)."""
     (value,) = parts_of(lambda: Initialised(lambda x: nn.init.trunc_normal_(x, 0.0, 1.0, -1.0, 1.0), 256, 512)).values()
     num_rounds = sum(entry.draw is not None for entry in value.regions.tape.entries)
     draws_once = "erfinv_" in inspect.getsource(nn.init._no_grad_trunc_normal_)
     assert num_rounds == 1 if draws_once else num_rounds > 3
+    drawn.clear()  # of the recording
     assert value.box((0, 0), (128, 512)).abs().max() <= 1
-    assert value.regions.tally.num_drawn == num_rounds * 128 * 512
+    assert sum(drawn) == num_rounds * 128 * 512
 
 
 def _bent(weight: torch.Tensor, times: int) -> torch.Tensor:

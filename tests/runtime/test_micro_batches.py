@@ -24,6 +24,7 @@ from models.test_models_on_ranks import messages, widened
 from models.tiny_models import TinyModel
 from models.zoo_own import DLRM, dlrm_inputs
 from raising import raises
+from runtime.interpreted import interpret_section
 from shardwise.errors import PlanWarning, ShardwiseError
 from shardwise.graph.to_float64 import reference_mode
 from shardwise.planning import execute
@@ -236,7 +237,7 @@ def calls_of_all_kinds() -> dict[str, Any]:
     checked.step(x, y)
     found["checked"] = gradients(checked)
     with mock.patch.object(
-        compiled, "compile_with_inductor", compiled.interpret_section
+        compiled, "compile_with_inductor", interpret_section
     ):  # no code is generated, which takes long
         made = sw.parallelize(module, plan, compile=True)
         made.step(x, y)

@@ -16,7 +16,7 @@ from shardwise.layouts.placement import Placement
 from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.text import parse_layout
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.faults import Purpose
+from shardwise.runtime.messages import Purpose
 from shardwise.runtime.torch_schedules import position_groups
 from shardwise.runtime.transit import stages
 

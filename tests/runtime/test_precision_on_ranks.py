@@ -25,7 +25,7 @@ from runtime.mixed_models import (
     plan_of,
     trained_alone,
 )  # fmt: skip
-from shardwise.runtime import communicator
+from shardwise.runtime import messages
 from shardwise.runtime.local_shards import shard
 
 RunRanks = Callable[..., list[Any]]
@@ -49,9 +49,9 @@ def train(name: str, precision: sw.Precision, way: str, compiled: bool = False) 
         return watched
 
     with (
-        mock.patch.object(communicator, "gather_rows", seen("all_gather", communicator.gather_rows, 1)),
+        mock.patch.object(messages, "gather_rows", seen("all_gather", messages.gather_rows, 1)),
         # Among gloo ranks a reduce-scatter is an exchange whose rows are added up.
-        mock.patch.object(communicator, "exchange_rows", seen("reduce_scatter", communicator.exchange_rows, 0)),
+        mock.patch.object(messages, "exchange_rows", seen("reduce_scatter", messages.exchange_rows, 0)),
         mock.patch.object(dist, "all_reduce", seen("all_reduce", dist.all_reduce, 0)),
     ):
         for step in range(3):

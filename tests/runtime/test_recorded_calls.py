@@ -31,10 +31,10 @@ from shardwise.programs.moves import local_move
 from shardwise.programs.program import localize
 from shardwise.programs.spmd_steps import Conversion
 from shardwise.programs.vjp import VjpCache
-from shardwise.runtime import communicator
-from shardwise.runtime.communicator import CollectiveMessage, Communicator
+from shardwise.runtime import communicator, messages
+from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.emit import emit
-from shardwise.runtime.faults import Purpose
+from shardwise.runtime.messages import CollectiveMessage, Purpose
 from shardwise.runtime.transit import Converting
 
 MESH = sw.Mesh(dp=2, tp=4)
@@ -116,7 +116,7 @@ def recording(rank: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
         with monkeypatch.context() as patched:
             patched.setattr(dist, "all_reduce", all_reduce)
             patched.setattr(communicator, "gather_tensor", gather)
-            patched.setattr(communicator, "scatter_tensor", scatter)
+            patched.setattr(messages, "scatter_tensor", scatter)
             patched.setattr(dist, "all_to_all_single", exchange)
             patched.setattr(dist, "new_group", grouped)
             yield own

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from runtime.edges import message
+from runtime.interpreted import interpret_section
 from runtime.small_gpt import batch, make_gpt, make_plan
 from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.text import parse_layout
@@ -227,7 +228,7 @@ class Noisy(torch.nn.Module):
 def train_noisily() -> dict[str, Any]:
     """On a rank: the same calls unchecked, checked, and compiled (no code is generated, which takes long)
     with every second call checked."""
-    compiled.compile_with_inductor = compiled.interpret_section
+    compiled.compile_with_inductor = interpret_section
     torch.manual_seed(0)
     model, x, labels = Noisy(), torch.randn(8, 6), torch.arange(8) % 4
     plan = (

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from raising import raises
+from runtime.interpreted import interpret_section
 from shardwise.runtime import compiled
 
 RunRanks = Callable[..., list[Any]]
@@ -91,7 +92,7 @@ def test_rows_stay_split_through_the_net_and_all_numbers_are_those_of_one_device
 def train(rows: int, compile: bool) -> dict[str, Any]:
     """On a rank: three steps, and what it took part in during the last."""
     if compile:
-        compiled.compile_with_inductor = compiled.interpret_section  # no code is generated, which takes long
+        compiled.compile_with_inductor = interpret_section  # no code is generated, which takes long
     par = sw.parallelize(make_net(), make_plan(rows, sp=dist.get_world_size()), compile=compile)
     optimizer = torch.optim.SGD(par.parameters(), lr=0.1)
     losses = []

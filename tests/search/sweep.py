@@ -9,7 +9,7 @@ import warnings
 
 import numpy as np
 
-from search.checking import MESHES, TINY, Tally, check_emitted, check_plan, check_search, tiny_cost
+from search.checking import MESHES, TINY, Tally, check_emitted, check_plan, check_search, gap_of, tiny_cost
 from search.cost_graphs import climbed, random_assignments, seconds_of
 from shardwise.search.auto import PRICED_SEARCHES, run_search
 from shardwise.search.cost_graph import CostWeights
@@ -75,7 +75,8 @@ def _model(name: str, mesh: object, options: argparse.Namespace, check: object) 
         else:
             assert program.lower <= exact.value * (1 + 1e-9), f"{name} on {mesh}: a wrong bound"
     print(
-        f"{name} on {mesh}: step {best.outcome.seconds:.4g} s, gap {best.outcome.gap:.2%}, best of {options.random} "
+        f"{name} on {mesh}: step {best.outcome.seconds:.4g} s, gap {gap_of(best.outcome):.2%}, "
+        f"best of {options.random} "
         f"random and {options.climbs} climbed {least / best.outcome.seconds:.4g} times that; claimed "
         f"{'equals' if equal else 'is above'} emitted; elimination {seconds[0][0]:.2f} s, HiGHS {seconds[0][1]:.2f} s",
         flush=True,

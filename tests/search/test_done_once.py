@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -124,7 +125,7 @@ def test_rungs_that_a_bound_rules_out_are_not_searched_and_the_plan_is_the_same(
                 with mock.patch.object(suggestions, "MAX_REFUSED_SECONDS", -1.0):
                     return sw.plan(model, (ids, ids), 2, memory_bytes=limit, **options), searches.call_count
             except sw.PlanError as error:
-                return str(error), searches.call_count
+                return re.sub(r"took \d+ s", "took some s", str(error)), searches.call_count
 
     found, few = planned()
     with mock.patch.object(Planner, "least_seconds", return_value=0.0):

@@ -68,20 +68,6 @@ def _contraction(left: int) -> Flops:
     return count
 
 
-def _cdist(op: AnyCall, operands: Shapes, results: Shapes) -> int:
-    """Return a subtraction, a power and an addition for every coordinate of every pair."""
-    return 3 * prod(results[0]) * operands[0][-1]
-
-
-def _outer(op: AnyCall, operands: Shapes, results: Shapes) -> int:
-    return prod(results[0])
-
-
-def _addbmm(op: AnyCall, operands: Shapes, results: Shapes) -> int:
-    """The products of a batch, added up."""
-    return 2 * prod(operands[1]) * operands[2][-1]
-
-
 def _einsum(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     """Return the product of the sizes of all indices: one multiplication and one addition each."""
     terms, _ = terms_of(str(arguments(op)["equation"]))
@@ -105,12 +91,6 @@ def _convolution(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     return 2 * prod(places) * prod(operands[1][1:])
 
 
-def _attention(op: AnyCall, operands: Shapes, results: Shapes) -> int:
-    """``b h t d, b h s d, b h s e -> b h t e``: scores, and the mean of the values."""
-    query, key = operands[0], operands[1]
-    return 2 * (prod(query) + prod(results[0])) * key[-2]
-
-
 def _attention_within(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     """Every query meets the keys of its block."""
     named = arguments(op)
@@ -118,15 +98,19 @@ def _attention_within(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     return 2 * (prod(operands[0]) + prod(results[0])) * num_pairs(*blocks) // sum(blocks[0])
 
 
-def _recurrent(op: AnyCall, operands: Shapes, results: Shapes) -> int:
-    """Every step of every sample meets every weight matrix."""
-    return 2 * prod(operands[0][:2]) * sum(prod(shape) for shape in operands[1:] if len(shape) == 2)
-
-
 def _grouped_mm(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     """Every row meets the matrix of one expert; experts have equally many rows, for want of better."""
     (experts, size, columns), (rows,) = operands[1:]
     return 2 * rows * size * columns * experts // prod(op.args[3])
+
+
+def _outer(op: AnyCall, operands: Shapes, results: Shapes) -> int:
+    return prod(results[0])
+
+
+def _recurrent(op: AnyCall, operands: Shapes, results: Shapes) -> int:
+    """Every step of every sample meets every weight matrix."""
+    return 2 * prod(operands[0][:2]) * sum(prod(shape) for shape in operands[1:] if len(shape) == 2)
 
 
 FLOPS: dict[torch._ops.OpOverload, Flops] = {
@@ -139,13 +123,17 @@ FLOPS: dict[torch._ops.OpOverload, Flops] = {
     aten.vdot.default: _contraction(0),
     aten.outer.default: _outer,
     aten.addr.default: _outer,
-    aten.cdist.default: _cdist,
+    # A subtraction, a power and an addition for every coordinate of every pair.
+    aten.cdist.default: lambda op, operands, results: 3 * prod(results[0]) * operands[0][-1],
     aten.addmm.default: _contraction(1),
     aten.baddbmm.default: _contraction(1),
     aten.addmv.default: _contraction(1),
-    aten.addbmm.default: _addbmm,
+    aten.addbmm.default: lambda op, operands, results: 2 * prod(operands[1]) * operands[2][-1],
     aten.einsum.default: _einsum,
-    aten.scaled_dot_product_attention.default: _attention,
+    # ``b h t d, b h s d, b h s e -> b h t e``: scores, and the mean of the values.
+    aten.scaled_dot_product_attention.default: lambda op, operands, results: (
+        2 * (prod(operands[0]) + prod(results[0])) * operands[1][-2]
+    ),
     ATTENTION_WITHIN: _attention_within,
     **dict.fromkeys(CONVOLUTIONS, _convolution),
     **dict.fromkeys((aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input), _recurrent),

@@ -55,7 +55,7 @@ class Fragments:
         for step in builder.steps:
             if isinstance(step, OpStep):
                 compute += prices.operator(*priced_call(step, small))
-                kept += self._kept_bytes(step, small) + self._kept_operands(op, step, small, outside)
+                kept += self._kept_bytes(op, step, small, outside)
             else:
                 exposed += conversion_seconds(step, prices)
         return Fragment(
@@ -83,31 +83,20 @@ class Fragments:
             taken[name] = only if self.graph.by_name[name].requires_grad else gradient_free(only)
         return taken
 
-    def _kept_operands(self, op: Op, step: OpStep, graph: Graph, counted: set[str]) -> float:
-        """Bytes of the operands of ``op`` that one operator inside its lowering keeps. Those in ``counted`` are counted
-        already; what this counts is added to them."""
+    def _kept_bytes(self, op: Op, step: OpStep, graph: Graph, counted: set[str]) -> float:
+        """Return the bytes that one operator inside the lowering of ``op`` keeps for backward: of its results, of
+        values of the lowering, and of operands of ``op``. Of these, those in ``counted`` are counted already; what this
+        counts is added to them."""
         inner = step.placed.op
-        values = [graph.by_name[name] for name in inner.operands]
-        saved = saved_for_backward(inner, values)
+        values, outputs = ([graph.by_name[name] for name in names] for names in (inner.operands, inner.results))
+        saved = self._saved.get(inner.name)
+        if saved is None:
+            saved = self._saved[inner.name] = saved_for_backward(inner, values)
         total = 0.0
         for i in saved.operands:
             name = inner.operands[i]
-            if name in op.operands and name not in counted:
-                counted.add(name)
-                total += step.operand_layouts[i].max_local_numel * values[i].dtype.itemsize
-        return total
-
-    def _kept_bytes(self, step: OpStep, graph: Graph) -> float:
-        """Bytes that one operator inside a lowering keeps for backward, values of the lowering included."""
-        op = step.placed.op
-        values = [graph.by_name[name] for name in op.operands]
-        outputs = [graph.by_name[name] for name in op.results]
-        saved = self._saved.get(op.name)
-        if saved is None:
-            saved = self._saved[op.name] = saved_for_backward(op, values)
-        total = 0.0
-        for i in saved.operands:
-            if op.operands[i] not in self.graph.by_name:
+            if name not in self.graph.by_name or (name in op.operands and name not in counted):
+                counted.update({name} & {*op.operands})
                 total += step.operand_layouts[i].max_local_numel * values[i].dtype.itemsize
         for i in saved.results:
             total += step.result_layouts[i].max_local_numel * outputs[i].dtype.itemsize

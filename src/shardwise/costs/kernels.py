@@ -30,44 +30,20 @@ from shardwise.programs.forms import Form
 aten = torch.ops.aten
 
 DTYPE_NAMES = {
-    torch.float64: "f64",
-    torch.float32: "f32",
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-    torch.float8_e4m3fn: "f8",
-    torch.float8_e5m2: "f8",
-    torch.complex64: "f32",
-    torch.complex128: "f64",
-}
+    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
+    torch.float8_e4m3fn: "f8", torch.float8_e5m2: "f8", torch.complex64: "f32", torch.complex128: "f64",
+}  # fmt: skip
 
 # Kinds whose figure is a part of the peak FLOP/s, and those whose figure is a part of the memory bandwidth.
 PRODUCTS = (
-    "attention",
-    "attention_backward",
-    "masked_attention",
-    "masked_attention_backward",
-    "convolution",
-    "convolution_backward",
-)
+    "attention", "attention_backward", "masked_attention", "masked_attention_backward",
+    "convolution", "convolution_backward",
+)  # fmt: skip
 MOVES = (
-    "reduction",
-    "column_reduction",
-    "fused_reduction",
-    "softmax",
-    "softmax_backward",
-    "log_softmax_backward",
-    "layer_norm",
-    "layer_norm_backward",
-    "rms_norm",
-    "rms_norm_backward",
-    "batch_norm",
-    "batch_norm_backward",
-    "random",
-    "scatter",
-    "pool",
-    "pool_backward",
-    "update",
-)
+    "reduction", "column_reduction", "fused_reduction", "softmax", "softmax_backward", "log_softmax_backward",
+    "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward", "batch_norm", "batch_norm_backward",
+    "random", "scatter", "pool", "pool_backward", "update",
+)  # fmt: skip
 # Query rows of attention's backward take so many times those of forward (fitted with ``Device.attention_row``).
 ROWS_BACKWARD = 4.0
 
@@ -84,26 +60,16 @@ _ADD_ROWS = frozenset(
 _COPIES_OF_PARTS = frozenset(("cat", "stack", "zeros", "fill", "full"))
 _REDUCTIONS = frozenset(("sum", "mean", "amax", "amin", "max", "min", "prod", "var_mean", "var", "std", "logsumexp"))
 _KIND_OF = {
-    "_softmax": "softmax",
-    "_log_softmax": "softmax",
-    "softmax": "softmax",
-    "log_softmax": "softmax",
+    **dict.fromkeys(("_softmax", "_log_softmax", "softmax", "log_softmax"), "softmax"),
     "_softmax_backward_data": "softmax_backward",
     "_log_softmax_backward_data": "log_softmax_backward",
-    "native_layer_norm": "layer_norm",
-    "layer_norm": "layer_norm",
-    "native_group_norm": "layer_norm",
-    "native_layer_norm_backward": "layer_norm_backward",
-    "native_group_norm_backward": "layer_norm_backward",
-    "rms_norm": "rms_norm",
-    "_fused_rms_norm": "rms_norm",
+    **dict.fromkeys(("native_layer_norm", "layer_norm", "native_group_norm"), "layer_norm"),
+    **dict.fromkeys(("native_layer_norm_backward", "native_group_norm_backward"), "layer_norm_backward"),
+    **dict.fromkeys(("rms_norm", "_fused_rms_norm"), "rms_norm"),
     "_fused_rms_norm_backward": "rms_norm_backward",
-    "native_batch_norm": "batch_norm",
-    "_native_batch_norm_legit": "batch_norm",
+    **dict.fromkeys(("native_batch_norm", "_native_batch_norm_legit"), "batch_norm"),
     "native_batch_norm_backward": "batch_norm_backward",
-    "native_dropout": "random",
-    "bernoulli": "random",
-    "dropout": "random",
+    **dict.fromkeys(("native_dropout", "bernoulli", "dropout"), "random"),
     "max_pool2d_with_indices": "pool",
     "max_pool2d_with_indices_backward": "pool_backward",
 }

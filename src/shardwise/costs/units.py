@@ -57,31 +57,31 @@ _QUANTITY = re.compile(r"([-+]?[0-9.][0-9_.]*(?:[eE][-+]?[0-9]+)?) *([A-Za-zµ/%
 class Figures(Mapping[str, float]):
     """An immutable, hashable mapping from names (dtypes, kinds of collectives) to numbers."""
 
-    __slots__ = ("_items",)
+    __slots__ = ("_figures",)
 
     def __init__(self, figures: Mapping[str, float] | None = None) -> None:
-        self._items = tuple(sorted((figures or {}).items()))
+        self._figures = dict(sorted((figures or {}).items()))
 
     def __getitem__(self, name: str) -> float:
-        for key, value in self._items:
-            if key == name:
-                return value
-        raise KeyError(name)
+        return self._figures[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._figures
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name, _ in self._items)
+        return iter(self._figures)
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self._figures)
 
     def __hash__(self) -> int:
-        return hash(self._items)
+        return hash(tuple(self._figures.items()))
 
     def __eq__(self, other: object) -> bool:
-        return self._items == other._items if isinstance(other, Figures) else NotImplemented
+        return self._figures == other._figures if isinstance(other, Figures) else NotImplemented
 
     def __repr__(self) -> str:
-        return f"Figures({dict(self._items)})"
+        return f"Figures({self._figures})"
 
 
 def parse_quantity(value: object, unit: str) -> float:

@@ -16,7 +16,7 @@ from shardwise.costs.timeline import SimulatedStep
 from shardwise.errors import LayoutError, ShardwiseError
 from shardwise.foreign.first_error import RankError
 from shardwise.foreign.outcome import Checked, StepComparison
-from shardwise.foreign.strategy_file import StrategyFile, read_strategies
+from shardwise.foreign.strategy_file import read_strategies
 from shardwise.foreign.tools import ForeignPlan
 from shardwise.foreign.work_counter import SentMessages
 from shardwise.graph.call_arguments import call_arguments
@@ -50,7 +50,9 @@ def check_strategies(call: CheckRequest, plan: Mapping[str, Any], devices: int, 
         raise ShardwiseError(what, fix="pass a cluster= of this size, or beside=False (--no-price)")
     captured = capture(call.module, *call_arguments(call.example_inputs, call.kwargs), loss=call.loss)
     file = read_strategies(call.module, plan, captured.graph, devices)
-    foreign = ForeignPlan("MindSpore strategy file", file.mesh, None, file.unused, _notes(file))
+    counts = f"{len(file.layouts)} parameters and {len(file.strategies)} operators as in the file, the rest is derived"
+    notes = ("MindSpore is not run: its file is checked", counts)
+    foreign = ForeignPlan("MindSpore strategy file", file.mesh, None, file.unused, notes)
     if file.faults:
         return Checked(foreign, failure=RankError(None, "; ".join(file.faults), "", refutes=True))
     settings: dict[str, Any] = {
@@ -82,11 +84,6 @@ def check_strategies(call: CheckRequest, plan: Mapping[str, Any], devices: int, 
         notes=foreign.notes,
         beside=_beside(call, settings) if call.beside else None,
     )
-
-
-def _notes(file: StrategyFile) -> tuple[str, ...]:
-    counts = f"{len(file.layouts)} parameters and {len(file.strategies)} operators as in the file, the rest is derived"
-    return ("MindSpore is not run: its file is checked", counts)
 
 
 def _in_one_line(error: ShardwiseError) -> str:

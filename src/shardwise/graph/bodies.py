@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from shardwise.graph.annotate import REGION
 from shardwise.graph.origins import LINE, is_initial, module_path
-from shardwise.graph.repeats import ENTER, Repeats, tensor_form
+from shardwise.graph.repeats import ENTER, TracedRepeats, tensor_form
 from shardwise.graph.schema import operator_name, tensor_results
 from shardwise.graph.segments import SEGMENT
 from shardwise.graph.trees import constant_key, is_constant
@@ -159,7 +159,7 @@ class Bodies:
     """The bodies of a program. ``entered``, ``left``: their first and last nodes, by number; ``repeated``: bodies that
     have repeats."""
 
-    repeats: Repeats
+    repeats: TracedRepeats
     prefix: str
     entered: dict[int, Node] = field(default_factory=dict)
     left: dict[int, Node] = field(default_factory=dict)

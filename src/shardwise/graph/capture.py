@@ -14,7 +14,6 @@ The module is neither changed nor copied: a module of 405B parameters on meta is
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -32,7 +31,7 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError
+from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError, warn_user
 from shardwise.graph.annotate import AnnotatedRegion, Annotation, checked_strategy, module_region
 from shardwise.graph.attention_masks import fold_masks
 from shardwise.graph.autocast import no_autocast
@@ -55,7 +54,7 @@ from shardwise.graph.normalize import normalize
 from shardwise.graph.origins import line_of
 from shardwise.graph.quiet_export import quiet_export
 from shardwise.graph.rejected import CONSTRUCTS, TRANSFORMS
-from shardwise.graph.repeats import Repeats
+from shardwise.graph.repeats import TracedRepeats
 from shardwise.graph.schema import arguments, is_random, operator_name
 from shardwise.graph.segments import Segment, announce_selective, segments_of
 from shardwise.graph.shared_memory import check_memory
@@ -272,11 +271,10 @@ def _announce_dense(graph: Graph) -> None:
     for op in graph.ops:
         if "sparse" in (call_args := arguments(op)) and call_args["sparse"]:
             where = f" ({op.source})" if op.source else ""
-            warnings.warn(
+            warn_user(
                 f"{op.module or op.name}{where} asks for a sparse gradient (sparse=True); under a plan the gradient "
                 "is dense, with the same values: use an optimizer for dense gradients",
                 CaptureWarning,
-                stacklevel=4,
             )
 
 
@@ -328,7 +326,7 @@ def _functionalized(
     inputs: tuple[InputTensor, ...],
     precision: Precision,
     transformed: str = "",
-    repeats: Repeats | None = None,
+    repeats: TracedRepeats | None = None,
 ) -> tuple[Functionalizer, tuple[Node, ...], dict[str, torch.Tensor], dict[str, str]]:
     """Return the functionalizer that emitted the program's nodes, the returned nodes, the data of the constants, and a
     map from the qualified name of a parameter, buffer or constant to its value."""
@@ -375,11 +373,10 @@ def _check_state(called: ModuleCall, inputs: tuple[InputTensor, ...], traced: Ex
             section="python-state",
         )
     if calls.kept_changing:
-        warnings.warn(
+        warn_user(
             f"forward changes Python state in every call: {calls.kept_changing}. The program of a plan is captured "
             "from the first call, so on ranks this state does not change",
             CaptureWarning,
-            stacklevel=2,
         )
 
 

@@ -32,7 +32,7 @@ from shardwise.graph.emitter import Emitter
 from shardwise.graph.ir import Arg, Op, Ref, Source, Value, map_operands
 from shardwise.graph.origins import is_initial, line_of, module_path
 from shardwise.graph.rejected import reject_unsupported
-from shardwise.graph.repeats import ENTER, LEAVE, REPEAT, Repeats
+from shardwise.graph.repeats import ENTER, LEAVE, REPEAT, TracedRepeats
 from shardwise.graph.schema import arguments, operator_name, returns_one_tensor, tensor_results, written_arguments
 from shardwise.graph.selected import Selections
 from shardwise.graph.selected_rows import has_symbols, is_size, is_symbolic
@@ -85,7 +85,7 @@ class Functionalizer:
     """
 
     def __init__(
-        self, emitter: Emitter, prefix: str, autocast: Autocast | None = None, repeats: Repeats | None = None
+        self, emitter: Emitter, prefix: str, autocast: Autocast | None = None, repeats: TracedRepeats | None = None
     ) -> None:
         self.emitter = emitter
         self.region_paths: dict[int, str] = {}
@@ -97,7 +97,7 @@ class Functionalizer:
         self._grad = True
         self._detached: dict[str, Ref] = {}
         self._casting = Casting(emitter, autocast)
-        self._bodies = Bodies(repeats or Repeats(), prefix)
+        self._bodies = Bodies(repeats or TracedRepeats(), prefix)
         self._handed_on = NodeCalls()
         self._inlining: Inlining | None = None
         self._storages: dict[int, int] = {}  # of the results of repeats

@@ -22,7 +22,6 @@ import sys
 import threading
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import CaptureError, CaptureWarning
+from shardwise.errors import CaptureError, CaptureWarning, warn_user
 from shardwise.garbage_collector import without_gc
 from shardwise.graph.change_line import Watching, watch_changes
 from shardwise.graph.code_reachability import ReachableCode
@@ -240,11 +239,10 @@ def reject_reads(reads: Sequence[ImpureRead], what: str) -> None:
             fix="pass values that change between calls as inputs; draw with torch, without generator=",
         )
     if outside := [read for read in reads if not read.what.startswith(_GENERATOR)]:
-        warnings.warn(
+        warn_user(
             f"forward reads state from outside of the model: {_described(outside)}. The program of a plan contains "
             "the values read during capture, and all ranks and steps use these",
             CaptureWarning,
-            stacklevel=2,
         )
 
 

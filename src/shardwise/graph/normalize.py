@@ -228,5 +228,9 @@ NORMALIZATIONS: dict[OpOverload, Rewrite] = by_operator(
         "native_dropout": _native_dropout,
         "bernoulli.p": _bernoulli,
         "scaled_dot_product_attention": _attention,
-    }
-) | {mark_operator._opoverload: _mark, **LOSS_NORMALIZATIONS, **RANDOM_NORMALIZATIONS, **LAYER_NORMALIZATIONS}
+    },
+    {mark_operator._opoverload: _mark},
+    LOSS_NORMALIZATIONS,
+    RANDOM_NORMALIZATIONS,
+    LAYER_NORMALIZATIONS,
+)

@@ -103,7 +103,7 @@ class _Group:
 
 
 @dataclass
-class Repeats:
+class TracedRepeats:
     """The repeats found while a model is traced. ``paths``: number of a body, or of a witness, -> path of its module;
     ``witnesses``: number of a witness -> that of its body; ``failed``: whether a witness returned something else."""
 
@@ -120,7 +120,7 @@ class Repeats:
 
 @contextmanager
 def trace_repeats_once(
-    module: nn.Module, repeats: Repeats, annotated: Collection[str], line_of: Callable[[FrameType | None], str]
+    module: nn.Module, repeats: TracedRepeats, annotated: Collection[str], line_of: Callable[[FrameType | None], str]
 ) -> Iterator[None]:
     """Trace repeated layers of ``module`` (a copy made for capture) once. ``annotated``: paths of modules whose calls
     open regions; ``line_of``: returns the user's line of a frame."""
@@ -330,7 +330,7 @@ def _modes() -> object:
 
 
 def _repeating(
-    module: nn.Module, path: str, group: _Group, repeats: Repeats, line_of: Callable[[FrameType | None], str]
+    module: nn.Module, path: str, group: _Group, repeats: TracedRepeats, line_of: Callable[[FrameType | None], str]
 ) -> Callable[..., Any]:
     original = module.forward
 
@@ -364,7 +364,7 @@ def _returned(leaf: _Leaf, operands: list[torch.Tensor], results: Iterator[torch
     return next(results) if leaf.operand is None else operands[leaf.operand]
 
 
-def _first(module: nn.Module, group: _Group, repeats: Repeats, call: _RepeatedCall) -> Any:
+def _first(module: nn.Module, group: _Group, repeats: TracedRepeats, call: _RepeatedCall) -> Any:
     """Trace the first call of a kind, and record whether others may be repeats of it."""
     number = repeats.number(call.path)
     state, modes, argument_ids = snapshot_state(module), _modes(), call.argument_ids()
@@ -392,7 +392,7 @@ def _first(module: nn.Module, group: _Group, repeats: Repeats, call: _RepeatedCa
     return result
 
 
-def _witness(kind: _Kind, repeats: Repeats, call: _RepeatedCall) -> Any:
+def _witness(kind: _Kind, repeats: TracedRepeats, call: _RepeatedCall) -> Any:
     """Trace a call that could be a repeat, to be compared with the body."""
     number = repeats.number(call.path)
     repeats.witnesses[number] = kind.body
@@ -408,7 +408,7 @@ def _leaf_key(leaf: _Leaf) -> object:
 
 
 def _traced(
-    repeats: Repeats, number: int, call: _RepeatedCall
+    repeats: TracedRepeats, number: int, call: _RepeatedCall
 ) -> tuple[Any, pytree.TreeSpec, tuple[_Leaf, ...] | None, list[torch.Tensor]]:
     """Trace a call between ``enter`` and ``leave``. Return its result, the result's leaves (None: a repeat could not
     return it), and its new tensors."""

@@ -38,10 +38,13 @@ def aten_operators(names: str) -> Iterator[OpOverload]:
         yield getattr(getattr(torch.ops.aten, packet), overload or "default")
 
 
-def by_operator(rows: Mapping[str, Entry]) -> dict[OpOverload, Entry]:
-    """Return a table by operator. ``rows``: ATen operators that have the same entry, by names -> the entry."""
+def by_operator(rows: Mapping[str, Entry], *tables: Mapping[OpOverload, Entry]) -> dict[OpOverload, Entry]:
+    """Return a table by operator. ``rows``: ATen operators that have the same entry, by names -> the entry;
+    ``tables``: further entries."""
     table = {target: entry for names, entry in rows.items() for target in aten_operators(names)}
     assert len(table) == sum(len(names.split()) for names in rows), "an operator is named twice"
+    for further in tables:
+        table |= further
     return table
 
 

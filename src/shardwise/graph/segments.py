@@ -7,7 +7,6 @@ nested segments the outermost counts, unless the inner one is treated differentl
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -20,7 +19,7 @@ import torch.fx.traceback
 import torch.utils.checkpoint
 from torch import nn
 
-from shardwise.errors import CaptureWarning, PlanWarning, ShardwiseError
+from shardwise.errors import CaptureWarning, PlanWarning, ShardwiseError, warn_user
 from shardwise.graph.ir import Op
 
 Recompute = Literal["full", "all", "cheap", "gathers", "cheap+gathers", "none"]
@@ -193,11 +192,10 @@ def _checkpoints_run(around: Callable[..., Iterator[None]]) -> Iterator[None]:
 def announce_selective(segments: Iterable[Segment]) -> None:
     """Warn about checkpoints that choose by themselves what they keep."""
     if any(segment.name == SELECTIVE for segment in segments):
-        warnings.warn(
+        warn_user(
             "a checkpoint of the model uses context_fn (selective checkpointing): under a plan all of it is "
             'recomputed; to keep more, mark its modules: sw.recompute(module, "cheap")',
             CaptureWarning,
-            stacklevel=3,
         )
 
 
@@ -206,11 +204,10 @@ def announce_kept(segments: Iterable[Segment], operators: Collection[str], recom
     be older than the mark)."""
     marked = {op for s in segments if s.how in ("full", "all") for op in s.operators}.intersection(operators)
     if marked and marked.isdisjoint(recomputed):
-        warnings.warn(
+        warn_user(
             f"the model asks to recompute {len(marked)} operators in backward (activation checkpointing), but the "
             "plan keeps all of them, so no memory is saved; call sw.plan after enabling checkpointing",
             PlanWarning,
-            stacklevel=4,
         )
 
 

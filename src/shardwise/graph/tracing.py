@@ -11,7 +11,6 @@ the region of an annotation (``regions``). Both travel as custom metadata of the
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError
+from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError, warn_user
 from shardwise.graph.annotate import AnnotatedRegion, record_annotations
 from shardwise.graph.change_line import Watching, watch_changes
 from shardwise.graph.code_reachability import ReachableCode
@@ -37,7 +36,7 @@ from shardwise.graph.impure_reads import ImpureRead, host_random_state, reads_of
 from shardwise.graph.module_state import BETWEEN_CALLS, snapshot_state
 from shardwise.graph.quiet_export import quiet_export, without_stacks
 from shardwise.graph.rejected import CONSTRUCTS, TRANSFORMS
-from shardwise.graph.repeats import Repeats, trace_repeats_once
+from shardwise.graph.repeats import TracedRepeats, trace_repeats_once
 from shardwise.graph.segments import open_segments
 from shardwise.graph.stand_ins import cumulative_averages
 from shardwise.graph.step_precision import MODELS_OWN, Precision
@@ -89,7 +88,7 @@ class ExportedCall:
     outcome: Any
     regions: tuple[AnnotatedRegion, ...]
     transformed: str
-    repeats: Repeats
+    repeats: TracedRepeats
     reads: tuple[ImpureRead, ...] = ()
 
 
@@ -258,10 +257,10 @@ def line_of_change(called: ModuleCall, changed: tuple[str, ...]) -> str:
     return lines[0] if lines else ""
 
 
-def _with_repeats(export: Callable[[Repeats], ExportedCall]) -> ExportedCall | None:
+def _with_repeats(export: Callable[[TracedRepeats], ExportedCall]) -> ExportedCall | None:
     """Export with repeated layers traced once. None if layers differ after all, or if the export fails and the repeats
     may be the cause."""
-    repeats = Repeats()
+    repeats = TracedRepeats()
     try:
         traced = export(repeats)
     except Exception:  # whatever it raises: the plain export raises it, too, or shows that the repeats were the cause
@@ -274,7 +273,7 @@ def _with_repeats(export: Callable[[Repeats], ExportedCall]) -> ExportedCall | N
 def _export(
     called: ModuleCall,
     annotated: dict[str, AnnotatedRegion],
-    repeats: Repeats | None = None,
+    repeats: TracedRepeats | None = None,
     kind: type[TracedCall] = TracedCall,
 ) -> ExportedCall:
     mode = FakeTensorMode()
@@ -308,5 +307,5 @@ def _export(
     for question in lines.asked:
         what = f"{question}: the program uses the answer of the captured call"
         fix = "pass inputs with the same strides in every call, or remove the check"
-        warnings.warn(f"{what}, whatever the strides of later inputs; {fix}", CaptureWarning, stacklevel=4)
-    return ExportedCall(program, outcomes[-1], tuple(recorder.regions), lines.transformed, repeats or Repeats())
+        warn_user(f"{what}, whatever the strides of later inputs; {fix}", CaptureWarning)
+    return ExportedCall(program, outcomes[-1], tuple(recorder.regions), lines.transformed, repeats or TracedRepeats())

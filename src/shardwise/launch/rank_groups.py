@@ -44,7 +44,7 @@ class RankGroup:
     def position(self) -> int:
         """Return this process's index in the group. Raises LaunchError if it is not a member."""
         if rank() not in self.ranks:
-            what = f"rank {rank()} is not in the group of the ranks {_dashed(self.ranks)}"
+            what = f"rank {rank()} is not in the group of the ranks {'-'.join(map(str, self.ranks))}"
             raise LaunchError(what, fix="let only members call the collectives of a group")
         return self.ranks.index(rank())
 
@@ -196,7 +196,3 @@ def _exchanges(kind: str, tensor: torch.Tensor, group: RankGroup) -> bool:
     for record in _records:
         record.append(RecordedExchange(kind, group.ranks, tensor.numel() * tensor.element_size()))
     return True
-
-
-def _dashed(ranks: Sequence[int]) -> str:
-    return "-".join(map(str, ranks))

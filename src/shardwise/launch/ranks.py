@@ -23,7 +23,7 @@ from torch.distributed import (  # type: ignore[attr-defined]  # documented, but
 )
 
 from shardwise.costs import probe
-from shardwise.errors import LaunchError, problem
+from shardwise.errors import LaunchError, name_ranks, problem
 from shardwise.hosts import listen, own_address
 from shardwise.launch.rank_environment import RankEnvironment, read_place
 from shardwise.runtime.collective_tracker import trail
@@ -207,7 +207,8 @@ def _wait_for(keys: dict[int, str], store: Store, seconds: float, notice: str = 
         if elapsed > seconds:
             return _missing(left, keys, store)
         if notice and elapsed > _NOTICE_SECONDS:
-            print(f"shardwise: rank 0 still waits for {_name(_missing(left, keys, store))}{notice}", file=sys.stderr)
+            away = name_ranks(_missing(left, keys, store))
+            print(f"shardwise: rank 0 still waits for {away}{notice}", file=sys.stderr)
             notice = ""
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_POLL_SECONDS)
@@ -221,7 +222,7 @@ def _missing(ranks: list[int], keys: dict[int, str], store: Store) -> list[int]:
 def _absence(missing: list[int], place: RankEnvironment, seconds: float) -> str:
     assert place.master is not None
     host, port = place.master
-    what = f"{_name(missing)} of {place.world_size} did not come to {host}:{port} within {seconds:g} seconds"
+    what = f"{name_ranks(missing)} of {place.world_size} did not come to {host}:{port} within {seconds:g} seconds"
     return problem(what, fix="see why in their output: they were not started, have ended, or do not reach that address")
 
 
@@ -229,12 +230,12 @@ def _difference(answers: list[bytes]) -> str:
     """Return an error text if ranks run different versions, or share a GPU under NCCL; else an empty text."""
     versions_of, gpus_of = zip(*(answer.decode().split("\n") for answer in answers), strict=True)
     if len(ranks := _by(versions_of)) > 1:
-        who = "; ".join(f"{_name(numbers)}: {versions}" for versions, numbers in ranks.items())
+        who = "; ".join(f"{name_ranks(numbers)}: {versions}" for versions, numbers in ranks.items())
         return problem(f"the ranks run different versions: {who}", fix="install the same versions on every machine")
     shared = {gpu: numbers for gpu, numbers in _by(gpus_of).items() if gpu and len(numbers) > 1}
     if not shared:
         return ""
-    who = "; ".join(f"{_name(numbers)} on {gpu}" for gpu, numbers in list(shared.items())[:_NUM_NAMED])
+    who = "; ".join(f"{name_ranks(numbers)} on {gpu}" for gpu, numbers in list(shared.items())[:_NUM_NAMED])
     return problem(
         f"NCCL needs a GPU for each rank: {who}",
         fix="start a rank per GPU, let each see its own (CUDA_VISIBLE_DEVICES), or use the backend gloo",
@@ -246,12 +247,6 @@ def _by(answers: Sequence[str]) -> dict[str, list[int]]:
     for number, answer in enumerate(answers):
         ranks.setdefault(answer, []).append(number)
     return ranks
-
-
-def _name(ranks: list[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0, 1, 4``; long lists are cut."""
-    listed = ", ".join(map(str, ranks[:_NUM_NAMED])) + ", ..." * (len(ranks) > _NUM_NAMED)
-    return f"rank{'s' * (len(ranks) > 1)} {listed}"
 
 
 def rank() -> int:

@@ -27,6 +27,16 @@ class Box:
     def numel(self) -> int:
         return prod(self.sizes)
 
+    @property
+    def rows(self) -> tuple[slice, ...]:
+        """Return the index of its elements in the global tensor."""
+        return index_of(self.offsets, self.sizes)
+
+    @property
+    def local_rows(self) -> tuple[slice, ...]:
+        """Return the index of its elements in the local tensor."""
+        return index_of(self.at, self.sizes)
+
     @staticmethod
     def whole(shape: Sequence[int]) -> Box:
         origin = (0,) * len(shape)
@@ -40,6 +50,11 @@ class Box:
             return None
         at = tuple(at + start - offset for at, start, offset in zip(self.at, starts, self.offsets, strict=True))
         return Box(starts, tuple(stop - start for start, stop in zip(starts, stops, strict=True)), at)
+
+
+def index_of(starts: Sequence[int], sizes: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of rows ``[start, start + size)`` of every dim."""
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
 def boxes(layout: Layout, coordinates: Mapping[str, int]) -> tuple[Box, ...]:

@@ -16,12 +16,12 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from shardwise.errors import LayoutError
-from shardwise.layouts.layout import Atom, Layout
+from shardwise.layouts.layout import PARTIAL_KINDS, Atom, Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.rules.rule import Dims, FactorKind, OpRule
 
 # The state of a result that lacks a factor which is split.
-REDUCTION_STATES = {"sum": "P", "max": "Pmax", "min": "Pmin", "any": "Pany"}
+REDUCTION_STATES = {kind: state for state, kind in PARTIAL_KINDS.items()}
 
 
 @dataclass(frozen=True, slots=True)

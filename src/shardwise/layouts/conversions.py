@@ -168,11 +168,12 @@ def collective_of(move: Move, itemsize: int, *, backward: bool = False) -> Colle
     """Return the collective that a move performs in forward or backward, or None."""
     if move.reverse is not None:
         return collective_of(move.reverse, itemsize, backward=not backward)
-    primitive, (before, after) = move.primitive(backward), move.ends(backward)
+    primitive = move.primitive(backward)
     if primitive not in COLLECTIVES:
         return None
     if move.cut is not None:
         return Collective("halo_exchange", move.axes, move.num_halo(backward) * itemsize)
+    before, after = move.ends(backward)
     whole = after if primitive == "all_gather" else before
     kind: str = primitive
     if primitive == "all_to_all" and num_exchanged(before, after)[1]:

@@ -23,13 +23,9 @@ class Placement:
 
     def __post_init__(self) -> None:
         if len(self.ranks) != self.mesh.num_devices:
-            raise LayoutError(
-                problem(
-                    f"{self.mesh} has {self.mesh.num_devices} devices, the placement names {len(self.ranks)} ranks: "
-                    f"{_shown(self.ranks)}",
-                    fix="list one global rank for every device of the mesh, in row-major order of its axes",
-                )
-            )
+            what = f"{self.mesh} has {self.mesh.num_devices} devices, the placement names {len(self.ranks)} ranks: "
+            fix = "list one global rank for every device of the mesh, in row-major order of its axes"
+            raise LayoutError(problem(what + _shown(self.ranks), fix=fix))
         for before, rank in pairwise((-1, *self.ranks)):
             if rank > before:
                 continue
@@ -92,12 +88,8 @@ def check_placements(placements: Sequence[Placement], num_ranks: int) -> None:
             raise LayoutError(problem(what, fix="give them the same ranks or separate ranks"))
     missing = sorted(set(range(num_ranks)).difference(stage_of))
     if missing:
-        raise LayoutError(
-            problem(
-                f"{len(missing)} of {num_ranks} ranks are in no stage: {_shown(missing)}",
-                fix="add them to the placement of a stage, or start fewer ranks",
-            )
-        )
+        what = f"{len(missing)} of {num_ranks} ranks are in no stage: {_shown(missing)}"
+        raise LayoutError(problem(what, fix="add them to the placement of a stage, or start fewer ranks"))
 
 
 def _counted(ranks: Sequence[int]) -> str:

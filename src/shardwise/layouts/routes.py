@@ -103,6 +103,7 @@ class Routes:
         self._node_of[keys] = np.arange(len(keys))
         self._prices: dict[int, Floats] = {}
         self._moves: dict[tuple[int, int], tuple[Move, ...]] = {}
+        self._nodes: dict[Layout, int | None] = {}
 
     def _allows(self, code: int, axis: int) -> bool:
         if code >= SHARDED:
@@ -162,6 +163,11 @@ class Routes:
 
     def node_of(self, layout: Layout) -> int | None:
         """Return the node of a layout, or None where an axis does not move as a whole or the atoms do not nest."""
+        if layout not in self._nodes:
+            self._nodes[layout] = self._find(layout)
+        return self._nodes[layout]
+
+    def _find(self, layout: Layout) -> int | None:
         try:
             layout = layout.canonical().refine(self.tensor.atoms)
         except LayoutError:

@@ -6,6 +6,7 @@ A wrong type is a TypeError, a wrong value a ValueError, a feature of a later ve
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import field, fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -26,6 +27,21 @@ def closest(name: str, candidates: Iterable[str]) -> str:
     return f'did you mean "{near[0]}"?' if near else f"choose from {', '.join(candidates)}"
 
 
+def of_type(name: str, value: Any, kinds: Any, fix: str) -> Any:
+    """Check for an instance of ``kinds``; True and False are no numbers."""
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise TypeError(problem(f"{name} is {value!r}, of type {type(value).__name__}", fix=fix))
+    return value
+
+
+def integer(name: str, value: Any, fix: str = "give an integer") -> int:
+    return int(of_type(name, value, int, fix))
+
+
+def number(name: str, value: Any) -> float:
+    return float(of_type(name, value, int | float, "give a number"))
+
+
 def flag(name: str, value: Any) -> bool:
     """Check for True or False."""
     if not isinstance(value, bool):
@@ -37,13 +53,11 @@ def whole(low: int, high: int) -> Check:
     """Return a check for an integer from ``low`` to ``high``."""
 
     def check(name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            fix = f"give an integer from {low} to {high}"
-            raise TypeError(problem(f"{name} is {value!r}, of type {type(value).__name__}", fix=fix))
-        if not low <= value <= high:
+        fix = f"give an integer from {low} to {high}"
+        if not low <= integer(name, value, fix) <= high:
             bound = f"smaller than {low}" if value < low else f"larger than {high}"
-            raise ValueError(problem(f"{name} is {value}, {bound}", fix=f"give an integer from {low} to {high}"))
-        return value
+            raise ValueError(problem(f"{name} is {value}, {bound}", fix=fix))
+        return int(value)
 
     return check
 
@@ -57,18 +71,14 @@ def from_on(name: str, value: Any, low: int, fix: str = "a whole number") -> int
 
 def fraction(name: str, value: Any) -> float:
     """Check for a number above 0, at most 1."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(problem(f"{name} is {value!r}, of type {type(value).__name__}", fix="give a number"))
-    if not 0 < value <= 1:
+    if not 0 < number(name, value) <= 1:
         raise ValueError(problem(f"{name} is {value}", fix="give a number above 0, at most 1"))
     return float(value)
 
 
 def text(name: str, value: Any) -> str:
     """Check for a string."""
-    if not isinstance(value, str):
-        raise TypeError(problem(f"{name} is {value!r}, of type {type(value).__name__}", fix="give a string"))
-    return value
+    return str(of_type(name, value, str, "give a string"))
 
 
 def one_of(*known: str) -> Check:
@@ -122,6 +132,13 @@ def idle(inner: Check, default: Any, why: str) -> Check:
     return check
 
 
+def unknown_words(settings: dict[str, Any], *known: str) -> None:
+    """Raise TypeError for settings other than the known ones, which have no effect here."""
+    for name in settings:
+        if name not in known:
+            raise TypeError(problem(f"there is no setting {name!r}", fix=closest(name, known)))
+
+
 def known_name(name: str, names: Iterable[str], where: str) -> None:
     """Raise ValueError unless ``where`` has an option of this name."""
     names = tuple(names)
@@ -140,3 +157,16 @@ def entries(checks: dict[str, Check], defaults: dict[str, Any] | None = None) ->
         return {**(defaults or {}), **{key: checks[key](f"{name}[{key!r}]", entry) for key, entry in value.items()}}
 
     return check
+
+
+def option(default: Any, check: Check) -> Any:
+    """Return a field of a dataclass of options: its default and its check."""
+    metadata = {"check": check}
+    if isinstance(default, dict):
+        return field(default_factory=default.copy, hash=False, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def checks_of(options: Any) -> dict[str, Check]:
+    """Return the checks of a dataclass of options by name."""
+    return {entry.name: entry.metadata["check"] for entry in fields(options) if "check" in entry.metadata}

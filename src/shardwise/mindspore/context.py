@@ -14,40 +14,13 @@ from typing import Any
 import torch
 
 from shardwise.errors import problem
-from shardwise.mindspore.checks import Check, flag, known_name, one_of, text, whole
+from shardwise.mindspore.checks import checks_of, flag, known_name, one_of, option, text, whole
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.options import ALGO_CHECKS, ALIASES, CHECKS, AlgoParameters, Options, ParallelMode
 
 GRAPH_MODE, PYNATIVE_MODE = 0, 1
 GIGABYTE = 2**30
 MACHINE = "machine"  # topic of the note that this machine differs from the program's target
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Settings of ``set_context``. Both modes behave the same: split cells are captured, other cells run eagerly.
-
-    ``save_graphs``: 0 (False) to 3; from 1 (True) on the printed programs are written to ``save_graphs_path``.
-    """
-
-    mode: int = GRAPH_MODE
-    device_target: str = ""
-    device_id: int = 0
-    save_graphs: int = 0
-    save_graphs_path: str = "."
-    max_device_memory: str = "1024GB"
-
-    @property
-    def device_type(self) -> str:
-        """Return the type of the device that the program uses, "cuda" or "cpu" (any accelerator is a GPU here)."""
-        return "cuda" if self.device_target != "CPU" and torch.cuda.is_available() else "cpu"
-
-    @property
-    def device_bytes(self) -> int | None:
-        """Return the memory that a plan may use on each device, in bytes. None unless the program has limited it."""
-        if self.max_device_memory == Settings().max_device_memory:
-            return None
-        return round(float(self.max_device_memory.removesuffix("GB")) * GIGABYTE)
 
 
 def _mode(name: str, value: Any) -> int:
@@ -66,14 +39,34 @@ def _memory(name: str, value: Any) -> str:
     return str(value)
 
 
-_SETTINGS: dict[str, Check] = {
-    "mode": _mode,
-    "device_target": one_of("Ascend", "GPU", "CPU"),
-    "device_id": whole(0, 4095),
-    "save_graphs": _save_graphs,
-    "save_graphs_path": text,
-    "max_device_memory": _memory,
-}
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of ``set_context``. Both modes behave the same: split cells are captured, other cells run eagerly.
+
+    ``save_graphs``: 0 (False) to 3; from 1 (True) on the printed programs are written to ``save_graphs_path``.
+    """
+
+    mode: int = option(GRAPH_MODE, _mode)
+    device_target: str = option("", one_of("Ascend", "GPU", "CPU"))
+    device_id: int = option(0, whole(0, 4095))
+    save_graphs: int = option(0, _save_graphs)
+    save_graphs_path: str = option(".", text)
+    max_device_memory: str = option("1024GB", _memory)
+
+    @property
+    def device_type(self) -> str:
+        """Return the type of the device that the program uses, "cuda" or "cpu" (any accelerator is a GPU here)."""
+        return "cuda" if self.device_target != "CPU" and torch.cuda.is_available() else "cpu"
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Return the memory that a plan may use on each device, in bytes. None unless the program has limited it."""
+        if self.max_device_memory == Settings().max_device_memory:
+            return None
+        return round(float(self.max_device_memory.removesuffix("GB")) * GIGABYTE)
+
+
+_SETTINGS = checks_of(Settings)
 _IS_TORCHS = "torch decides that here"
 # Settings of the reference without effect here, and the reasons. In the reference they change no result either.
 _IDLE: dict[str, str] = {

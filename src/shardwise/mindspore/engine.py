@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 import shardwise as sw
 from shardwise.errors import problem
-from shardwise.mindspore import context, staged
+from shardwise.mindspore import context, ir, staged
 from shardwise.mindspore.calls import inside, is_split
 from shardwise.mindspore.common.seed import data_seed
 from shardwise.mindspore.holding import (
@@ -34,9 +34,8 @@ from shardwise.mindspore.holding import (
     whole_shape,
     with_whole_parameters,
 )
-from shardwise.mindspore.library import Layout, from_rank_zero, leaf_name, ranks, shard
+from shardwise.mindspore.library import Atom, Layout, from_rank_zero, leaf_name, ranks, shard
 from shardwise.mindspore.notes import note
-from shardwise.mindspore.own_rows import own_rows, rows_of
 from shardwise.mindspore.planning import (
     be_buffers,
     changed_parameters,
@@ -45,7 +44,7 @@ from shardwise.mindspore.planning import (
     host_parameters,
     whole_copy,
 )
-from shardwise.mindspore.storage import copied_axes
+from shardwise.mindspore.storage import copied_axes, save_group
 from shardwise.mindspore.tensor import as_ours, plain
 
 
@@ -79,7 +78,7 @@ def call(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return pytree.tree_map(as_ours, _of_computed(cell, args, kwargs))
     split, result = run(cell, args, kwargs)
     if split.local and not split.par.plan.is_pipeline:
-        result = pytree.tree_map(partial(own_rows, rows=rows_of(split.par)), result)
+        result = pytree.tree_map(partial(_own_rows, rows=_rows_of(split.par)), result)
     return pytree.tree_map(as_ours, result)
 
 
@@ -139,8 +138,6 @@ def run(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], scale: f
             return split, staged.loss_of(split.par, args, micro_size, scale)
         result = split.par(*args, **kwargs)
     if context.settings().save_graphs and split.written < len(split.par.compiled):
-        from shardwise.mindspore import ir
-
         split.written = len(split.par.compiled)
         ir.save(cell, split.par)
     return split, result
@@ -225,8 +222,6 @@ def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
     if save := options.strategy_ckpt_save_file if cell.training else "":
         _save(plan, Path(save))
     if groups := options.group_ckpt_save_file or ranks.group_file():
-        from shardwise.mindspore.train.transforms import save_group
-
         save_group(plan, dist.get_rank(), groups)
     local = bool(counts)
     par = sw.parallelize(
@@ -242,7 +237,6 @@ def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
 
 
 def _save(plan: sw.Plan, path: Path) -> None:
-    """Write the plan to each rank's file. The file may be the same for all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rank_file = path.with_name(f"{path.name}.{dist.get_rank()}")
     plan.save(rank_file)
@@ -250,7 +244,6 @@ def _save(plan: sw.Plan, path: Path) -> None:
 
 
 def _named(cell: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by all of their names."""
     return {**dict(cell.named_parameters(remove_duplicate=False)), **dict(cell.named_buffers(remove_duplicate=False))}
 
 
@@ -298,3 +291,54 @@ def _install(par: sw.Parallel, cell: nn.Module) -> None:
                 own_table[leaf] = tensor
             else:  # a buffer in the program: share the memory
                 program_tensors[alias].data = part
+
+
+# -- rows of a batch that each rank is given --------------------------------------------------------------------------
+
+
+def _rows_of(par: sw.Parallel) -> list[tuple[int, int]]:
+    """Return each rank's rows (start, stop) of the whole batch. Empty: all ranks are given all of them."""
+    plan = par.plan
+    fed = [plan.layouts[entry.name] for entry in plan.inputs if entry.shape]
+    if not fed:
+        return []
+    batch = max(input_entry.shape[0] for input_entry in par.latest.inputs if input_entry.shape)
+    axes = [axis for atom in fed[0].dims[0] for axis in atom.axes]
+    return _parts(Layout(plan.mesh, ((Atom(batch, tuple(axes)),),))) if axes else []
+
+
+@lru_cache(maxsize=64)
+def _parts(layout: Layout) -> list[tuple[int, int]]:
+    numbers = torch.arange(layout.shape[0])
+    parts = [shard(numbers, layout, layout.mesh.coordinates(rank)) for rank in range(layout.mesh.num_devices)]
+    return [(int(part[0]), int(part[-1]) + 1) for part in parts]
+
+
+def _own_rows(x: Any, rows: list[tuple[int, int]]) -> Any:
+    if not rows or not isinstance(x, torch.Tensor) or not x.dim() or x.shape[0] != max(stop for _, stop in rows):
+        return x
+    apply: Any = _Rows.apply
+    return apply(x, rows)
+
+
+class _Rows(torch.autograd.Function):
+    """Slice of this rank's rows. Its gradient is all-gathered, since all ranks hold the whole tensor.
+
+    Every rank differentiates a loss of its rows, so the gradient is that of the sum of these losses, or of their mean
+    with ``gradients_mean``.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, rows: list[tuple[int, int]]) -> torch.Tensor:
+        ctx.rows, ctx.shape = rows, whole.shape
+        start, stop = rows[dist.get_rank()]
+        return whole[start:stop].clone()
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> tuple[torch.Tensor, None]:
+        parts = [torch.empty_like(cotangent) for _ in ctx.rows]
+        dist.all_gather(parts, cotangent.contiguous())
+        whole = cotangent.new_zeros(ctx.shape)
+        for (start, stop), part in zip(ctx.rows, parts, strict=True):
+            whole[start:stop] = part
+        return whole / len(set(ctx.rows)) if context.options().gradients_mean else whole, None

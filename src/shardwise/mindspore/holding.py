@@ -29,7 +29,6 @@ class Held:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the whole parameter."""
         return tuple(self.layout.shape)
 
     @property
@@ -38,7 +37,6 @@ class Held:
         return bool(self.layout.positions) or len(self.ranks) < rank_groups.all_ranks_group().size
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the mesh coordinates of a rank."""
         return dict(self.layout.mesh.coordinates(self.ranks.index(rank)))
 
 

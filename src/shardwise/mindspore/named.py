@@ -9,11 +9,12 @@ from __future__ import annotations
 import inspect
 import sys
 from ast import literal_eval
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import wraps
 from importlib import import_module
 from importlib.util import find_spec
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardwise.errors import page, problem
@@ -119,15 +120,17 @@ class WithSettings:
         return {name: getattr(self, name) for name in type(self).settings}
 
 
-def classes_of(table: dict[str, Function], base: type[Any], module: str, **body: Any) -> dict[str, type[Any]]:
+def classes_of(table: Mapping[str, Any], base: type[Any], module: str, **body: Any) -> dict[str, type[Any]]:
     """Return a class per function of a table, derived from ``base``, with the function as ``function`` and its
-    settings."""
+    settings. An entry is a function, or the class's documentation and a function. (A function may have its own.)"""
 
-    def make_class(name: str, function: Function) -> type[Any]:
-        about = {"__module__": module, "__doc__": f"The reference's {name}.", "function": staticmethod(function)}
+    def make_class(name: str, entry: Any) -> type[Any]:
+        own = entry.__doc__ if isinstance(entry, FunctionType) else None
+        doc, function = entry if isinstance(entry, tuple) else (own or f"The reference's {name}.", entry)
+        about = {"__module__": module, "__doc__": doc, "function": staticmethod(function)}
         return type(name, (base,), {**about, **body}, **settings_of(function))
 
-    return {name: make_class(name, function) for name, function in table.items()}
+    return {name: make_class(name, entry) for name, entry in table.items()}
 
 
 def translated(name: str, function: Function) -> Function:

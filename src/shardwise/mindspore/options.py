@@ -6,7 +6,7 @@ An option either works, or accepts only its default (``later``: not yet supporte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -14,6 +14,7 @@ from shardwise import Zero, rank, world_size
 from shardwise.errors import problem
 from shardwise.mindspore.checks import (
     Check,
+    checks_of,
     closest,
     entries,
     flag,
@@ -22,6 +23,7 @@ from shardwise.mindspore.checks import (
     later,
     meaningless,
     one_of,
+    option,
     text,
     whole,
 )
@@ -39,7 +41,7 @@ OPTIMIZER_CONFIG = {
     "optimizer_weight_shard_size": -1,
     "optimizer_level": "level1",
 }
-CKPT_CONFIG = {"load_file": "", "save_file": "", "only_trainable_params": True}
+CKPT_CONFIG = {"load_file": "", "save_file": "", "only_trainable_params": True}  # a plan contains both
 
 
 class _Modes(type):
@@ -61,6 +63,62 @@ class ParallelMode(metaclass=_Modes):
     MODE_LIST = (STAND_ALONE, DATA_PARALLEL, HYBRID_PARALLEL, SEMI_AUTO_PARALLEL, AUTO_PARALLEL)
 
 
+def _dataset_strategy(name: str, value: Any) -> DatasetStrategy:
+    if isinstance(value, str):
+        return str(one_of(DATA_PARALLEL, FULL_BATCH)(name, value))
+    if not isinstance(value, Sequence) or not all(isinstance(counts, Sequence) for counts in value):
+        fix = 'give "data_parallel", "full_batch" or a tuple for every input, ((8, 1), (8,))'
+        raise TypeError(problem(f"{name} is {value!r}", fix=fix))
+    count = whole(1, 4096)
+    return tuple(
+        tuple(count(f"{name}[{i}][{d}]", number) for d, number in enumerate(counts)) for i, counts in enumerate(value)
+    )
+
+
+def _indices(name: str, value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple):
+        raise TypeError(problem(f"{name} is {value!r}", fix="give a list of indices, [20, 35]"))
+    checked = tuple(whole(0, 2**31)(f"{name}[{i}]", index) for i, index in enumerate(value))
+    if list(checked) != sorted(set(checked)):
+        raise ValueError(problem(f"{name} is {value!r}, whose indices do not ascend", fix="give each once, in order"))
+    return checked
+
+
+def _fusion(name: str, value: Any) -> dict[str, Any]:
+    """Check one entry of comm_fusion: {"mode": "auto" | "size" | "index", "config": None, MiB or indices}."""
+    setting = entries({"mode": one_of("auto", "size", "index"), "config": lambda _, setting_of_mode: setting_of_mode})(
+        name, value
+    )
+    mode, config = setting.get("mode", "auto"), setting.get("config")
+    if mode == "auto":
+        if config is not None:
+            raise ValueError(problem(f'{name} has the mode "auto" and the config {config!r}', fix="leave config None"))
+        return {"mode": mode}
+    check: Check = whole(0, 2**20) if mode == "size" else _indices
+    return {"mode": mode, "config": check(f"{name}['config']", config)}
+
+
+def _scheduler(name: str, value: Any) -> str:
+    """Check the name of a schedule. Schedules over parts of sequences are refused."""
+    if value in ("seqpipe", "seqvpp", "seqsmartvpp"):
+        what = f"{name}={value!r}: there are no schedules over parts of a sequence"
+        raise NotImplementedError(problem(what, fix='"gpipe", "1f1b" or "zero_bubble_v"'))
+    return str(one_of("gpipe", "1f1b", "zero_bubble_v")(name, value))
+
+
+def _follow(name: str, value: Any) -> bool:
+    """Keep the value, with a note: elementwise operators follow their neighbours unless that costs more."""
+    if flag(name, value):
+        note(
+            "elementwise_op_strategy_follow=True: elementwise operators without a strategy follow their neighbours "
+            "here unless the search finds another split cheaper"
+        )
+    return bool(value)
+
+
+_LATER_NORMS = "norms of every rank's own gradients follow"
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """All options of ``set_auto_parallel_context``. ``names_set``: those that the program has set.
@@ -69,36 +127,66 @@ class Options:
     split. ``enable_alltoall`` is True here (the reference: False): an all-to-all moves less than gathering and slicing.
     """
 
-    device_num: int = 1
-    global_rank: int = 0
-    gradients_mean: bool = False
-    gradient_fp32_sync: bool = True
-    loss_repeated_mean: bool = True
-    parallel_mode: str = ParallelMode.STAND_ALONE
-    search_mode: str = "recursive_programming"
-    parameter_broadcast: bool = False
-    strategy_ckpt_load_file: str = ""
-    strategy_ckpt_save_file: str = ""
-    full_batch: bool = False
-    dataset_strategy: DatasetStrategy = DATA_PARALLEL
-    enable_parallel_optimizer: bool = False
-    force_fp32_communication: bool = False
-    enable_alltoall: bool = True
-    all_reduce_fusion_config: tuple[int, ...] = ()
-    pipeline_stages: int = 1
-    pipeline_segments: int = 1
-    pipeline_result_broadcast: bool = False
-    pipeline_config: dict[str, Any] = field(default_factory=PIPELINE_CONFIG.copy, hash=False)
-    parallel_optimizer_config: dict[str, Any] = field(default_factory=OPTIMIZER_CONFIG.copy, hash=False)
-    comm_fusion: dict[str, Any] = field(default_factory=dict, hash=False)
-    strategy_ckpt_config: dict[str, Any] = field(default_factory=CKPT_CONFIG.copy, hash=False)
-    group_ckpt_save_file: str = ""
-    auto_pipeline: bool = False
-    dump_local_norm: bool = False
-    dump_local_norm_path: str = ""
-    dump_device_local_norm: bool = False
-    grad_accumulation_step: int = 1
-    strict: bool = True
+    device_num: int = option(1, whole(1, 4096))
+    global_rank: int = option(0, whole(0, 4095))
+    gradients_mean: bool = option(False, flag)
+    gradient_fp32_sync: bool = option(True, flag)
+    loss_repeated_mean: bool = option(
+        True, meaningless(flag, True, "a loss that several ranks hold is one loss, and its gradient is counted once")
+    )
+    parallel_mode: str = option(ParallelMode.STAND_ALONE, one_of(*ParallelMode.MODE_LIST))
+    search_mode: str = option(
+        "recursive_programming", one_of("sharding_propagation", "dynamic_programming", "recursive_programming")
+    )
+    parameter_broadcast: bool = option(False, flag)
+    strategy_ckpt_load_file: str = option("", text)
+    strategy_ckpt_save_file: str = option("", text)
+    full_batch: bool = option(False, flag)
+    dataset_strategy: DatasetStrategy = option(DATA_PARALLEL, _dataset_strategy)
+    enable_parallel_optimizer: bool = option(False, flag)
+    force_fp32_communication: bool = option(False, flag)
+    enable_alltoall: bool = option(
+        True, idle(flag, True, "an all-to-all moves less than gathering and slicing, on every machine")
+    )
+    all_reduce_fusion_config: tuple[int, ...] = option((), _indices)
+    pipeline_stages: int = option(1, whole(1, 4096))
+    pipeline_segments: int = option(
+        1,
+        meaningless(
+            whole(1, 4096),
+            1,
+            "cell.pipeline_segment, with pipeline_interleave, sets which of two segments a cell is in",
+        ),
+    )
+    pipeline_result_broadcast: bool = option(False, flag)
+    pipeline_config: dict[str, Any] = option(
+        PIPELINE_CONFIG, entries({"pipeline_interleave": flag, "pipeline_scheduler": _scheduler}, PIPELINE_CONFIG)
+    )
+    parallel_optimizer_config: dict[str, Any] = option(
+        OPTIMIZER_CONFIG,
+        entries(
+            {
+                "gradient_accumulation_shard": flag,
+                "parallel_optimizer_threshold": whole(0, 2**31),
+                "optimizer_weight_shard_size": whole(-1, 4096),
+                "optimizer_level": one_of("level1", "level2", "level3"),
+            },
+            OPTIMIZER_CONFIG,
+        ),
+    )
+    comm_fusion: dict[str, Any] = option(
+        {}, entries({"openstate": flag, "allreduce": _fusion, "allgather": _fusion, "reducescatter": _fusion})
+    )
+    strategy_ckpt_config: dict[str, Any] = option(
+        CKPT_CONFIG, entries({"load_file": text, "save_file": text, "only_trainable_params": flag}, CKPT_CONFIG)
+    )
+    group_ckpt_save_file: str = option("", text)
+    auto_pipeline: bool = option(False, flag)
+    dump_local_norm: bool = option(False, later(flag, False, _LATER_NORMS))
+    dump_local_norm_path: str = option("", later(text, "", _LATER_NORMS))
+    dump_device_local_norm: bool = option(False, later(flag, False, _LATER_NORMS))
+    grad_accumulation_step: int = option(1, later(whole(1, 2**31), 1, "accumulated gradients follow"))
+    strict: bool = option(True, flag)
     names_set: frozenset[str] = frozenset()
 
     @property
@@ -214,103 +302,7 @@ def _check_slices(strategy: tuple[tuple[int, ...], ...], strict: bool) -> None:
         raise ValueError(problem(what, fix=f"split input {largest} into {max(slices)} slices as well"))
 
 
-def _dataset_strategy(name: str, value: Any) -> DatasetStrategy:
-    if isinstance(value, str):
-        return str(one_of(DATA_PARALLEL, FULL_BATCH)(name, value))
-    if not isinstance(value, Sequence) or not all(isinstance(counts, Sequence) for counts in value):
-        fix = 'give "data_parallel", "full_batch" or a tuple for every input, ((8, 1), (8,))'
-        raise TypeError(problem(f"{name} is {value!r}", fix=fix))
-    count = whole(1, 4096)
-    return tuple(
-        tuple(count(f"{name}[{i}][{d}]", number) for d, number in enumerate(counts)) for i, counts in enumerate(value)
-    )
-
-
-def _indices(name: str, value: Any) -> tuple[int, ...]:
-    """Check for ascending positions in the list of gradients."""
-    if not isinstance(value, list | tuple):
-        raise TypeError(problem(f"{name} is {value!r}", fix="give a list of indices, [20, 35]"))
-    checked = tuple(whole(0, 2**31)(f"{name}[{i}]", index) for i, index in enumerate(value))
-    if list(checked) != sorted(set(checked)):
-        raise ValueError(problem(f"{name} is {value!r}, whose indices do not ascend", fix="give each once, in order"))
-    return checked
-
-
-def _fusion(name: str, value: Any) -> dict[str, Any]:
-    """Check one entry of comm_fusion: {"mode": "auto" | "size" | "index", "config": None, MiB or indices}."""
-    setting = entries({"mode": one_of("auto", "size", "index"), "config": lambda _, setting_of_mode: setting_of_mode})(
-        name, value
-    )
-    mode, config = setting.get("mode", "auto"), setting.get("config")
-    if mode == "auto":
-        if config is not None:
-            raise ValueError(problem(f'{name} has the mode "auto" and the config {config!r}', fix="leave config None"))
-        return {"mode": mode}
-    check: Check = whole(0, 2**20) if mode == "size" else _indices
-    return {"mode": mode, "config": check(f"{name}['config']", config)}
-
-
-def _scheduler(name: str, value: Any) -> str:
-    """Check the name of a schedule. Schedules over parts of sequences are refused."""
-    if value in ("seqpipe", "seqvpp", "seqsmartvpp"):
-        what = f"{name}={value!r}: there are no schedules over parts of a sequence"
-        raise NotImplementedError(problem(what, fix='"gpipe", "1f1b" or "zero_bubble_v"'))
-    return str(one_of("gpipe", "1f1b", "zero_bubble_v")(name, value))
-
-
-_LATER_NORMS = "norms of every rank's own gradients follow"
-
-CHECKS: dict[str, Check] = {
-    "device_num": whole(1, 4096),
-    "global_rank": whole(0, 4095),
-    "gradients_mean": flag,
-    "gradient_fp32_sync": flag,
-    "loss_repeated_mean": meaningless(
-        flag, True, "a loss that several ranks hold is one loss, and its gradient is counted once"
-    ),
-    "parallel_mode": one_of(*ParallelMode.MODE_LIST),
-    "search_mode": one_of("sharding_propagation", "dynamic_programming", "recursive_programming"),
-    "parameter_broadcast": flag,
-    "strategy_ckpt_load_file": text,
-    "strategy_ckpt_save_file": text,
-    "full_batch": flag,
-    "dataset_strategy": _dataset_strategy,
-    "enable_parallel_optimizer": flag,
-    "force_fp32_communication": flag,
-    "enable_alltoall": idle(flag, True, "an all-to-all moves less than gathering and slicing, on every machine"),
-    "all_reduce_fusion_config": _indices,
-    "pipeline_stages": whole(1, 4096),
-    "pipeline_segments": meaningless(
-        whole(1, 4096), 1, "cell.pipeline_segment, with pipeline_interleave, sets which of two segments a cell is in"
-    ),
-    "pipeline_result_broadcast": flag,
-    "pipeline_config": entries({"pipeline_interleave": flag, "pipeline_scheduler": _scheduler}, PIPELINE_CONFIG),
-    "parallel_optimizer_config": entries(
-        {
-            "gradient_accumulation_shard": flag,
-            "parallel_optimizer_threshold": whole(0, 2**31),
-            "optimizer_weight_shard_size": whole(-1, 4096),
-            "optimizer_level": one_of("level1", "level2", "level3"),
-        },
-        OPTIMIZER_CONFIG,
-    ),
-    "comm_fusion": entries({"openstate": flag, "allreduce": _fusion, "allgather": _fusion, "reducescatter": _fusion}),
-    "strategy_ckpt_config": entries(
-        {
-            "load_file": text,
-            "save_file": text,
-            "only_trainable_params": flag,  # a plan contains both
-        },
-        CKPT_CONFIG,
-    ),
-    "group_ckpt_save_file": text,
-    "auto_pipeline": flag,
-    "dump_local_norm": later(flag, False, _LATER_NORMS),
-    "dump_local_norm_path": later(text, "", _LATER_NORMS),
-    "dump_device_local_norm": later(flag, False, _LATER_NORMS),
-    "grad_accumulation_step": later(whole(1, 2**31), 1, "accumulated gradients follow"),
-    "strict": flag,
-}
+CHECKS = checks_of(Options)
 ALIASES = {"auto_parallel_search_mode": "search_mode"}
 
 
@@ -319,29 +311,18 @@ class AlgoParameters:
     """Parameters of ``set_algo_parameters`` for the searches. The reference's switches have one setting here. The two
     numbers are kept without effect, as in the reference while their switches are off."""
 
-    fully_use_devices: bool = True
-    elementwise_op_strategy_follow: bool = False
-    enable_algo_approxi: bool = False
-    algo_approxi_epsilon: float = 0.1
-    tensor_slice_align_enable: bool = False
-    tensor_slice_align_size: int = 16
+    fully_use_devices: bool = option(
+        True, idle(flag, True, "the search prices splits over all devices and over fewer of them")
+    )
+    elementwise_op_strategy_follow: bool = option(False, _follow)
+    enable_algo_approxi: bool = option(
+        False, idle(flag, False, "the search keeps all candidates that may be best; a plan has its gap")
+    )
+    algo_approxi_epsilon: float = option(0.1, fraction)
+    tensor_slice_align_enable: bool = option(
+        False, idle(flag, False, "no device here computes in units of one slice size")
+    )
+    tensor_slice_align_size: int = option(16, whole(1, 1024))
 
 
-def _follow(name: str, value: Any) -> bool:
-    """Keep the value, with a note: elementwise operators follow their neighbours unless that costs more."""
-    if flag(name, value):
-        note(
-            "elementwise_op_strategy_follow=True: elementwise operators without a strategy follow their neighbours "
-            "here unless the search finds another split cheaper"
-        )
-    return bool(value)
-
-
-ALGO_CHECKS: dict[str, Check] = {
-    "fully_use_devices": idle(flag, True, "the search prices splits over all devices and over fewer of them"),
-    "elementwise_op_strategy_follow": _follow,
-    "enable_algo_approxi": idle(flag, False, "the search keeps all candidates that may be best; a plan has its gap"),
-    "algo_approxi_epsilon": fraction,
-    "tensor_slice_align_enable": idle(flag, False, "no device here computes in units of one slice size"),
-    "tensor_slice_align_size": whole(1, 1024),
-}
+ALGO_CHECKS = checks_of(AlgoParameters)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 import torch
 
-from shardwise.mindspore.amp import all_finite
+from shardwise.mindspore.loss_scale import all_finite
 
 _state = {"watched": False, "overflowed": False}  # of this process, like the register of a device
 

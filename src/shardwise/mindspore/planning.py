@@ -21,6 +21,7 @@ from shardwise.mindspore.calls import inside
 from shardwise.mindspore.holding import holding_of, whole_shape
 from shardwise.mindspore.layout import AXIS
 from shardwise.mindspore.library import capture, format_layout, leaf_name
+from shardwise.mindspore.ops.primitive import Primitive, host_operands
 from shardwise.mindspore.options import Options
 from shardwise.mindspore.storage import parameter_plans, shard_axes
 
@@ -38,13 +39,9 @@ def planned(cell: nn.Module, args: tuple[Any, ...], **kwargs: Any) -> sw.Plan:
 
 
 def decided(
-    cell: nn.Module,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    counts: dict[str, tuple[int, ...]],
-    options: Options,
-) -> sw.Plan:
+    cell: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+    counts: dict[str, tuple[int, ...]], options: Options,
+) -> sw.Plan:  # fmt: skip
     """Return the plan of a cell. For training ``strategy_ckpt_load_file`` takes precedence."""
     load = options.strategy_ckpt_load_file if cell.training else ""
     if options.fusion_cuts:
@@ -58,13 +55,9 @@ def decided(
 
 
 def plan_by_context(
-    cell: nn.Module,
-    model: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    counts: dict[str, tuple[int, ...]],
-    options: Options,
-) -> sw.Plan:
+    cell: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
+    counts: dict[str, tuple[int, ...]], options: Options,
+) -> sw.Plan:  # fmt: skip
     """Plan a cell in the mode of the context."""
     strategies = _has_strategies(model)
     auto = options.parallel_mode == context.ParallelMode.AUTO_PARALLEL
@@ -125,7 +118,6 @@ def fed_counts(options: Options, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def _has_strategies(model: nn.Module) -> bool:
-    """Return whether a primitive, or an argument of ``ms.shard``, has a strategy."""
     objects = (candidate for module in model.modules() for candidate in (module, *vars(module).values()))
     return any(getattr(candidate, "in_strategy", None) for candidate in primitives(model)) or any(
         hasattr(candidate, STRATEGIES) for candidate in objects
@@ -134,16 +126,12 @@ def _has_strategies(model: nn.Module) -> bool:
 
 def primitives(module: nn.Module) -> Iterator[Any]:
     """Yield all primitives that the cells of a module hold."""
-    from shardwise.mindspore.ops.primitive import Primitive
-
     for submodule in module.modules():
         yield from (value for value in vars(submodule).values() if isinstance(value, Primitive))
 
 
 def host_parameters(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, ...]:
     """Return the parameters that operators with ``primitive_target`` "CPU" read, found by a call on the meta device."""
-    from shardwise.mindspore.ops.primitive import host_operands
-
     if not any(operator.attrs.get("primitive_target") == "CPU" for operator in primitives(model)):
         return ()
     with inside(), torch.no_grad(), host_operands() as tensors:

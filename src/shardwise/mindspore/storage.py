@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -9,7 +11,9 @@ from torch import nn
 from shardwise import Plan
 from shardwise.errors import problem
 from shardwise.mindspore.checks import closest
-from shardwise.mindspore.library import parse_layout
+from shardwise.mindspore.holding import Held
+from shardwise.mindspore.library import Box, boxes, parse_layout
+from shardwise.mindspore.parameter_names import unwrapped
 
 PARAMETERS = "_shardwise_parameter_plan"  # the attribute that holds ms.shard's parameter_plan
 
@@ -51,3 +55,28 @@ def parameter_plans(cell: nn.Module) -> dict[str, Any]:
                     raise ValueError(problem(f"parameter_plan names {key!r}", fix=closest(path, named)))
                 counts_by_name |= dict.fromkeys(names, counts)
     return counts_by_name
+
+
+def held_by(plan: Plan) -> dict[str, Held]:
+    """Return the distribution of each parameter and buffer of a plan by its path in the network."""
+    return {
+        unwrapped(entry.name): Held(stage.layouts[entry.name], stage.placement.ranks)
+        for stage in reversed(plan.stages)
+        for entry in (*stage.parameters, *stage.buffers)
+    }
+
+
+def boxes_of(holding: Held | None, rank: int, like: Held) -> tuple[Box, ...]:
+    """Return a rank's boxes of a parameter. Without a distribution it is the whole parameter."""
+    if holding is None:
+        return (Box.whole(like.shape),)
+    return boxes(holding.layout, holding.coordinates(rank)) if rank in holding.ranks else ()
+
+
+def save_group(plan: Plan, rank: int, file: str) -> None:
+    """Write the ranks with the same parts as this one, whose checkpoints can replace its own if that is lost."""
+    holdings = held_by(plan).values()
+    parts = {other: [boxes_of(holding, other, holding) for holding in holdings] for stage in plan.stages
+             for other in stage.placement.ranks}  # fmt: skip
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    Path(file).write_text(json.dumps([other for other in sorted(parts) if parts[other] == parts[rank]]))

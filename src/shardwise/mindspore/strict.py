@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardwise.errors import LayoutError, problem
 
-if TYPE_CHECKING:
-    from shardwise.mindspore.ops.primitive import Primitive, Shapes, Strategy
+Strategy = tuple[tuple[int, ...], ...]
+Shapes = tuple[tuple[int, ...], ...]
+Primitive = Any  # ops.primitive.Primitive, which calls these checks
 
 
 class StrategyError(LayoutError, RuntimeError):

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.errors import problem
 from shardwise.mindspore.holding import holding_of
-from shardwise.mindspore.tensor_methods import METHODS, by_caller, dtype_of
+from shardwise.mindspore.tensor_methods import CALLED, METHODS, by_caller, dtype_of
 
 
 class _Kind(type(torch.Tensor)):  # type: ignore[misc]  # mypy cannot name this base
@@ -42,9 +42,7 @@ class Tensor(torch.Tensor, metaclass=_Kind):
         if input_data is None:
             data = torch.zeros(tuple(shape or ()), dtype=dtype or torch.float32)
             if init is not None:
-                from shardwise.mindspore.common.initializer import initializer
-
-                data = initializer(init, tuple(shape or ()), data.dtype)
+                data = CALLED["initializer"](init, tuple(shape or ()), data.dtype)
         else:
             data = as_torch(input_data, dtype)
         return data if torch.compiler.is_exporting() else data.as_subclass(cls)  # type: ignore[return-value]
@@ -126,24 +124,17 @@ class Parameter(nn.Parameter):
     ``p[0] = 1``) are not differentiated."""
 
     def _copied(self, init: Any = "same") -> Parameter:
-        """Return a copy of the parameter, initialised by ``init`` if it is not "same"."""
         copied = copy.deepcopy(self)
         if init != "same":
-            from shardwise.mindspore.common.initializer import initializer
-
-            copied.data.copy_(initializer(init, tuple(self.shape), self.dtype))
+            copied.data.copy_(CALLED["initializer"](init, tuple(self.shape), self.dtype))
         return copied
 
     vars().update(by_caller(Tensor, _copied))
 
     def __new__(
-        cls,
-        default_input: Any,
-        name: str | None = None,
-        requires_grad: bool = True,
-        layerwise_parallel: bool = False,
+        cls, default_input: Any, name: str | None = None, requires_grad: bool = True, layerwise_parallel: bool = False,
         parallel_optimizer: bool = True,
-    ) -> Parameter:
+    ) -> Parameter:  # fmt: skip
         data = as_torch(default_input)
         data = data.clone() if isinstance(default_input, torch.Tensor) else data  # the caller's tensor stays unchanged
         if requires_grad and not data.is_floating_point():

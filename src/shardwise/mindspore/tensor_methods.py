@@ -23,6 +23,8 @@ from shardwise.mindspore.checks import closest
 WORDS = frozenset(("dim", "dtype", "keepdim", "unbiased", "correction"))
 DTYPES = {str(kind).removeprefix("torch."): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
 Axes = int | Sequence[int] | None
+# Functions that methods call by name: ``initializer`` and those of ``ops``, whose modules add them when imported.
+CALLED: dict[str, Callable[..., Any]] = {}
 
 
 class Count(int):
@@ -63,7 +65,6 @@ def dims_of(x: torch.Tensor, axis: Any) -> tuple[int, ...]:
 
 
 def _kept(keep_dims: bool, others: dict[str, Any]) -> bool:
-    """Return ``keep_dims`` under either name. Raises TypeError for other arguments."""
     kept = bool(others.pop("keepdims", keep_dims))
     if others:
         raise TypeError(problem(f"there is no argument {', '.join(others)}", fix="axis, keep_dims"))
@@ -159,9 +160,7 @@ def gathered(x: torch.Tensor, first: Any, second: Any = None, batch_dims: int = 
     """Return ``x.gather(input_indices, axis)``; with a dim first, torch's ``gather``."""
     if not isinstance(first, torch.Tensor):
         return TORCHS["gather"](x, first, second, **others)
-    from shardwise.mindspore.ops.indexing import Gather
-
-    return Gather(batch_dims)(x, first, second)
+    return CALLED["gather"](x, first, second, batch_dims)
 
 
 def _extreme(name: str) -> Callable[..., Any]:
@@ -178,8 +177,6 @@ def _extreme(name: str) -> Callable[..., Any]:
 
 
 def _with_value(name: str) -> Callable[..., Any]:
-    """Return ``x.argmax_with_value(axis)``, which returns indices and values."""
-
     def both(x: torch.Tensor, axis: int = 0, keep_dims: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         values, places = getattr(torch, name)(x, axis, keep_dims)
         return places, values
@@ -212,12 +209,8 @@ def single(x: torch.Tensor, index: Any = None) -> Any:
 
 
 def _as_function(name: str) -> Callable[..., Any]:
-    """Return the function ``ops.name`` as a method."""
-
     def method(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        from shardwise.mindspore.ops.functions import FUNCTIONS
-
-        return FUNCTIONS[name](x, *args, **kwargs)
+        return CALLED[name](x, *args, **kwargs)
 
     method.__name__ = name
     return method

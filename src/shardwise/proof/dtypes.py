@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.errors import ShardwiseError
 from shardwise.graph.ir import Graph
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.plan import Plan
@@ -83,7 +84,7 @@ def in_dtypes(ranks: VirtualRanks, steps: int) -> DtypeReport:
         ranks.adopt(original)
         try:
             expected = original.step(step)
-        except RuntimeError as error:  # torch lacks some kernels, for example a batch norm of mixed dtypes
+        except (RuntimeError, ShardwiseError) as error:  # torch lacks kernels, such as a batch norm of mixed dtypes
             return DtypeReport(not_run=str(error).split("\n", 1)[0])
         actual = ranks.step(step)
         bad = (

@@ -15,7 +15,7 @@ import torch
 
 Key = tuple[str, str]  # kind, name
 Values = dict[Key, torch.Tensor]
-Local = Callable[[Key, torch.Tensor], torch.Tensor]  # (key, whole tensor) -> the shard
+Local = Callable[[Key, torch.Tensor], torch.Tensor | None]  # (key, whole tensor) -> the shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ def compare(
     expected: Values, actual: Values, rank: int, worst: dict[Key, TensorError], local: Local = lambda _, whole: whole
 ) -> None:
     """Record the worst difference of every tensor of a rank in ``worst``. ``local``: returns the shard expected on the
-    rank. A tensor that only one side has counts as infinite, even a gradient of zeros: an optimizer decays parameters
-    with a gradient, and skips those without."""
+    rank, None if it holds no part. A tensor that only one side has counts as infinite, even a gradient of zeros: an
+    optimizer decays parameters with a gradient, and skips those without."""
     sizes = {key: magnitude(tensor) for key, tensor in expected.items()}
     floor: dict[str, float] = {}
     for (kind, _), size in sizes.items():
@@ -41,11 +41,14 @@ def compare(
     for key in expected.keys() | actual.keys():
         kind, name = key
         error = float("inf")
-        if key in expected and key in actual:
+        want = local(key, expected[key]) if key in expected else None
+        if want is None and key not in actual:
+            continue
+        if want is not None and key in actual:
             least = 1e-3 * floor[kind]
             if kind == "gradient":
                 least = 1e-6 * max(floor[kind], natural_gradient(sizes, name))
-            error = relative_difference(local(key, expected[key]), actual[key], max(sizes[key], least))
+            error = relative_difference(want, actual[key], max(sizes[key], least))
         if key not in worst or error > worst[key].error or error != error:
             worst[key] = TensorError(kind, name, error, rank)
 

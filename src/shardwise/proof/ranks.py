@@ -236,15 +236,16 @@ class VirtualRanks:
         """Update ``worst`` with the differences between every rank and one device; outputs are whole."""
         for number, (rank, have) in enumerate(zip(self.ranks, actual, strict=True)):
 
-            def is_due(key: Key, rank: _Rank = rank) -> bool:
-                return rank.is_last if key[0] in ("loss", "output") else key[1] in rank.layouts
+            def local(key: Key, whole: Tensor, rank: _Rank = rank) -> Tensor | None:
+                kind, name = key
+                if kind in ("loss", "output"):
+                    return whole if rank.is_last else None
+                layout = rank.layouts.get(name)
+                if layout is not None:
+                    return shard(whole, layout, layout.mesh.coordinates(rank.device))
+                return whole if len(self.places) == 1 else None
 
-            def local(key: Key, whole: Tensor, rank: _Rank = rank) -> Tensor:
-                layout = rank.layouts.get(key[1])
-                return whole if layout is None else shard(whole, layout, layout.mesh.coordinates(rank.device))
-
-            due = expected if len(self.places) == 1 else {key: x for key, x in expected.items() if is_due(key)}
-            compare(due, have, number, worst, local)
+            compare(expected, have, number, worst, local)
 
     def current(self) -> dict[str, Tensor]:
         """Return the whole parameters and buffers, put together from the shards."""

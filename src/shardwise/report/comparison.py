@@ -12,7 +12,7 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.prediction import between
 from shardwise.costs.timeline import SimulatedStep
 from shardwise.plans.format_intervals import format_bytes_interval, format_interval_seconds
-from shardwise.plans.plan import CollectiveEntry, Plan
+from shardwise.plans.plan import Plan
 from shardwise.plans.printing import format_bytes, format_seconds
 from shardwise.report.alternatives import format_table
 
@@ -32,7 +32,13 @@ class ComparedPlan:
 
     @property
     def num_bytes(self) -> int:
-        return 0 if self.plan is None else sum(c.num_bytes for c in _collectives(self.plan))
+        return (
+            0
+            if self.plan is None
+            else sum(
+                entry.num_bytes for backward in (False, True) for entry in self.plan.collectives(backward=backward)
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -78,8 +84,3 @@ class Comparison:
                 "" if gap is None else f"{gap:.2%}",
             )
         return "\n".join([format_table(table, WIDTH), *faults])
-
-
-def _collectives(plan: Plan) -> Iterator[CollectiveEntry]:
-    yield from plan.collectives()
-    yield from plan.collectives(backward=True)

@@ -64,16 +64,6 @@ def _linspace(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, [], [single(["n"])], localize=if_split(localize, "n"))
 
 
-SPACED = (
-    *(aten.linspace.Tensor_Tensor, aten.linspace.Tensor_Scalar, aten.linspace.Scalar_Tensor, aten.logspace.default),
-    *(aten.logspace.Tensor_Tensor, aten.logspace.Tensor_Scalar, aten.logspace.Scalar_Tensor),
-    *(aten.hann_window.default, aten.hann_window.periodic, aten.hamming_window.default, aten.hamming_window.periodic),
-    *(aten.hamming_window.periodic_alpha, aten.hamming_window.periodic_alpha_beta, aten.kaiser_window.default),
-    *(aten.kaiser_window.periodic, aten.kaiser_window.beta, aten.bartlett_window.default),
-    *(aten.bartlett_window.periodic, aten.blackman_window.default, aten.blackman_window.periodic),
-)
-
-
 def _spaced(op: Op, graph: Graph) -> OpRule:
     """Between numbers of tensors, logarithmic, or a window: every rank makes all of them."""
     return build(op, graph, [()] * len(op.operands), [single(["n"])], kinds={"n": "whole"})
@@ -100,7 +90,12 @@ CONSTRUCTORS: RuleTable = by_operator(
         "new_zeros new_ones new_full new_empty": _new,
         "arange arange.start arange.start_step": _range,
         "linspace": _linspace,
+        "linspace.Tensor_Tensor linspace.Tensor_Scalar linspace.Scalar_Tensor logspace logspace.Tensor_Tensor "
+        "logspace.Tensor_Scalar logspace.Scalar_Tensor hann_window hann_window.periodic hamming_window "
+        "hamming_window.periodic hamming_window.periodic_alpha hamming_window.periodic_alpha_beta kaiser_window "
+        "kaiser_window.periodic kaiser_window.beta bartlett_window bartlett_window.periodic blackman_window "
+        "blackman_window.periodic": _spaced,
         "eye eye.m": _eye,
         "tril_indices triu_indices": whole_rule,
     }
-) | {**dict.fromkeys(SPACED, _spaced)}
+)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardwise.graph.ir import Graph, Op, Ref
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, aten_operators
 from shardwise.rules.arguments import any_split, if_split, local_size, operand_positions, replace_arguments
 from shardwise.rules.binding import Linear, RuleTable, build, single
 from shardwise.rules.empty import zeros_if_empty
@@ -179,17 +179,11 @@ def _im2col(op: Op, graph: Graph) -> OpRule:
     )
 
 
-CONVOLUTIONS = (
-    aten.convolution.default,
-    aten.conv1d.default,
-    aten.conv1d.padding,
-    aten.conv2d.default,
-    aten.conv2d.padding,
-    aten.conv3d.default,
-    aten.conv3d.padding,
-    aten.conv_transpose1d.default,
-    aten.conv_transpose2d.input,
-    aten.conv_transpose3d.input,
+CONVOLUTIONS = tuple(
+    aten_operators(
+        "convolution conv1d conv1d.padding conv2d conv2d.padding conv3d conv3d.padding conv_transpose1d "
+        "conv_transpose2d.input conv_transpose3d.input"
+    )
 )
 CONVOLUTION: RuleTable = {
     **dict.fromkeys(CONVOLUTIONS, zeros_if_empty(convolution_rule)),

@@ -12,7 +12,7 @@ from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
 from shardwise.rules.arguments import operand_positions
 from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, dim_names, single
-from shardwise.rules.rule import Dims, FactorKind, Localize, OpRule
+from shardwise.rules.rule import Dims, Localize, OpRule
 
 aten = torch.ops.aten
 
@@ -72,8 +72,7 @@ def _same_type(op: Op, graph: Graph) -> OpRule:
     if other == shape:
         return build(op, graph, [dims, dims], [dims], linear=((0,),))
     whole = tuple(f"o{i}" for i in range(len(other)))
-    kinds: dict[str, FactorKind] = dict.fromkeys(whole, "whole")
-    return build(op, graph, [dims, single(whole)], [dims], kinds=kinds, linear=((0,),))
+    return build(op, graph, [dims, single(whole)], [dims], kinds=dict.fromkeys(whole, "whole"), linear=((0,),))
 
 
 def _prelu(op: Op, graph: Graph) -> OpRule:

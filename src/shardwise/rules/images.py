@@ -130,9 +130,8 @@ def _by_maps(op: Op, graph: Graph) -> OpRule:
     count = 2
     leading = ("n", "c")[2 - (rank - count) :]
     x, y = spatial("x", count), spatial("y", count)
-    kinds: dict[str, FactorKind] = dict.fromkeys((*x, *y), "whole")
     operands = [single((*leading, *x))] * len(op.operands)
-    return build(op, graph, operands, [single((*leading, *y))], kinds=kinds, linear=((0,),))
+    return build(op, graph, operands, [single((*leading, *y))], kinds=dict.fromkeys((*x, *y), "whole"), linear=((0,),))
 
 
 IMAGES: RuleTable = by_operator(

@@ -96,8 +96,7 @@ def _scalar_lookup(op: Op, graph: Graph) -> OpRule:
     """A lookup in or by a scalar: nothing to split."""
     tensors = [single([f"x{i}"] * len(shape)) for i, shape in enumerate(_shapes(op, graph))]
     result = single(["y"] * len(graph.by_name[op.results[0]].shape))
-    kinds: dict[str, FactorKind] = dict.fromkeys(("x0", "x1", "y"), "whole")
-    return build(op, graph, tensors, [result], kinds=kinds, linear=_FIRST)
+    return build(op, graph, tensors, [result], kinds=dict.fromkeys(("x0", "x1", "y"), "whole"), linear=_FIRST)
 
 
 def take_along_rule(op: Op, graph: Graph) -> OpRule | None:
@@ -205,13 +204,12 @@ def take_rule(op: Op, graph: Graph) -> OpRule:
     """``x.flatten()[index]``."""
     x, index = _shapes(op, graph)
     names, sources = dim_names(len(index)), tuple(f"x{i}" for i in range(len(x)))
-    kinds: dict[str, FactorKind] = dict.fromkeys(sources, "lowered")
     return build(
         op,
         graph,
         [single(sources), single(names)],
         [single(names)],
-        kinds=kinds,
+        kinds=dict.fromkeys(sources, "lowered"),
         linear=_FIRST,
         lowering=lowerings.take,
     )

@@ -48,9 +48,8 @@ def element_loss_rule(op: Op, graph: Graph) -> OpRule:
     names = dim_names(len(total))
     operands = [broadcast_dims(shape, total, names) for shape in shapes]
     result: Dims = broadcast_dims(total, total, names) if kind == "parallel" else ()
-    kinds: dict[str, FactorKind] = dict.fromkeys(names, kind)
     lowering = _mean_of(op.target) if kind == "lowered" else None
-    return build(op, graph, operands, [result], kinds=kinds, lowering=lowering)
+    return build(op, graph, operands, [result], kinds=dict.fromkeys(names, kind), lowering=lowering)
 
 
 def _class_loss(op: Op, graph: Graph, lowering: Lowering) -> OpRule | None:
@@ -83,8 +82,7 @@ def _row_loss(lowering: Lowering, op: Op, graph: Graph) -> OpRule | None:
     operands = [single(names[: len(shape)]) for shape in shapes]
     kept: Dims = ((),) if args.get("keepdim") else ()
     result = single(names[:-1]) + kept if kind == "parallel" else ()
-    kinds: dict[str, FactorKind] = {**dict.fromkeys(names, kind), "d": "lowered"}
-    return build(op, graph, operands, [result], kinds=kinds, lowering=lowering)
+    return build(op, graph, operands, [result], kinds={**dict.fromkeys(names, kind), "d": "lowered"}, lowering=lowering)
 
 
 def _margin_loss(lowering: Lowering, op: Op, graph: Graph) -> OpRule | None:
@@ -96,8 +94,7 @@ def _margin_loss(lowering: Lowering, op: Op, graph: Graph) -> OpRule | None:
     operands = [single("nc"), *(single("nc"[: len(shape)]) for shape in shapes[1:2])]
     operands += [single("c")] * (len(shapes) - 2)
     result = single("n") if kind == "parallel" else ()
-    kinds: dict[str, FactorKind] = {"n": kind, "c": "whole"}
-    return build(op, graph, operands, [result], kinds=kinds, lowering=lowering)
+    return build(op, graph, operands, [result], kinds={"n": kind, "c": "whole"}, lowering=lowering)
 
 
 def _ctc(op: Op, graph: Graph) -> OpRule:
@@ -108,7 +105,7 @@ def _ctc(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, [single("tnc"), targets, single("n"), single("n")], [single("n")], kinds=kinds)
 
 
-_OF_ATEN: RuleTable = by_operator(
+LOSSES: RuleTable = by_operator(
     {
         "cross_entropy_loss": partial(_class_loss, lowering=lowerings.cross_entropy_loss),
         "nll_loss nll_loss_nd nll_loss2d": partial(_class_loss, lowering=lowerings.nll_loss),
@@ -119,6 +116,6 @@ _OF_ATEN: RuleTable = by_operator(
         "pairwise_distance": partial(_row_loss, lowerings.pairwise_distance),
         "multi_margin_loss": partial(_margin_loss, lowerings.multi_margin_loss),
         "multilabel_margin_loss": partial(_margin_loss, lowerings.multilabel_margin_loss),
-    }
+    },
+    {ctc_loss._opoverload: _ctc},
 )
-LOSSES: RuleTable = {**_OF_ATEN, ctc_loss._opoverload: _ctc}

@@ -27,8 +27,7 @@ def _trailing_norm(op: Op, graph: Graph, kind: FactorKind, lowering: Lowering | 
     affine = [single(normalised)] * (len(op.operands) - 1)
     statistics: Dims = (*single(leading), *(() for _ in normalised))
     results = [dims, *([statistics] * (len(op.results) - 1))]
-    kinds: dict[str, FactorKind] = dict.fromkeys(normalised, kind)
-    return build(op, graph, [dims, *affine], results, kinds=kinds, lowering=lowering)
+    return build(op, graph, [dims, *affine], results, kinds=dict.fromkeys(normalised, kind), lowering=lowering)
 
 
 def _group_norm(op: Op, graph: Graph) -> OpRule:
@@ -37,13 +36,12 @@ def _group_norm(op: Op, graph: Graph) -> OpRule:
     spatial = dim_names(rank - 2)
     dims: Dims = (("n",), ("g", "c"), *single(spatial))
     affine: list[Dims] = [(("g", "c"),)] * (len(op.operands) - 1)
-    kinds: dict[str, FactorKind] = dict.fromkeys(("c", *spatial), "lowered")
     return build(
         op,
         graph,
         [dims, *affine],
         [dims],
-        kinds=kinds,
+        kinds=dict.fromkeys(("c", *spatial), "lowered"),
         sizes={"g": arguments(op)["num_groups"]},
         localize=_local_groups,
         lowering=lowerings.group_norm,

@@ -13,9 +13,10 @@ from math import prod
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from shardwise.graph.ir import Graph, Op, Ref
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import if_split
 from shardwise.rules.binding import RuleFunction, RuleTable, build, single
 from shardwise.rules.convolution import per_dim, spatial
@@ -197,8 +198,7 @@ def _resampling(count: int, mode: str, op: Op, graph: Graph) -> OpRule:
 
     copies = mode.startswith("nearest") or graph.by_name[op.results[0]].dtype.is_floating_point
     whole = () if copies else [f"y{i}" for i in range(count)]  # means of integers are rounded as the operator likes
-    kinds: dict[str, FactorKind] = dict.fromkeys(whole, "whole")
-    return _over_maps(op, graph, count, rows, localize, linear=copies, kinds=kinds)
+    return _over_maps(op, graph, count, rows, localize, linear=copies, kinds=dict.fromkeys(whole, "whole"))
 
 
 def _scales(args: dict[str, Any], count: int) -> tuple[float, ...]:
@@ -210,32 +210,22 @@ def _scales(args: dict[str, Any], count: int) -> tuple[float, ...]:
 
 
 _RESAMPLED = {
-    "nearest": (aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d),
-    "nearest-exact": (aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d),
-    "linear": (aten.upsample_linear1d, aten.upsample_bilinear2d, aten.upsample_trilinear3d),
+    "nearest": "upsample_nearest1d upsample_nearest2d upsample_nearest3d",
+    "nearest-exact": "_upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d",
+    "linear": "upsample_linear1d upsample_bilinear2d upsample_trilinear3d",
 }
-
-_TARGETS: dict[RuleFunction, tuple[Any, ...]] = {
-    partial(_pooling, 1): (aten.max_pool1d.default, aten.max_pool1d_with_indices.default, aten.avg_pool1d.default),
-    partial(_pooling, 2): (aten.max_pool2d.default, aten.max_pool2d_with_indices.default, aten.avg_pool2d.default),
-    partial(_pooling, 3): (aten.max_pool3d.default, aten.max_pool3d_with_indices.default, aten.avg_pool3d.default),
-    partial(_adaptive, 1): (aten.adaptive_avg_pool1d.default, aten.adaptive_max_pool1d.default),
-    partial(_adaptive, 2): (
-        aten.adaptive_avg_pool2d.default,
-        aten._adaptive_avg_pool2d.default,
-        aten.adaptive_max_pool2d.default,
-    ),
-    partial(_adaptive, 3): (
-        aten.adaptive_avg_pool3d.default,
-        aten._adaptive_avg_pool3d.default,
-        aten.adaptive_max_pool3d.default,
-    ),
-    **{
-        partial(_resampling, i + 1, mode): (packet.default, packet.vec)
-        for mode, packets in _RESAMPLED.items()
-        for i, packet in enumerate(packets)
-    },
-    partial(_resampling, 2, "cubic"): (aten.upsample_bicubic2d.default, aten.upsample_bicubic2d.vec),
-}
-
-POOLING: RuleTable = {target: zeros_if_empty(function) for function, targets in _TARGETS.items() for target in targets}
+_RULES: dict[OpOverload, RuleFunction] = by_operator(
+    {
+        **{f"max_pool{n}d max_pool{n}d_with_indices avg_pool{n}d": partial(_pooling, n) for n in (1, 2, 3)},
+        "adaptive_avg_pool1d adaptive_max_pool1d": partial(_adaptive, 1),
+        "adaptive_avg_pool2d _adaptive_avg_pool2d adaptive_max_pool2d": partial(_adaptive, 2),
+        "adaptive_avg_pool3d _adaptive_avg_pool3d adaptive_max_pool3d": partial(_adaptive, 3),
+        **{
+            f"{name} {name}.vec": partial(_resampling, i, mode)
+            for mode, names in _RESAMPLED.items()
+            for i, name in enumerate(names.split(), 1)
+        },
+        "upsample_bicubic2d upsample_bicubic2d.vec": partial(_resampling, 2, "cubic"),
+    }
+)
+POOLING: RuleTable = {target: zeros_if_empty(rule) for target, rule in _RULES.items()}

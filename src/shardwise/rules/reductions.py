@@ -104,8 +104,7 @@ def _histogram(op: Op, graph: Graph) -> OpRule | None:
     if args["min"] == args["max"]:
         return None
     names = dim_names(rank_of(op, graph))
-    kinds: dict[str, FactorKind] = {"bin": "whole", **dict.fromkeys(names, "sum")}
-    return build(op, graph, [single(names)], [single(["bin"])], kinds=kinds)
+    return build(op, graph, [single(names)], [single(["bin"])], kinds={"bin": "whole", **dict.fromkeys(names, "sum")})
 
 
 def along_rule(
@@ -117,10 +116,9 @@ def along_rule(
         return build(op, graph, [()] * len(op.operands), [()] * len(op.results))
     whole = normal_dim(dim, len(names))
     result = tuple("y" if i == whole else name for i, name in enumerate(names))
-    kinds: Mapping[str, FactorKind] = {names[whole]: kind, "y": "whole"}
     same = all(graph.by_name[r].shape == graph.by_name[op.operands[0]].shape for r in op.results)
     results = [single(names if same else result)] * len(op.results)
-    return build(op, graph, [single(names)], results, kinds=kinds, lowering=lowering)
+    return build(op, graph, [single(names)], results, kinds={names[whole]: kind, "y": "whole"}, lowering=lowering)
 
 
 def _along(lowering: Lowering | None = None) -> RuleFunction:

@@ -468,5 +468,6 @@ SHAPES: RuleTable = by_operator(
         "unfold": zeros_if_empty(_unfold),
         "tril": partial(_triangle, upper=False),
         "triu": partial(_triangle, upper=True),
-    }
-) | {COPIED_RUNS: _copied_runs}
+    },
+    {COPIED_RUNS: _copied_runs},
+)

@@ -26,8 +26,7 @@ def _transform(op: Op, graph: Graph) -> OpRule:
         single(tuple(f"{letter}{i}" if i in changed else name for i, name in enumerate(names))) for letter in "fg"
     )
     whole = [name for (name,) in (*before, *after) if name not in names]
-    kinds: dict[str, FactorKind] = dict.fromkeys(whole, "whole")
-    return build(op, graph, [before], [after], kinds=kinds, linear=((0,),))
+    return build(op, graph, [before], [after], kinds=dict.fromkeys(whole, "whole"), linear=((0,),))
 
 
 def _short_time(op: Op, graph: Graph) -> OpRule:

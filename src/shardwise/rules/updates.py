@@ -144,13 +144,12 @@ def index_put_rule(op: Op, graph: Graph) -> OpRule | None:
         rest = (arguments(op)["accumulate"], tuple(places), counts)
         return LocalOpCall(INDEX_PUT_ROWS, (x, tuple(ids), source, *rest, *pieces))
 
-    kinds: dict[str, FactorKind] = {name: "lowered" if adds else "whole" for name in sizes if name[0] == "i"}
     return build(
         op,
         graph,
         [operand, *indices, value_dims],
         [operand],
-        kinds=kinds,
+        kinds={name: "lowered" if adds else "whole" for name in sizes if name[0] == "i"},
         linear=((0, len(op.operands) - 1),),
         localize=if_split(localize, *indexed),
         lowering=lowerings.index_put if adds else None,
@@ -210,5 +209,6 @@ UPDATES: RuleTable = by_operator(
         "index_add index_copy index_fill.int_Scalar index_fill.int_Tensor index_reduce": index_update_rule,
         "index_put": index_put_rule,
         "masked_scatter": masked_scatter_rule,
-    }
-) | {SCATTERED_SUM: scattered_sum_rule}
+    },
+    {SCATTERED_SUM: scattered_sum_rule},
+)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._ops import OpOverload
 
-from shardwise.errors import LaunchError, ShardwiseError, problem
+from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.progress import show_progress
 from shardwise.runtime.communicator import Communicator, group_timeout
 
@@ -110,13 +110,11 @@ def meet_rank_zero(what: str) -> None:
             failure = error
         if failure is not None or monotonic() - since > patience:
             raise LaunchError(
-                problem(
-                    f"rank {dist.get_rank()} waits for rank 0 and {what}; rank 0 sent nothing for "
-                    f"{monotonic() - since:.0f} s",
-                    fix="check what rank 0 did instead (shardwise run prints where), or raise the timeout of "
-                    "init_ranks; only sw.plan is exempt from it",
-                    facts=[] if failure is None else [("error", str(failure).split("\n", 1)[0])],
-                )
+                f"rank {dist.get_rank()} waits for rank 0 and {what}; rank 0 sent nothing for "
+                f"{monotonic() - since:.0f} s",
+                fix="check what rank 0 did instead (shardwise run prints where), or raise the timeout of "
+                "init_ranks; only sw.plan is exempt from it",
+                facts=[] if failure is None else [("error", str(failure).split("\n", 1)[0])],
             ) from failure
         sleep(pause)
         pause = min(2 * pause, _BEAT_SECONDS / 4)
@@ -128,10 +126,8 @@ def meet_to_read(ranks: Communicator, call: int, number: int, what: str) -> None
     doing = f"reading an output of call {call}, {what}, which every rank must read (or outputs='whole' in parallelize),"
     if not ranks.meet((call << 16) + number, doing):
         raise ShardwiseError(
-            problem(
-                f"ranks read different outputs: rank {ranks.rank} reads {what}, of call {call}",
-                fix="read outputs on every rank, in the same order, or pass outputs='whole' to sw.parallelize",
-            )
+            f"ranks read different outputs: rank {ranks.rank} reads {what}, of call {call}",
+            fix="read outputs on every rank, in the same order, or pass outputs='whole' to sw.parallelize",
         )
 
 
@@ -146,19 +142,14 @@ def gather_objects(value: Any, ranks: Communicator, device: torch.device, what: 
     device = wire_device(device)
     content = torch.frombuffer(bytearray(_dump(value)), dtype=torch.uint8)
     lengths = ranks.gather_from_all(torch.tensor([content.numel()], device=device), what).flatten().tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: content.numel()] = content
-    rows = ranks.gather_from_all(padded.to(device), what).cpu()
-    return [_load(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+    return [_load(row.cpu().numpy().tobytes()) for row in ranks.gather_flat(content.to(device), lengths, what)]
 
 
 def _not_sent(error: Exception) -> ShardwiseError:
     """Return the error for an object whose class other processes cannot import by name."""
     return ShardwiseError(
-        problem(
-            f"rank 0 cannot send the captured program to the other ranks: {error}",
-            fix="define the classes of the model's inputs and outputs at module level, not in a function",
-        )
+        f"rank 0 cannot send the captured program to the other ranks: {error}",
+        fix="define the classes of the model's inputs and outputs at module level, not in a function",
     )
 
 

@@ -15,7 +15,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -25,8 +25,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shardwise.costs.fusion import fused_works
 from shardwise.costs.kernels import KernelWork
+from shardwise.errors import warn_user
 from shardwise.graph.ir import Ref
 from shardwise.programs.compile_regions import CompileRegion, SectionIndex, divide, kind_of
 from shardwise.programs.forms import Form
@@ -37,6 +37,7 @@ from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.emit import Boxed, kernels_graph
 
 aten = torch.ops.aten
+_Variant = TypeVar("_Variant")
 
 # (a graph of kernels, its fake operands, the outputs whose strides are fixed) ->
 # (a function that takes the operands as a list and empties it; the strides of its results, None for the graph's).
@@ -44,6 +45,36 @@ Generate = Callable[
     [fx.GraphModule, Sequence[Tensor], Sequence[int]],
     tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]],
 ]
+
+
+@dataclass
+class CompiledVariant(Generic[_Variant]):
+    """The compiled variant of a step, made by ``make`` on first use. ``falls_back``: whether this rank runs eager, with
+    a warning, if it does not compile. Ranks send the same messages in the same order either way, so each may fall back
+    on its own. ``ranks``: for the warning."""
+
+    make: Callable[[], _Variant]
+    falls_back: bool
+    ranks: Communicator
+    variant: _Variant | None = None
+    _failed: bool = False
+
+    def get(self) -> _Variant | None:
+        """Return the variant, or None if it does not compile and the step runs eager."""
+        if self.variant is None and not self._failed:
+            try:
+                self.variant = self.make()
+            except Exception as error:
+                if not self.falls_back:
+                    raise
+                self._failed = True
+                warn_user(
+                    f"the step of {self.ranks.name} runs eager on rank {self.ranks.rank}, since it does not compile: "
+                    f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}; compile=True shows the whole "
+                    "error, compile=False disables compilation",
+                    UserWarning,
+                )
+        return self.variant
 
 
 @dataclass(frozen=True)
@@ -55,7 +86,7 @@ class CompiledKernels(Boxed):
 
     @property
     def works(self) -> tuple[KernelWork, ...]:
-        """Return the work of the section's kernels, if it was priced (``price_section``)."""
+        """Return the work of the section's kernels, if it was priced instead of compiled."""
         return getattr(self.function, "works", ())
 
     def __call__(self, operands: list[Tensor]) -> Sequence[Tensor]:
@@ -181,7 +212,6 @@ class _Compiler:
     def _placed(
         self, number: int, region: CompileRegion, halves: tuple[_CompiledHalf, _CompiledHalf], forms: dict[str, Form]
     ) -> tuple[list[Compute], list[Compute]]:
-        """Return the sections of a region as instructions, in the names of the program."""
         names = dict(zip(_numbered("primals", region.inputs), region.inputs, strict=True))
         names |= dict(zip(_numbered("tangents", region.late), region.late, strict=True))
         sections = []
@@ -222,7 +252,6 @@ class _Compiler:
         return sections[0], sections[1]
 
     def _instruction(self, item: SectionIndex | Instruction, placed: Sequence[Sequence[Compute]]) -> Instruction:
-        """Return the instruction with renamed values."""
         if isinstance(item, SectionIndex):
             return with_operands(placed[item.region][item.section], self.names)
         instruction = with_operands(item, self.names)
@@ -239,6 +268,8 @@ def _numbered(prefix: str, names: Sequence[str]) -> list[str]:
 
 
 def _compile_region(compiler: _Compiler, region: CompileRegion) -> tuple[_CompiledHalf, _CompiledHalf]:
+    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
     program, device = compiler.program, compiler.device
     fake_mode = FakeTensorMode()
     with torch.inference_mode(False), torch.no_grad():
@@ -247,7 +278,7 @@ def _compile_region(compiler: _Compiler, region: CompileRegion) -> tuple[_Compil
             tangents = [_empty(program.forms[name], device) for name in region.late]
             joint = _traced(compiler, region, primals, tangents)
         with _inductor_context(fake_mode):
-            joint = _with_joint_passes(joint)
+            joint = joint_graph_passes(joint)
         static = {source.value for source in program.spmd.graph.sources if source.kind == "parameter"}
         static |= {*program.given}
         if region.backward and region.forward:
@@ -323,18 +354,10 @@ def _traced(
 
 @contextlib.contextmanager
 def _inductor_context(fake_mode: FakeTensorMode) -> Iterator[None]:
-    """Set the fake mode that Inductor reads."""
     from torch._inductor.virtualized import V
 
     with V.set_fake_mode(fake_mode), tracing(TracingContext(fake_mode)):
         yield
-
-
-def _with_joint_passes(joint: fx.GraphModule) -> fx.GraphModule:
-    from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-
-    result: fx.GraphModule = joint_graph_passes(joint)
-    return result
 
 
 @dataclass
@@ -416,7 +439,6 @@ def _places(graph: fx.Graph, half: str, num_sections: int, first_read: Mapping[s
 
 
 def _section_of(node: fx.Node, half: str) -> int | None:
-    """Return the section of this half that a node comes from, or None."""
     origin = (node.meta.get("custom") or {}).get("section")
     return origin[1] if origin is not None and origin[0] == half else None
 
@@ -456,28 +478,3 @@ def compile_with_inductor(
 def _num_results(module: fx.GraphModule) -> int:
     output: Any = module.graph.output_node()
     return len(output.args[0])
-
-
-def interpret_section(
-    module: fx.GraphModule, operands: Sequence[Tensor], fixed: Sequence[int]
-) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]]:
-    """Run the graph kernel by kernel, without compiling."""
-    return fx.Interpreter(module).boxed_run, [None] * _num_results(module)
-
-
-@dataclass(frozen=True)
-class PricedSection:
-    """A section that cannot run: the work its kernels would do."""
-
-    works: tuple[KernelWork, ...]
-
-    def __call__(self, operands: list[Tensor]) -> Sequence[Tensor]:
-        raise AssertionError("a section that was only priced cannot be run")
-
-
-def price_section(
-    module: fx.GraphModule, operands: Sequence[Tensor], fixed: Sequence[int]
-) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]]:
-    """Return the work of Inductor's kernels (``costs.fusion``) without compiling: for the time and memory of a compiled
-    step on a machine without the device."""
-    return PricedSection(fused_works(module)), [None] * _num_results(module)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.graph.ir import Ref, map_refs, refs
 from shardwise.programs.buckets import Bucket
 from shardwise.programs.forms import Form
@@ -44,7 +44,7 @@ def matching_parameters(module: torch.nn.Module, patterns: Iterable[str]) -> fro
     of tied ones. Raises ShardwiseError for a pattern that matches none."""
     if isinstance(patterns, str):
         fix = f"host=({patterns!r},)"
-        raise ShardwiseError(problem(f"host is a sequence of parameter names or patterns, not {patterns!r}", fix=fix))
+        raise ShardwiseError(f"host is a sequence of parameter names or patterns, not {patterns!r}", fix=fix)
     named = dict(module.named_parameters(remove_duplicate=False))
     chosen: set[int] = set()
     for pattern in patterns:
@@ -52,7 +52,7 @@ def matching_parameters(module: torch.nn.Module, patterns: Iterable[str]) -> fro
         if not matches:
             near = get_close_matches(pattern, list(named), 1)
             fix = f"did you mean {near[0]}?" if near else f"the parameters are {', '.join(list(named)[:8])}"
-            raise ShardwiseError(problem(f"host: no parameter is called {pattern}", fix=fix))
+            raise ShardwiseError(f"host: no parameter is called {pattern}", fix=fix)
         chosen.update(id(named[name]) for name in matches)
     return frozenset(name for name, parameter in named.items() if id(parameter) in chosen)
 
@@ -86,10 +86,8 @@ def place_on_cpu(program: LocalProgram, names: frozenset[str]) -> CpuPlacement:
     for value in returned:
         if value in values:
             raise ShardwiseError(
-                problem(
-                    f"{name_of[value]} is kept on the host, but the module returns it",
-                    fix="return the looked-up rows, or remove it from host=",
-                )
+                f"{name_of[value]} is kept on the host, but the module returns it",
+                fix="return the looked-up rows, or remove it from host=",
             )
     return CpuPlacement(replace(program, instructions=tuple(instructions)), frozenset(values))
 
@@ -169,7 +167,6 @@ class _CpuAssignment:
         self.placed += [Copy(names[name], name, "device", forms[name], instruction.origin) for name in back]
 
     def _copied(self, name: str, instruction: Compute) -> str:
-        """Return the name of a value's copy on the other side, adding the copy if needed."""
         if name not in self.copies:
             to_host = name not in self.on_host
             side: Literal["host", "device"] = "host" if to_host else "device"
@@ -193,13 +190,11 @@ def _check(local: LocalOp, name_of: dict[str, str]) -> None:
     read = [name for name in names if name in name_of]
     if read and (local.call.target not in LOOKUPS or names[:1] != read):
         raise ShardwiseError(
-            problem(
-                f"{name_of[read[0]]} is kept on the host, but {local.call.target} computes with it on the device",
-                op=local.op,
-                source=local.source,
-                fix="only lookups (embedding, embedding_bag, index_select) can read a table on the host: remove it "
-                "from host=, or untie it",
-            )
+            f"{name_of[read[0]]} is kept on the host, but {local.call.target} computes with it on the device",
+            op=local.op,
+            source=local.source,
+            fix="only lookups (embedding, embedding_bag, index_select) can read a table on the host: remove it "
+            "from host=, or untie it",
         )
 
 

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.costs.optimizers import is_on_host
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.programs.state_groups import is_offloaded, state_groups
 from shardwise.runtime.cpu_embedding import HOST
 from shardwise.runtime.guards.elementwise_optimizers import bare_step, known_elementwise
@@ -35,17 +35,12 @@ _modules: WeakKeyDictionary[torch.nn.Module, frozenset[str]] = WeakKeyDictionary
 _hidden: WeakKeyDictionary[Optimizer, list[list[Tensor]]] = WeakKeyDictionary()  # parameters of groups, during a step
 
 
-def keep_states_on_host(module: torch.nn.Module, on_host: frozenset[str] = frozenset()) -> None:
-    """Keep optimizer states of this module's parameters on the host from now on. ``on_host``: names of parameters that
-    are on the host themselves."""
-    _modules[module] = on_host
-    _install()
-
-
 def place_states(module: torch.nn.Module, optimizer: str, on_host: frozenset[str] = frozenset()) -> None:
-    """Keep the states on the host if the optimizer described by a plan does."""
+    """Keep optimizer states of this module's parameters on the host from now on, if the optimizer described by its plan
+    does. ``on_host``: names of parameters that are on the host themselves."""
     if is_on_host(optimizer):
-        keep_states_on_host(module, on_host)
+        _modules[module] = on_host
+        _install()
 
 
 def with_states_on_host() -> frozenset[int]:
@@ -118,7 +113,7 @@ def _check(optimizer: Optimizer) -> None:
     kind, what = type(optimizer), ""
     if torch.compiler.is_compiling():
         what = "torch.compile wraps a step whose optimizer states are copied from and to the host"
-        raise ShardwiseError(problem(what, fix=f"compile the module alone, or {_ON_DEVICE}"))
+        raise ShardwiseError(what, fix=f"compile the module alone, or {_ON_DEVICE}")
     if not known_elementwise(kind):
         what = f"{kind.__qualname__} is not known to count its steps per parameter, which updates by group need"
     elif any(group.get("differentiable") for group in optimizer.param_groups):
@@ -127,10 +122,8 @@ def _check(optimizer: Optimizer) -> None:
         what = f"hooks of this {kind.__qualname__} would see a partial update, since groups are updated one by one"
     if what:
         raise ShardwiseError(
-            problem(
-                f"{what}, but the plan keeps its states on the host",
-                fix=f"use one of torch's element-wise optimizers without hooks, or {_ON_DEVICE}",
-            )
+            f"{what}, but the plan keeps its states on the host",
+            fix=f"use one of torch's element-wise optimizers without hooks, or {_ON_DEVICE}",
         )
 
 
@@ -164,7 +157,6 @@ class _CpuStates:
                     self.optimizer.state[parameter][key] = here
 
     def send(self, parameters: Iterable[Tensor]) -> None:
-        """Start the copies to the host."""
         for parameter in parameters:
             for key, state in self._states(parameter):
                 home = self.home.pop((id(parameter), key), None)
@@ -197,4 +189,4 @@ class _CpuStates:
         ]
 
 
-__all__ = ["keep_states_on_host", "place_states", "with_states_on_host"]
+__all__ = ["place_states", "with_states_on_host"]

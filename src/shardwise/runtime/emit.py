@@ -227,8 +227,6 @@ class _ModuleWriter:
 
 
 class _Opaque(torch.nn.Module):
-    """A module that calls a target that is not a PyTorch operator."""
-
     def __init__(self, target: Any) -> None:
         super().__init__()
         self.target = target

@@ -99,11 +99,9 @@ class FailureStore:
         for rank, status in self._statuses:
             if status.call == self.call != self._asked_call and status.kind == "asks":
                 return ShardwiseError(
-                    problem(
-                        f"ranks make different calls: rank {rank} changed its call, but rank {dist.get_rank()} "
-                        f"repeats its last one: {status.text}",
-                        fix="make equal train(), eval(), step() and predict() calls on all ranks",
-                    )
+                    f"ranks make different calls: rank {rank} changed its call, but rank {dist.get_rank()} "
+                    f"repeats its last one: {status.text}",
+                    fix="make equal train(), eval(), step() and predict() calls on all ranks",
                 )
         return None
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from shardwise.programs.rank_program import RankProgram
-from shardwise.runtime.compile_benchmark import CompiledVariant, TimedStep
+from shardwise.runtime.compiled import CompiledVariant
 from shardwise.runtime.emit import Emitted
 from shardwise.runtime.hoisted_constants import Constants
 from shardwise.runtime.step import Forward
@@ -26,7 +26,7 @@ def _add(source: str, total: Tensor, gradient: Tensor) -> None:
 class GradAccumStep:
     """The emitted programs of a micro-batch and of once-per-step work (``grad_accum_program.GradAccumProgram``).
     ``program``: a self-contained micro-batch, not emitted; ``emitted``: the eager micro-batch; ``constants``: its
-    hoisted constants; ``compiling``: runs instead, always or while faster; ``add``: adds a source's gradient to its
+    hoisted constants; ``compiling``: runs instead if it compiles; ``add``: adds a source's gradient to its
     sum."""
 
     program: RankProgram
@@ -40,13 +40,10 @@ class GradAccumStep:
     def begin(self, tensors: Sequence[Tensor], *, observed: bool = False) -> GradAccumState:
         """Cast and gather the values that all micro-batches use. ``tensors``: of all sources, inputs are not read;
         ``observed``: micro-batches are observed per operator, so they run eager."""
-        compiled, turn = None, TimedStep(compiled=False)
-        if self.compiling is not None and not observed:
-            compiled, turn = self.compiling.begin()
-        emitted = compiled or self.emitted
+        emitted = (self.compiling.get() if self.compiling and not observed else None) or self.emitted
         with torch.no_grad():
             ahead = self.ahead.forward.forward(*tensors)[0] if self.ahead.program.forward else ()
-        return GradAccumState(self, emitted, turn, (*ahead, *self.constants.of(emitted.program, tensors)))
+        return GradAccumState(self, emitted, (*ahead, *self.constants.of(emitted.program, tensors)))
 
 
 @dataclass
@@ -55,20 +52,17 @@ class GradAccumState:
 
     step: GradAccumStep
     emitted: Emitted
-    turn: TimedStep
     prepared: tuple[Tensor, ...]
     sums: dict[str, Tensor] = field(default_factory=dict)
 
     def forward(self, tensors: Sequence[Tensor], observed: Forward | None = None) -> tuple[Any, Any, Any]:
         """Run forward of a micro-batch: return (delivered, mutations, saved)."""
-        with self.turn.timed():
-            results: tuple[Any, Any, Any] = (observed or self.emitted.forward.forward)(*tensors, *self.prepared)
+        results: tuple[Any, Any, Any] = (observed or self.emitted.forward.forward)(*tensors, *self.prepared)
         return results
 
     def backward(self, saved: list[Any], cotangents: Sequence[Tensor]) -> dict[str, Tensor]:
         """Run backward of a micro-batch: return source -> gradient. Empties ``saved``."""
-        with self.turn.timed():
-            gradients = self.emitted.backward.forward(saved, *cotangents)
+        gradients = self.emitted.backward.forward(saved, *cotangents)
         return dict(zip(self.emitted.program.gradients, gradients, strict=True))
 
     def add(self, gradients: Mapping[str, Tensor], read: Iterable[Tensor]) -> None:
@@ -89,7 +83,6 @@ class GradAccumState:
 
     def end(self) -> dict[str, Tensor]:
         """Finish the step: return source -> the gradient of the stored parameter, over all micro-batches."""
-        self.turn.is_complete = True
         behind = self.step.behind
         self.prepared = ()
         if behind.program.backward:

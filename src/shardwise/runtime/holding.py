@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, problem
+from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, warn_user
 from shardwise.graph.shared_memory import check_memory
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_dtype, format_layout
@@ -44,7 +43,7 @@ def install_shards(
     taken = [name for name in (*module._parameters, *module._buffers) if name in dir(root)]
     if taken:
         what = f"parameters or buffers of the module are called {listed(taken)}, which parallel modules use"
-        raise PlanError(problem(f"{what} themselves", fix="rename them"))
+        raise PlanError(f"{what} themselves", fix="rename them")
     stand_ins = _stand_ins(root, module)
     shards: dict[int, torch.Tensor] = {}  # by the id of the original: tied tensors stay tied
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -75,15 +74,14 @@ def install_shards(
 
 
 def _announce_plain(module: torch.nn.Module) -> None:
-    """Warn about parameter subclasses and tensor attributes of parameters, which shards do not keep."""
     named = dict(module.named_parameters())
     classes = [f"{name} ({type(p).__name__})" for name, p in named.items() if type(p) is not torch.nn.Parameter]
     if classes:
         what = f"shards are plain parameters, so isinstance no longer finds the classes {listed(classes)}"
-        warnings.warn(f"{what}; mark parameters by an attribute (p.no_decay = True), which shards keep", PlanWarning, 7)
+        warn_user(f"{what}; mark parameters by an attribute (p.no_decay = True), which shards keep", PlanWarning)
     tensors = [f"{n}.{key}" for n, p in named.items() for key, x in vars(p).items() if isinstance(x, torch.Tensor)]
     if tensors:
-        warnings.warn(f"tensors set as attributes of parameters are not sharded: {listed(tensors)}", PlanWarning, 7)
+        warn_user(f"tensors set as attributes of parameters are not sharded: {listed(tensors)}", PlanWarning)
 
 
 def _announce_twins(parameters: Mapping[str, tuple[torch.nn.Parameter, Layout]]) -> None:
@@ -105,7 +103,7 @@ def _announce_twins(parameters: Mapping[str, tuple[torch.nn.Parameter, Layout]])
     if pairs:
         what = f"ranks hold different elements of frozen and trained parameters with the same names: {listed(pairs)}"
         fix = 'if one is a moving average of the other, shard both equally: sw.plan(..., layouts={"name": "[...]"})'
-        warnings.warn(f"{what}; {fix}", PlanWarning, 7)
+        warn_user(f"{what}; {fix}", PlanWarning)
 
 
 def _without_each_part(name: str) -> list[tuple[int, tuple[str, ...]]]:
@@ -126,7 +124,7 @@ def _stand_ins(root: torch.nn.Module, module: torch.nn.Module) -> list[tuple[Sha
         if parent is root and name in dir(root):
             if any(True for _ in (*original.parameters(), *original.buffers())):
                 what = f"the module has a submodule {name}, a name that parallel modules use"
-                raise PlanError(problem(what, fix="rename it"))
+                raise PlanError(what, fix="rename it")
             continue  # it has no tensors
         if id(original) not in of:
             of[id(original)] = stand_in = Shards()
@@ -136,7 +134,6 @@ def _stand_ins(root: torch.nn.Module, module: torch.nn.Module) -> list[tuple[Sha
 
 
 def _check_module(module: torch.nn.Module, plan: Plan) -> None:
-    """Raise PlanError listing the parameters that differ from the plan's."""
     have = dict(module.named_parameters())
     want = {entry.name: entry for entry in plan.parameters}
     faults = [f"{name} is in the plan but not in the module" for name in sorted(want.keys() - have.keys())]

@@ -6,14 +6,13 @@ result is sharded again. Every rank runs it.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.errors import CaptureWarning, PlanWarning, ShardwiseError, listed, problem
+from shardwise.errors import CaptureWarning, PlanWarning, ShardwiseError, listed, warn_user
 from shardwise.layouts.layout import Layout
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.local_shards import shard
@@ -26,10 +25,8 @@ _BACKWARD = ("_backward_hooks", "_backward_pre_hooks")
 def foreign_wrapper_error(wrapper: str) -> ShardwiseError:
     """Return the error for another tool's parallel wrapper around a parallel module."""
     return ShardwiseError(
-        problem(
-            f"{wrapper} around a parallel module would reduce shards as if they were whole tensors",
-            fix='plan with mode="data_parallel" or a mesh with a data axis; backward returns reduced gradients',
-        )
+        f"{wrapper} around a parallel module would reduce shards as if they were whole tensors",
+        fix='plan with mode="data_parallel" or a mesh with a data axis; backward returns reduced gradients',
     )
 
 
@@ -44,11 +41,9 @@ class ShardedModule(nn.Module):
             raise foreign_wrapper_error(value.__name__)
         if name in self._attributes and not self._holds(name):
             raise ShardwiseError(
-                problem(
-                    f"{name} is an attribute of the {self._kind} that was parallelized; programs keep its old value",
-                    fix="pass values that change between steps as inputs, or write them to a buffer (fill_, copy_); "
-                    "change the model before sw.plan and sw.parallelize",
-                )
+                f"{name} is an attribute of the {self._kind} that was parallelized; programs keep its old value",
+                fix="pass values that change between steps as inputs, or write them to a buffer (fill_, copy_); "
+                "change the model before sw.plan and sw.parallelize",
             )
         if isinstance(value, nn.Module):  # torch calls register_parameter for parameters, but no hook for modules
             self._announce_new(name)
@@ -76,11 +71,10 @@ class ShardedModule(nn.Module):
     def _announce_new(self, name: str) -> None:
         """Warn about a tensor or module added after construction, which no program uses."""
         if vars(self).get("_kind") and not self._holds(name):
-            warnings.warn(
+            warn_user(
                 f"{name} was added to the stand-in of a {self._kind}: it is never called and gets no gradient; "
                 "change the model before sw.plan and sw.parallelize",
                 PlanWarning,
-                stacklevel=4,
             )
 
     def _holds(self, name: str) -> bool:
@@ -117,15 +111,13 @@ class Shards(_ClassProxy, ShardedModule):
         for part in self.modules():
             if isinstance(part, ShardedModule) and part._trains_itself:
                 what = f"{part._kind} overrides train(), which its stand-in does not run"
-                raise ShardwiseError(problem(what, fix="call train() or eval() of the parallel module"))
+                raise ShardwiseError(what, fix="call train() or eval() of the parallel module")
         return super().train(mode)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise ShardwiseError(
-            problem(
-                "a submodule of a parallel module only holds shards: it cannot be called, and its hooks would not fire",
-                fix="call the parallel module; register hooks on the model before sw.plan and sw.parallelize",
-            )
+            "a submodule of a parallel module only holds shards: it cannot be called, and its hooks would not fire",
+            fix="call the parallel module; register hooks on the model before sw.plan and sw.parallelize",
         )
 
     forward = _refuse
@@ -156,7 +148,7 @@ def announce_hooks(module: nn.Module) -> None:
             if any(not hasattr(hook, MARKS) for kind in kinds for hook in (vars(owner).get(kind) or {}).values())
         ]
         if names:
-            warnings.warn(what.format(listed(names)), CaptureWarning, stacklevel=4)
+            warn_user(what.format(listed(names)), CaptureWarning)
 
 
 def carry_hooks(original: Tensor, part: Tensor, layout: Layout, name: str, ranks: Communicator) -> None:
@@ -188,11 +180,10 @@ def gather_whole(local: Tensor, layout: Layout, what: str, ranks: Communicator) 
     coordinates = [ranks.mesh.coordinates(rank) for rank in range(ranks.mesh.num_devices)]
     index = torch.arange(torch.Size(layout.shape).numel(), device=local.device).reshape(layout.shape)
     places = [shard(index, layout, at).reshape(-1) for at in coordinates]
-    padded = local.new_zeros(max(place.numel() for place in places))
-    padded[: local.numel()] = local.detach().reshape(-1)
     full = local.new_empty(index.numel())
-    for place, row in zip(places, ranks.gather_from_all(padded, what), strict=True):
-        full[place] = row[: place.numel()]
+    rows = ranks.gather_flat(local.detach().reshape(-1), [place.numel() for place in places], what)
+    for place, row in zip(places, rows, strict=True):
+        full[place] = row
     return full.reshape(layout.shape)
 
 

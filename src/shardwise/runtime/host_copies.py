@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.runtime.cpu_embedding import HOST
 
 
@@ -92,4 +92,4 @@ def host_memory(tensor: Tensor) -> Tensor:
     except RuntimeError as error:
         what = f"cannot allocate {tensor.nbytes:,} bytes of pinned memory: {error}"
         fix = 'raise the limit of locked memory (ulimit -l), or plan with offload="none"'
-        raise ShardwiseError(problem(what, fix=fix)) from error
+        raise ShardwiseError(what, fix=fix) from error

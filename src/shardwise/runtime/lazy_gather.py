@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.graph.capture import OutputMemory
 from shardwise.graph.ir import Graph, Ref, refs
 from shardwise.layouts.text import format_dtype
@@ -27,7 +27,7 @@ from shardwise.programs.spmd import SpmdProgram, conversions_of
 from shardwise.programs.spmd_steps import Conversion, OpStep
 from shardwise.runtime.agree import meet_to_read
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.faults import Purpose
+from shardwise.runtime.messages import Purpose
 from shardwise.runtime.transit import Direction, stages
 
 aten = torch.ops.aten
@@ -101,7 +101,6 @@ def deliver_outputs(
 
 
 def _read_all(tree: Any) -> Any:
-    """Replace every ``LazyTensor`` in a tree by a plain tensor."""
     return pytree.tree_map_only(LazyTensor, plain_tensor, tree)
 
 
@@ -185,10 +184,8 @@ class LazyTensor(Tensor):
             return LazyTensor(args[0].unread)
         if torch.Tag.inplace_view in func.tags:
             raise ShardwiseError(
-                problem(
-                    f"{func} would change the shape of an output that is not gathered yet",
-                    fix="write the operator without the underscore, or pass outputs='whole' to parallelize",
-                )
+                f"{func} would change the shape of an output that is not gathered yet",
+                fix="write the operator without the underscore, or pass outputs='whole' to parallelize",
             )
         wrapper_of: dict[int, LazyTensor] = {}
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from shardwise.costs import probe
 from shardwise.costs.units import format_quantity
-from shardwise.errors import OutOfDeviceMemoryError, problem
+from shardwise.errors import OutOfDeviceMemoryError
 from shardwise.plans.plan import Plan
 
 # Relative error by which a predicted peak may be too high (see the page on clusters); refuse only beyond it.
@@ -43,11 +43,9 @@ def check_memory(plan: Plan, rooms: Mapping[int, tuple[int, int]]) -> None:
         return
     taken, free, total = (format_quantity(x, "B") for x in (plan.predicted.memory_bytes, room, whole))
     raise OutOfDeviceMemoryError(
-        problem(
-            f"a step of the plan needs {taken} per device, but rank {rank} has {free} free of the {total} of its GPU",
-            facts=[("peak", plan.predicted.peak_at)] if plan.predicted.peak_at else (),
-            fix="end other processes on this GPU (nvidia-smi), plan with less memory_bytes= or more devices",
-        )
+        f"a step of the plan needs {taken} per device, but rank {rank} has {free} free of the {total} of its GPU",
+        facts=[("peak", plan.predicted.peak_at)] if plan.predicted.peak_at else (),
+        fix="end other processes on this GPU (nvidia-smi), plan with less memory_bytes= or more devices",
     )
 
 

@@ -7,14 +7,13 @@ that is a buffer, or a view of one, aliases this rank's buffer if the rank holds
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.errors import CaptureWarning
+from shardwise.errors import CaptureWarning, warn_user
 from shardwise.graph.capture import OutputMemory
 from shardwise.programs.spmd import SpmdProgram
 
@@ -79,11 +78,10 @@ def announce_copies(spmd: SpmdProgram, memories: Iterable[OutputMemory | None]) 
     written = shared.intersection(name for name, _ in spmd.mutations) - set(whole_buffers(spmd))
     if written:
         names = ", ".join(sorted(spmd.graph.source_of[name].names[0] for name in written))
-        warnings.warn(
+        warn_user(
             f"on one device an output is the buffer {names} itself, so later calls change it; this plan shards the "
             "buffer, so the output is a copy made at its call",
             CaptureWarning,
-            stacklevel=6,
         )
 
 

@@ -7,7 +7,6 @@ Stepping such an optimizer raises an error. The other changes cause a warning: t
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -18,7 +17,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from shardwise.errors import PlanWarning, ShardwiseError, listed, problem
+from shardwise.errors import PlanWarning, ShardwiseError, listed, warn_user
 from shardwise.graph.trees import constant_key, is_constant
 
 _split = WeakTensorKeyDictionary()  # parameters of original modules -> their names
@@ -51,12 +50,11 @@ class OriginalModuleMonitor:
         changed = [] if module is None or parallel is None else self._changed(module, parallel)
         if changed:
             self._next = 0
-            warnings.warn(
+            warn_user(
                 f"the original module was changed after sw.parallelize: {listed(changed)}. Ranks hold copies, so "
                 "this has no effect: load values into the parallel module, and change the model before sw.plan and "
                 "sw.parallelize",
                 PlanWarning,
-                stacklevel=6,
             )
 
     def _changed(self, module: nn.Module, parallel: nn.Module) -> list[str]:
@@ -106,7 +104,6 @@ def _places(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 @cache
 def _watch_optimizers() -> None:
-    """Register, once, the hook that detects optimizers over parameters of original modules."""
     register_optimizer_step_pre_hook(_before_step)
 
 
@@ -124,12 +121,10 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     names = [_split[parameter] for parameter in parameters if parameter in _split]
     if names:
         raise ShardwiseError(
-            problem(
-                f"{type(optimizer).__name__} holds {listed(names)} of the original module, which get no gradients: "
-                "those are on this rank's shards",
-                fix="create the optimizer after sw.parallelize, from par.parameters()",
-                section="original-parameters",
-            )
+            f"{type(optimizer).__name__} holds {listed(names)} of the original module, which get no gradients: "
+            "those are on this rank's shards",
+            fix="create the optimizer after sw.parallelize, from par.parameters()",
+            section="original-parameters",
         )
 
 

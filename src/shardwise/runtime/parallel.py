@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from shardwise.errors import PlanWarning, ShardwiseError, problem
+from shardwise.errors import PlanWarning, ShardwiseError, problem, warn_user
 from shardwise.graph.batch import num_samples
 from shardwise.graph.ir import Ref
 from shardwise.graph.normalize_random import SEED
@@ -120,15 +119,15 @@ class Parallel(ParallelModule):
             (result if scaler is None else scaler.scale(result)).backward()
             return result.detach()
         if torch.compiler.is_compiling():  # a torch.compile around this module: its programs are not for Dynamo
-            ready, total = torch.compiler.disable(self._step)(args, kwargs, scaler)
+            step: Callable[..., tuple[StageCall, torch.Tensor | None]] = torch.compiler.disable(self._step)
+            ready, total = step(args, kwargs, scaler)
         else:
             ready, total = self._step(args, kwargs, scaler)
         if loss == "last" or not self.plan.is_pipeline:
             return total
         last, graph = self.plan.stages[-1].placement.ranks, ready.bound.cut.parts[-1]
-        value: torch.Tensor = total
-        if total is None:
-            value = torch.zeros((), dtype=graph.by_name[str(graph.loss)].dtype, device=self.device)
+        dtype = graph.by_name[str(graph.loss)].dtype
+        value = torch.zeros((), dtype=dtype, device=self.device) if total is None else total
         with self._exchange(f"the loss of stage {len(self.plan.stages) - 1}", last[:1]), trail.waiting(b"the loss"):
             dist.broadcast(value, last[0])
         return value
@@ -205,31 +204,20 @@ class Parallel(ParallelModule):
         mode = self._mode(loss_only=loss_only, predicts=predicts)
         check: ReplicaCheck | None = self._due_check() if torch.is_grad_enabled() else None
         same = self._same if check is None and torch.is_grad_enabled() and (self.training or loss_only) else None
-        seed: torch.Tensor | None = None
-
-        def run() -> tuple[Executable, list[torch.Tensor], Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-            nonlocal seed
-            compiled, inputs_here = self._program(flat, spec, mode)
-            if same is not None:  # ranks make this call: one that they refuse leaves nothing to compare
-                same.begin(flat, spec)
-            self._latest = compiled
-            inputs = iter(inputs_here)
-            tensors = [next(inputs) if t is None else t for t in compiled.tensors]
-            if seed is None:  # otherwise the call was restarted
-                seed = self._seed_of_call(draws=compiled.seed is not None)
-            if compiled.seed is not None:
-                tensors[compiled.seed] = seed
-            if check is not None or self._host_ranks is not self._ranks:  # other communicators send messages too
-                self._ranks.make_sure()
-            if check is None:
-                delivered, written = compiled.step(tensors)
-            else:
-                batch = [x.to(self.device) for x in flat if isinstance(x, torch.Tensor)] if self._parts is None else ()
-                delivered, written = check.run(compiled.step, tensors, batch)
-            self._ranks.make_sure()
-            return compiled, tensors, delivered, written
-
-        compiled, tensors, delivered, written = run() if self._parts is None else self._parts.call(run)
+        compiled, inputs_here = self._program(flat, spec, mode)
+        if same is not None:  # ranks make this call: one that they refuse leaves nothing to compare
+            same.begin(flat, spec)
+        self._latest = compiled
+        inputs = iter(inputs_here)
+        tensors = [next(inputs) if t is None else t for t in compiled.tensors]
+        seed = self._seed_of_call(draws=compiled.seed is not None)
+        if compiled.seed is not None:
+            tensors[compiled.seed] = seed
+        if check is None:
+            delivered, written = compiled.step(tensors)
+        else:
+            batch = [x.to(self.device) for x in flat if isinstance(x, torch.Tensor)] if self._parts is None else ()
+            delivered, written = check.run(compiled.step, tensors, batch)
         loss, flat_outputs = compiled.results(delivered)
         outputs: Sequence[Any] = flat_outputs
         sources = {} if loss_only else dict(zip(compiled.names, tensors, strict=True))
@@ -249,7 +237,6 @@ class Parallel(ParallelModule):
         key, shapes, batch = self._agree(flat, spec, mode, self._compiled)
         compiled = self._compiled.get(key)
         if compiled is None:
-            self._ranks.make_sure()
             call = CallSpec(whole_arguments(flat, spec, shapes), *mode)
             with show_progress_once("writing the program of every rank"), apart_from_caller():
                 compiled = self._calls.compiled(call, {**self._state.tensors, SEED: self._seed})
@@ -282,11 +269,10 @@ class Parallel(ParallelModule):
     def _say_whole(self) -> None:
         """Warn once that a call for the user's own backward is one pass over all samples."""
         if not self._has_said_whole and self._ranks.rank == 0:
-            warnings.warn(
+            warn_user(
                 f"the plan has micro-batches of {self.plan.micro_batch} samples, which only par.step uses; this "
                 "call computes all of its samples at once and keeps the activations of all",
                 PlanWarning,
-                stacklevel=5,
             )
         self._has_said_whole = True
 
@@ -298,7 +284,7 @@ class Parallel(ParallelModule):
         if torch.is_grad_enabled():
             refuse_input_gradients(tensors, self.plan)
         mode = self._mode(loss_only=False, predicts=predicts)
-        key, shapes, batch = self._agree_once(flat, spec, mode)
+        key, shapes, batch = self._agree(flat, spec, mode, self._ready)
         if key not in self._ready:
             call = CallSpec(whole_arguments(flat, spec, shapes), *mode)
             with apart_from_caller():

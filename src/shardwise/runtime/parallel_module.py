@@ -6,7 +6,6 @@ stage. Random numbers come from one seed for all ranks that advances with every 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from shardwise.errors import PlanWarning, ShardwiseError, problem
+from shardwise.errors import PlanWarning, ShardwiseError, problem, warn_user
 from shardwise.graph.batch import with_samples
 from shardwise.graph.capture import Capture
 from shardwise.graph.custom_operators import splitmix64
@@ -176,7 +175,12 @@ class ParallelModule(ShardedModule):
         return {} if self._groups is None else self._groups.shared
 
     def __getstate__(self) -> dict[str, Any]:
-        programs = {"_compiled": {}, "_ready": {}, "_latest": None, "_signatures": {}}  # a copy builds its own
+        programs: dict[str, Any] = {
+            "_compiled": {},
+            "_ready": {},
+            "_latest": None,
+            "_signatures": {},
+        }  # a copy builds its own
         return {**self.__dict__, **programs}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -200,11 +204,10 @@ class ParallelModule(ShardedModule):
 
     def apply(self, fn: Callable[[torch.nn.Module], None]) -> Self:
         """Apply ``fn`` as ``nn.Module.apply`` does, with a warning: it sees stand-ins of the model's submodules."""
-        warnings.warn(
+        warn_user(
             "apply visits stand-ins of the model's submodules, which hold this rank's shards: change the model before "
             "sw.parallelize",
             PlanWarning,
-            stacklevel=2,
         )
         return super().apply(fn)
 
@@ -394,8 +397,6 @@ class ParallelModule(ShardedModule):
         elif self._circumstances != self._last_circumstances:  # ranks of other stages may have nothing to freeze
             check_equal(self._signature(own_key, flat, spec, mode), tensors, self._ranks, self.device)
         self._last_kind, self._last_circumstances = (key, torch.is_grad_enabled()), self._circumstances
-        if self._failed:
-            self._calls.trials.restart()
         self._failed = False
         return key, shapes, batch
 
@@ -427,23 +428,11 @@ class ParallelModule(ShardedModule):
 
     def _for_step(self, flat: Sequence[Any], spec: Any) -> tuple[StageCall, Batch | None]:
         mode = self._mode(loss_only=True)
-        key, shapes, batch = self._agree_once(flat, spec, mode)
+        key, shapes, batch = self._agree(flat, spec, mode, self._ready)
         if key not in self._ready:
             self._ready[key] = self._build_step(CallSpec(whole_arguments(flat, spec, shapes), *mode))
         self._latest = self._ready[key]
         return self._ready[key], batch
-
-    def _agree_once(self, flat: Sequence[Any], spec: Any, mode: Mode) -> Agreed:
-        """Return what ``_agree`` does for a step, with the parts of all ranks confirmed."""
-        if self._parts is None:
-            return self._agree(flat, spec, mode, self._ready)
-
-        def agreed() -> Agreed:
-            result = self._agree(flat, spec, mode, self._ready)
-            self._everyone.make_sure()
-            return result
-
-        return self._parts.call(agreed)
 
     @apart_from_caller()
     def _build_step(self, call: CallSpec) -> StageCall:
@@ -519,7 +508,7 @@ class ParallelModule(ShardedModule):
         if call.loss_only and not fault:
             return schedule
         if call.loss_only and not self._has_said_instead and dist.get_rank() == 0:
-            warnings.warn(f"{fault}: such a step runs as {schedule.instead}", PlanWarning, stacklevel=9)
+            warn_user(f"{fault}: such a step runs as {schedule.instead}", PlanWarning)
         self._has_said_instead |= call.loss_only
         return schedule_of(schedule.instead)
 
@@ -603,10 +592,11 @@ class ParallelModule(ShardedModule):
                 totals[name] = totals[name] + gradient if name in totals else gradient
         self._sum_shared(ready, totals)
         reached = [(state[name], gradient) for name, gradient in totals.items() if state[name].requires_grad]
-        for worker in ready.workers if check is not None else ():
+        for worker in ready.workers:
             compiled = worker.programs[max(worker.sizes)].compiled
             stage_check = check.stages[worker.number] if isinstance(check, PipelineCheck) else check
-            stage_check.watch(compiled.spmd, compiled.tensors)
+            if stage_check is not None:
+                stage_check.watch(compiled.spmd, compiled.tensors)
         torch.autograd.backward([parameter for parameter, _ in reached], [gradient for _, gradient in reached])
         if isinstance(check, PipelineCheck):
             check.settle()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -10,7 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import LaunchError, PlanError, PlanWarning, ShardwiseError, listed, problem
+from shardwise.errors import LaunchError, PlanError, PlanWarning, ShardwiseError, listed, problem, warn_user
 from shardwise.graph.kinds import check_kinds
 from shardwise.layouts.placement import Placement
 from shardwise.plans.file import format_ranks
@@ -69,11 +68,10 @@ def parallelize(
             reads only its own part of each tensor. A tensor without values that the files lack is an error, or is left
             to ``init``.
         device: Device of this rank; by default the current GPU with NCCL, else the CPU.
-        compile: Whether ``torch.compile`` generates the kernels of the programs. ``"auto"``, the default on CUDA,
-            alternates eager and compiled in the first ten training steps and keeps the faster; the choice is cached on
-            disk (``runtime.compile_benchmark``). It stays eager under a schedule that splits backward into input and
-            weight gradients, and within saved-tensor hooks. The default on CPUs is False, since compiling takes longer
-            there than most runs gain.
+        compile: Whether ``torch.compile`` generates the kernels of the programs. With ``"auto"``, the default on CUDA,
+            a program that does not compile runs eager, and a warning says why; so do all under a schedule that splits
+            backward into input and weight gradients. The default on CPUs is False, since compiling takes longer there
+            than most runs gain.
         check_replicas: Interval, in training calls from the first, at which ranks compare the values of which they hold
             copies (``runtime.replicas``). A ReplicaError names the first operator, parameter or input that differs.
             Such a call is not compiled. Rank 0's setting counts; 0 or None: never.
@@ -110,7 +108,7 @@ def parallelize(
         )
     for name, value, allowed, meaning in (
         ("inputs", inputs, ("global", "local"), '"global" (the whole batch on every rank) or "local" (its part)'),
-        ("compile", compile, (None, True, False, "auto"), 'True, False or "auto" (the faster one, measured)'),
+        ("compile", compile, (None, True, False, "auto"), 'True, False or "auto" (where it compiles)'),
         ("randomness", randomness, ("same_as_one_device", "per_shard"), '"same_as_one_device" or "per_shard"'),
         (
             "outputs",
@@ -138,7 +136,7 @@ def parallelize(
     )
     announce_hooks(module)
     if dist.get_rank() == 0 and (sentence := only_priced(agreed)):
-        warnings.warn(f"the plan was {sentence}", PlanWarning, stacklevel=2)
+        warn_user(f"the plan was {sentence}", PlanWarning)
     settings = RunSettings(loss, inputs, device, compile, every, streams, on_host, outputs)
     with show_progress_once("making the ranks' parts of the model"):
         return Parallel(module, agreed, settings, seed=seed, init=init, weights=weights)

@@ -27,7 +27,6 @@ from shardwise.plans.price_scope import prices_of
 from shardwise.plans.quantities import format_seconds
 from shardwise.programs.vjp import VjpCache
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.compile_benchmark import MOST_STEPS
 from shardwise.runtime.stage import StageCall, StageWorker
 from shardwise.runtime.step_profile import StepProfile, profile_step, steps_of
 from shardwise.runtime.torch_schedules import Scheduled
@@ -97,11 +96,6 @@ def profile_pipeline(
 ) -> PipelineProfile:
     """Profile a pipeline step that has run once; every rank calls it. ``step``: runs forward and backward of a batch by
     ``ready``; ``ranks``: communicators of all stages."""
-    for _ in range(MOST_STEPS):  # until all stages have chosen eager or compiled; some choices are cached
-        runs = [compiled.in_passes.compiling for compiled in ready.executables]
-        if not any(_from_all(any(compiling is not None and compiling.is_on_trial for compiling in runs))):
-            break
-        step()
     assert isinstance(ready.runs, Scheduled), "stages run on a schedule of torch"
     walls, busy, seconds, last = _steps(step, ready.runs, steps)
     for worker in ready.workers:

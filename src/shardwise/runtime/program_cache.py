@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,7 +12,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
-from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, problem
+from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, problem, warn_user
 from shardwise.graph.autocast import check_ambient, no_autocast
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.closure_guards import ClosureGuards
@@ -37,8 +36,7 @@ from shardwise.programs.spmd_steps import Conversion
 from shardwise.programs.vjp import VjpCache
 from shardwise.runtime.agree import from_rank_zero
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.compile_benchmark import CompileBenchmark, CompiledVariant, CompileTrial
-from shardwise.runtime.compiled import compiled_program, with_every_cotangent
+from shardwise.runtime.compiled import CompiledVariant, compiled_program, with_every_cotangent
 from shardwise.runtime.cpu_embedding import place_on_cpu, with_copies
 from shardwise.runtime.emit import Emitted, emit
 from shardwise.runtime.failure_store import failure_store
@@ -48,7 +46,6 @@ from shardwise.runtime.lazy_gather import LEAST_BYTES, with_outputs_split
 from shardwise.runtime.memory_of_outputs import announce_copies, whole_buffers
 from shardwise.runtime.signatures import in_other_mode
 from shardwise.runtime.step import CallableStep
-from shardwise.runtime.timing_cache import TimesOnDisk
 
 Inputs = Literal["global", "local"]
 Outputs = Literal["when read", "whole"]
@@ -81,8 +78,8 @@ def in_plan_precision(method: Callable[_P, _R]) -> Callable[_P, _R]:
 
 @dataclass(frozen=True)
 class RunSettings:
-    """How a module runs under its plan, the same on every rank; see ``parallelize``. ``compile``: always, never, or the
-    faster (``runtime.compile_benchmark``); ``check_replicas``: 0 for never; ``streams``: every shard draws its own
+    """How a module runs under its plan, the same on every rank; see ``parallelize``. ``compile``: always, never, or
+    where a program compiles (``"auto"``); ``check_replicas``: 0 for never; ``streams``: every shard draws its own
     random numbers; ``host``: names of the tables that stay on the CPU; ``outputs``: when outputs other than the loss
     are gathered (None: large ones when they are read)."""
 
@@ -191,7 +188,6 @@ class ProgramCache:
         self._surroundings: ClosureGuards | None = None  # when the model was captured last
         self._given: dict[FunctionType, None] = {}  # functions among the arguments of the calls so far
         self._in_other_mode = in_other_mode(dict(module.named_modules()))
-        self.trials = CompileBenchmark(ranks.name, TimesOnDisk.here())
         self._announced: set[str] = set()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -333,9 +329,13 @@ class ProgramCache:
         def compiled(program: RankProgram, on_host: frozenset[str]) -> tuple[RankProgram, frozenset[str]]:
             return compiled_program(program, self.ranks, device, on_host), on_host
 
-        def forward_only(compiles: bool) -> Emitted:
+        def compiling(make: Callable[[], _R]) -> CompiledVariant[_R] | None:
+            return CompiledVariant(make, self.settings.compile == "auto", self.ranks) if compiles else None
+
+        def forward_only() -> Emitted:
             inference = variant(with_gradients=False)
-            return emitted(*(compiled(*inference) if compiles else inference))
+            compiles = compiling(lambda: emitted(*compiled(*inference)))
+            return (compiles.get() if compiles else None) or emitted(*inference)
 
         def compiled_step() -> CallableStep:
             program, on_host = compiled(*variant())
@@ -352,18 +352,15 @@ class ProgramCache:
         divided = with_constants_apart(program if parts is None else parts.each)
         constants = Constants(divided.constants, lambda constant_program: emitted(constant_program, on_host))
         plain = emitted(divided.step, on_host)
-        trial = None
-        if self.settings.compile == "auto":
-            trial = CompileTrial(self.trials, divided.step, self.ranks, device)
         if parts is not None:
             ahead, behind = emitted(parts.ahead, on_host), emitted(parts.behind, on_host)
-            passes = CompiledVariant(lambda: emitted(*compiled(divided.step, on_host)), trial) if compiles else None
+            passes = compiling(lambda: emitted(*compiled(divided.step, on_host)))
             return GradAccumStep(program, ahead, plain, behind, constants, passes)
         return CallableStep(
             plain,
             lambda differentiated: emitted(*variant(reached=differentiated)),
             forward_only,
-            CompiledVariant(compiled_step, trial) if compiles else None,
+            compiling(compiled_step),
             constants,
             program,
         )
@@ -375,11 +372,10 @@ class ProgramCache:
         kept = {op.op for op in drawing if op.call.target in STREAMS.values()} - self._announced
         self._announced.update(kept)
         if kept and self.ranks.rank == 0:
-            warnings.warn(
+            warn_user(
                 f'with randomness="per_shard" the results of {listed(sorted(kept))} are kept for backward, although '
                 "the plan recomputes them: a generator would draw other numbers",
                 PlanWarning,
-                stacklevel=2,
             )
 
     def _announce(self, untraceable: Mapping[str, str]) -> None:
@@ -388,10 +384,10 @@ class ProgramCache:
         self._announced.update(new)
         if new and self.ranks.rank == 0:
             reasons = "; ".join(f"{name} ({why})" for name, why in new.items())
-            warnings.warn(
+            warn_user(
                 "the backward of these operators cannot be traced; autograd runs it, saves its own tensors and "
                 f"computes all gradients at once: {reasons}",
-                stacklevel=2,
+                UserWarning,
             )
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, fx
 from torch.autograd import Variable
 
-from shardwise.errors import ReplicaError, ShardwiseError, problem
+from shardwise.errors import ReplicaError, ShardwiseError, name_ranks, problem
 from shardwise.graph.ir import refs
 from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.layout import Layout
@@ -41,7 +41,7 @@ Kind = Literal[
 
 _LEVELS, _LENGTH = 3, 1 << 14  # lanes of 4 bytes: three levels are enough for 16 TiB
 _BLOCK_LANES = {"cpu": 1 << 16, "cuda": 1 << 22}  # lanes multiplied at a time: half a MiB stays in a core's cache
-_NUM_NAMED = 8  # ranks that a message lists
+_NUM_NAMED = 8  # groups that a message lists
 
 _FIXES: dict[Kind, str] = {
     "batch": 'pass the same whole batch on every rank (the same order of samples), or only its part: inputs="local"',
@@ -145,7 +145,7 @@ class ReplicaCheck:
 
     def __init__(self, every: int, ranks: Communicator, device: torch.device) -> None:
         self.every, self.ranks = every, ranks
-        self.fingerprint = Fingerprint(device)
+        self.fingerprint = fingerprint_on(device)
         self.passed = 0  # calls whose inputs and forward pass were found equal
         self._count = 0
         self._instrumented: dict[fx.GraphModule, Instrumented] = {}
@@ -225,13 +225,13 @@ class ReplicaCheck:
 
     # ---------------------------------------------------------------------------------------------------- the gradients
 
-    def watch(self, spmd: SpmdProgram, tensors: Sequence[Tensor]) -> None:
+    def watch(self, spmd: SpmdProgram, tensors: Sequence[Tensor | None]) -> None:
         """Compare gradients at the end of the backward pass that first reaches one of the parameters."""
         watched: list[Tensor] = []
         subjects: list[Subject] = []
         for source, tensor in zip(spmd.graph.sources, tensors, strict=True):
             layout = spmd.layouts[source.value].dual
-            if source.kind == "parameter" and tensor.requires_grad and _has_copies(layout):
+            if tensor is not None and source.kind == "parameter" and tensor.requires_grad and _has_copies(layout):
                 watched.append(tensor)
                 subjects.append(Subject("gradient", f"of {source.names[0]}", layout, tensor.dtype))
         leaders = _leaders([subject.layout for subject in subjects], spmd.mesh)
@@ -337,12 +337,11 @@ def _report(
     split = [group for group in groups.values() if len(group) > 1]
     most, *others = sorted(split[0].values(), key=lambda ranks: (-len(ranks), ranks))
     differing = sorted(rank for ranks in others for rank in ranks)
-    what = (
-        f"copies of {subject} are not equal: {_name(differing)} differ{'s' * (len(differing) == 1)} from {_name(most)}"
-    )
+    verb = "differs" if len(differing) == 1 else "differ"
+    what = f"copies of {subject} are not equal: {name_ranks(differing)} {verb} from {name_ranks(most)}"
     facts = [("where", where)]
     if len(others) > 1 or len(split) > 1:
-        among = "; ".join(_name(ranks) for group in split[:_NUM_NAMED] for ranks in group.values())
+        among = "; ".join(name_ranks(ranks) for group in split[:_NUM_NAMED] for ranks in group.values())
         facts.append(("equal", f"only the copies of {among}"))
     if subject.layout is not None:
         mesh = subject.layout.mesh
@@ -352,16 +351,10 @@ def _report(
     return problem(what, op=subject.op, source=subject.source, fix=_FIXES[subject.kind], facts=facts), differing
 
 
-def _name(ranks: Sequence[int]) -> str:
-    """Format ranks as ``rank 3`` or ``ranks 0, 1, 4``, cut off after the first few."""
-    listed = ", ".join(map(str, ranks[:_NUM_NAMED])) + ", ..." * (len(ranks) > _NUM_NAMED)
-    return f"rank{'s' * (len(ranks) > 1)} {listed}"
-
-
 def checked_interval(check_replicas: int | None) -> int:
     """Return the setting as a number, 0 for never. Raises ShardwiseError for an invalid value."""
     every = 0 if check_replicas is None else check_replicas
     if not isinstance(every, int) or isinstance(every, bool) or every < 0:
         what = f"check_replicas is the number of training calls between checks, not {check_replicas!r}"
-        raise ShardwiseError(problem(what, fix="pass an integer; 0 or None for no checks"))
+        raise ShardwiseError(what, fix="pass an integer; 0 or None for no checks")
     return every

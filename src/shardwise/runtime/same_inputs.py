@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError, name_ranks
 from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.runtime.agree import gather_objects
 from shardwise.runtime.communicator import Communicator, GatheredRows
@@ -28,7 +28,6 @@ SAME_INPUTS_FIX = (
     "pass the same samples on every rank (no DistributedSampler, the same seed; sw.DataLoader does this), or "
     'one part of the batch on each: sw.parallelize(..., inputs="local")'
 )
-_NUM_NAMED = 8  # ranks that a message lists
 
 
 @dataclass
@@ -92,18 +91,13 @@ class SameInputs:
             for rank, prints in enumerate(everywhere):
                 ranks_of.setdefault(prints.get(name), []).append(rank)
             if len(ranks_of) > 1:
-                first, *others = (_named(ranks) for ranks in ranks_of.values())
+                first, *others = (name_ranks(ranks) for ranks in ranks_of.values())
                 what = (
                     f"in call {passed.call} {first} passed another {name} than {' and '.join(others)}; every rank "
                     "must pass the whole batch, so that call trained on a mixture"
                 )
                 fix = f"{SAME_INPUTS_FIX}; resume from before that call"
-                raise ShardwiseError(problem(what, fix=fix, section="different-calls"))
-
-
-def _named(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:_NUM_NAMED])) + ", ..." * (len(ranks) > _NUM_NAMED)
-    return f"rank{'s' * (len(ranks) > 1)} {shown}"
+                raise ShardwiseError(what, fix=fix, section="different-calls")
 
 
 __all__ = ["SAME_INPUTS_FIX", "SameInputs"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from shardwise.errors import LaunchError, problem
+from shardwise.errors import LaunchError
 from shardwise.plans.plan import Plan
 from shardwise.runtime.torch_schedules import position_groups
 
@@ -34,10 +34,8 @@ class PipelineRankGroups:
     def __getstate__(self) -> NoReturn:
         """Raise LaunchError: process groups cannot be pickled."""
         raise LaunchError(
-            problem(
-                "a parallel module of stages cannot be pickled: its stages use process groups of this job",
-                fix="store par.state_dict(), or sw.save_checkpoint(...), which any ranks can read",
-            )
+            "a parallel module of stages cannot be pickled: its stages use process groups of this job",
+            fix="store par.state_dict(), or sw.save_checkpoint(...), which any ranks can read",
         )
 
     @staticmethod

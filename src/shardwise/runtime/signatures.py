@@ -3,27 +3,22 @@
 A rank knows only its own arguments. Before a call of a new kind, ranks exchange their call signatures; the first
 difference is reported on all of them. If every rank passes its own part of a batch (``inputs="local"``), parts may
 change from call to call on some ranks only. Therefore ranks exchange a 64-bit digest of their call in every such call,
-and full signatures only for a new combination of digests.
-
-The exchange overlaps with the call if nothing changes. A rank that makes the same call a third time assumes that the
-others do too, and begins; it reads the digests before its first collective. Until then it has sent and written nothing,
-so on a wrong guess (``SignatureMismatch``) it restarts the call.
+host to host, and full signatures only for a new combination of digests.
 """
 
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-from shardwise.errors import ShardwiseError, listed, problem
+from shardwise.errors import ShardwiseError, listed, warn_user
 from shardwise.graph.trees import (
     check_leaves,
     constant_key,
@@ -39,16 +34,14 @@ from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.plans.plan import Plan
 from shardwise.programs.micro_batches import Passes, numbers_samples
 from shardwise.runtime.agree import gather_objects, wire_device
-from shardwise.runtime.communicator import Communicator, GatheredRows
+from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.failure_store import failure_store
 from shardwise.runtime.lazy_gather import LazyTensor, plain_tensor
 from shardwise.runtime.local_shards import shard
 from shardwise.runtime.replicas import fingerprint_on
 from shardwise.runtime.same_inputs import SAME_INPUTS_FIX
 
-T = TypeVar("T")
 Shape = tuple[int, ...]
-SignatureSet = tuple[int, ...]  # digests of the ranks' calls
 ParamFlags = tuple[tuple[str, str], ...]  # (state of a tensor, its name): ("frozen", "up.weight")
 Holds = Callable[[int, str], bool]  # whether a rank has a tensor, by name
 _TRAINING = attrgetter("training")
@@ -114,10 +107,8 @@ def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devic
     check_leaves(named)
     empty = [name for name, x in named if isinstance(x, torch.Tensor) and x.is_meta]
     raise ShardwiseError(
-        problem(
-            f"{listed(empty)} {'is' if len(empty) == 1 else 'are'} on meta, without data",
-            fix="pass tensors with data, on any device: they are moved to that of the module",
-        )
+        f"{listed(empty)} {'is' if len(empty) == 1 else 'are'} on meta, without data",
+        fix="pass tensors with data, on any device: they are moved to that of the module",
     )
 
 
@@ -169,7 +160,7 @@ def check_equal(
         other = next((rank for rank, (_, prints) in enumerate(everywhere) if prints[name] != first), None)
         if other is not None:
             what = f"ranks 0 and {other} pass different {name} instead of the whole batch, {signature.described(name)}"
-            raise ShardwiseError(problem(what, fix=SAME_INPUTS_FIX, section="different-calls"))
+            raise ShardwiseError(what, fix=SAME_INPUTS_FIX, section="different-calls")
 
 
 def _prints(signature: Signature, tensors: Sequence[torch.Tensor], device: torch.device) -> dict[str, int]:
@@ -185,19 +176,15 @@ def _check_same(everywhere: Sequence[Signature], holds: Holds, *, with_shapes: b
         if len(set(has.values())) > 1:
             yes, no = (next(rank for rank in has if has[rank] == answer) for answer in (True, False))
             raise ShardwiseError(
-                problem(
-                    f"ranks make different calls: rank {yes} has {what} {name}, but rank {no} has not",
-                    fix="freeze and replace the same tensors on every rank that holds them",
-                )
+                f"ranks make different calls: rank {yes} has {what} {name}, but rank {no} has not",
+                fix="freeze and replace the same tensors on every rank that holds them",
             )
     for rank, other in enumerate(everywhere):
         if other.mode != first.mode:
             raise ShardwiseError(
-                problem(
-                    f"ranks make different calls: rank 0 in {first.mode}, rank {rank} in {other.mode}",
-                    fix="make the same train(), eval(), step() and predict() calls and set one grad mode on all ranks",
-                    section="different-calls",
-                )
+                f"ranks make different calls: rank 0 in {first.mode}, rank {rank} in {other.mode}",
+                fix="make the same train(), eval(), step() and predict() calls and set one grad mode on all ranks",
+                section="different-calls",
             )
         names = dict.fromkeys(name for name, _ in (*first.leaves, *other.leaves))
         for name in names:
@@ -208,7 +195,7 @@ def _check_same(everywhere: Sequence[Signature], holds: Holds, *, with_shapes: b
             fix = 'pass the same arguments on every rank, or one part of the batch on each: inputs="local"'
             what = f"{name} is {first.described(name)} on rank 0 and {other.described(name)} on rank {rank}"
             what = f"ranks make different calls: {what}"
-            raise ShardwiseError(problem(what, fix=fix, section="different-calls"))
+            raise ShardwiseError(what, fix=fix, section="different-calls")
 
 
 # -------------------------------------------------------------------------------------------------- parts of a batch
@@ -227,10 +214,6 @@ class Batch:
 Wanted = tuple[Mapping[str, Layout], int, int]
 
 
-class SignatureMismatch(Exception):
-    """The other ranks' parts are not those that this rank assumed. Internal."""
-
-
 class LocalInputs:
     """The parts of a batch that the ranks pass: each the part of its device, in the layout of the first stage that
     reads the input; ranks of all stages with the same device number pass the same. Raises ShardwiseError if the plan
@@ -247,66 +230,30 @@ class LocalInputs:
         device_of = {rank: number for place in places for number, rank in enumerate(place)}
         self._devices = [device_of[rank] for rank in sorted(device_of)]  # by rank
         self._holds = plan.holds
-        self._batches: dict[SignatureSet, Batch] = {}
-        # Digest of this rank's call -> the last combination of digests, and whether the one before was the same.
-        self._latest: dict[int, tuple[SignatureSet, bool]] = {}
-        self._found: SignatureSet | None = None  # of this call, once it is known
+        self._batches: dict[tuple[int, ...], Batch] = {}  # by the digests of the ranks' calls
         self._has_said_gathered = False
         self._is_own: dict[object, bool] = {}  # by input, layout and parts
         self._faults: dict[tuple[int, int], tuple[Batch, Passes, str]] = {}
         if max(self._devices) and not any(layout.positions for layout in self.layouts.values()):
             shown = ", ".join(f"{name} {layout}" for name, layout in list(self.layouts.items())[:4])
             raise ShardwiseError(
-                problem(
-                    f'inputs="local", but the plan splits no input: {shown}; every rank would take its own data for '
-                    "the whole batch",
-                    fix='pass the whole batch on every rank (inputs="global"), or plan with a split batch: '
-                    'sw.plan(..., layouts={"x": "[8@dp, ...]"}) or mode="data_parallel"',
-                )
+                f'inputs="local", but the plan splits no input: {shown}; every rank would take its own data for '
+                "the whole batch",
+                fix='pass the whole batch on every rank (inputs="global"), or plan with a split batch: '
+                'sw.plan(..., layouts={"x": "[8@dp, ...]"}) or mode="data_parallel"',
             )
-
-    def call(self, run: Callable[[], T]) -> T:
-        """Return ``run()``, one call of the module. Restart it if another rank's part is not the assumed one: ``run``
-        must write nothing before its first collective or ``make_sure``."""
-        self._found = None
-        try:
-            try:
-                return run()
-            except SignatureMismatch:
-                return run()
-        finally:
-            self.everyone.before_next = None
 
     def batch(self, signature: Signature, tensors: Sequence[torch.Tensor]) -> Batch:
         """Return the batch of which this rank passes ``tensors``; every rank calls it in every call.
 
         Raises ShardwiseError on all ranks if the parts do not form a batch.
         """
-        if self._found is None:
-            self.numbers.create_groups([self.numbers.mesh.sub_axes])  # once, and again after unpickling
-            digest = torch.tensor([signature.digest])
-            flight = self.numbers.start_gather(digest, "the sizes of the ranks' inputs")
-            taken, is_checked = self._latest.get(signature.digest, ((), False))
-            if is_checked:
-                self.everyone.before_next = lambda: self._check(flight, taken)
-                return self._batches[taken]
-            self._read(flight)
-        assert self._found is not None, "it was read"
-        if self._found not in self._batches:
-            self._batches[self._found] = self._agreed(signature, tensors)
-        last, _ = self._latest.get(signature.digest, ((), False))
-        self._latest[signature.digest] = self._found, self._found == last
-        return self._batches[self._found]
-
-    def _read(self, flight: GatheredRows) -> None:
-        self.everyone.before_next = None
-        self._found = tuple(flight.wait().flatten().tolist())
-
-    def _check(self, flight: GatheredRows, taken: SignatureSet) -> None:
-        """Raise SignatureMismatch if the digests are not the assumed ones."""
-        self._read(flight)
-        if self._found != taken:
-            raise SignatureMismatch
+        self.numbers.create_groups([self.numbers.mesh.sub_axes])  # once, and again after unpickling
+        rows = self.numbers.gather_from_all(torch.tensor([signature.digest]), "the sizes of the ranks' inputs")
+        digests = tuple(rows.flatten().tolist())
+        if digests not in self._batches:
+            self._batches[digests] = self._agreed(signature, tensors)
+        return self._batches[digests]
 
     def own_part(self, name: str, tensor: torch.Tensor, layout: Layout, batch: Batch) -> torch.Tensor:
         """Return this rank's share of an input: the part itself if all parts match the layout, else a slice of the
@@ -317,10 +264,10 @@ class LocalInputs:
             planned = [layout.local_shape(layout.mesh.coordinates(device)) for device in range(len(parts))]
             self._is_own[case] = planned == parts and self._is_passed(name, layout, batch)
             if not self._is_own[case] and self.everyone.rank == 0:
-                warnings.warn(
+                warn_user(
                     f"the parts of {name} have {_listed(parts)}, but the plan splits the whole, "
                     f"{list(batch.shapes[name])}, into {_listed(planned)}: it is gathered and split in every call",
-                    stacklevel=9,  # of par.step
+                    UserWarning,
                 )
         if self._is_own[case]:
             return tensor
@@ -352,7 +299,7 @@ class LocalInputs:
             self._faults[case] = batch, passes, self._fault(batch, passes, wanted(batch), with_samples)
         *_, fault = self._faults[case]
         if fault and not self._has_said_gathered and self.everyone.rank == 0:
-            warnings.warn(f"{fault}: they are gathered and split again in every such step", stacklevel=6)
+            warn_user(f"{fault}: they are gathered and split again in every such step", UserWarning)
         self._has_said_gathered |= bool(fault)
         return not fault
 
@@ -397,13 +344,11 @@ class LocalInputs:
             layout = self.layouts.get(name)
             text = "whole" if layout is None else format_layout(layout)
             raise ShardwiseError(
-                problem(
-                    f"ranks {leader} and {rank} pass different {name}, but the plan assigns both the same part of "
-                    f"it: it is {text}{'' if layout is None else f' on {layout.mesh}'}",
-                    fix="choose samples by the coordinates on the axes that split the input (par.plan.input_layouts"
-                    f'["{name}"]), pass the whole batch on every rank (inputs="global"), or plan with layouts= that '
-                    "split it over all axes",
-                )
+                f"ranks {leader} and {rank} pass different {name}, but the plan assigns both the same part of "
+                f"it: it is {text}{'' if layout is None else f' on {layout.mesh}'}",
+                fix="choose samples by the coordinates on the axes that split the input (par.plan.input_layouts"
+                f'["{name}"]), pass the whole batch on every rank (inputs="global"), or plan with layouts= that '
+                "split it over all axes",
             )
 
     def _places(self, name: str, device: int) -> list[tuple[int, int, int]]:
@@ -412,10 +357,8 @@ class LocalInputs:
         places = [] if layout is None else _block(layout, device)
         if places is None:
             raise ShardwiseError(
-                problem(
-                    f'inputs="local", but the part of {name} of a rank is not a contiguous block: {layout}',
-                    fix='pass the whole batch on every rank: inputs="global"',
-                )
+                f'inputs="local", but the part of {name} of a rank is not a contiguous block: {layout}',
+                fix='pass the whole batch on every rank: inputs="global"',
             )
         return places
 
@@ -429,11 +372,9 @@ class LocalInputs:
                 other = sizes[dim].setdefault(position_of.get(dim, 0), size)
                 if other != size:
                     raise ShardwiseError(
-                        problem(
-                            f"dim {dim} of {name} has {other} and {size} elements on ranks that hold the same part of "
-                            f"it: {_listed([shapes[name] for shapes in parts])}",
-                            fix="pass parts of one batch: only dims that the plan splits may differ",
-                        )
+                        f"dim {dim} of {name} has {other} and {size} elements on ranks that hold the same part of "
+                        f"it: {_listed([shapes[name] for shapes in parts])}",
+                        fix="pass parts of one batch: only dims that the plan splits may differ",
                     )
         return [[by_position[position] for position in sorted(by_position)] for by_position in sizes]
 
@@ -444,12 +385,10 @@ class LocalInputs:
             planned = self.planned[name][dim]
             if dim > 0 and planned > 1 and sizes[dim] == [planned] * count:
                 raise ShardwiseError(
-                    problem(
-                        f"every rank passes {planned} elements of dim {dim} of {name}, the size of the whole dim in "
-                        f"the plan, which splits it {count} ways: {self.layouts[name]}",
-                        fix=f"pass this rank's {planned}/{count} of them, or the whole batch on every rank "
-                        '(inputs="global")',
-                    )
+                    f"every rank passes {planned} elements of dim {dim} of {name}, the size of the whole dim in "
+                    f"the plan, which splits it {count} ways: {self.layouts[name]}",
+                    fix=f"pass this rank's {planned}/{count} of them, or the whole batch on every rank "
+                    '(inputs="global")',
                 )
         return tuple(map(sum, sizes))
 
@@ -458,18 +397,15 @@ class LocalInputs:
         require a gradient."""
         if takes_gradient(tensor):
             raise ShardwiseError(
-                problem(
-                    f"the ranks' parts of {name} have {_listed([shapes[name] for shapes in batch.parts])}, which "
-                    "differ from the plan: they are gathered, and gradients do not flow back into gathered parts",
-                    fix="pass parts as the plan splits them (equal ones of a batch that divides), or the whole batch "
-                    'on every rank: inputs="global"',
-                )
+                f"the ranks' parts of {name} have {_listed([shapes[name] for shapes in batch.parts])}, which "
+                "differ from the plan: they are gathered, and gradients do not flow back into gathered parts",
+                fix="pass parts as the plan splits them (equal ones of a batch that divides), or the whole batch "
+                'on every rank: inputs="global"',
             )
         numel = [torch.Size(shapes[name]).numel() for shapes in batch.parts]
-        padded = tensor.new_zeros(max(numel))
-        padded[: tensor.numel()] = tensor.detach().reshape(-1)
-        sent = padded.view(torch.uint8) if padded.dtype == torch.bool else padded
-        rows = self.ranks.gather_from_all(sent, f"the parts of {name}").view(tensor.dtype)
+        sent = tensor.detach().reshape(-1)
+        sent = sent.view(torch.uint8) if sent.dtype == torch.bool else sent
+        rows = self.ranks.gather_flat(sent, numel, f"the parts of {name}")
         whole = tensor.new_empty(batch.shapes[name])
         starts = [list(accumulate(sizes, initial=0)) for sizes in self._sizes(name, batch.parts)]
         for device, row in enumerate(rows):
@@ -477,7 +413,7 @@ class LocalInputs:
             place = whole
             for dim, position, _ in self._places(name, device):
                 place = place.narrow(dim, starts[dim][position], shape[dim])
-            place.copy_(row[: numel[device]].view(shape))
+            place.copy_(row.view(tensor.dtype).view(shape))
         return whole
 
 

@@ -393,15 +393,20 @@ class MicroBatchesInTurn:
 
     worker: StageWorker
 
-    def step(self) -> list[Tensor]:
+    def step(self, *, backward: bool = True) -> list[Tensor]:
         """Run forward and backward of all micro-batches and return their losses."""
         losses: list[Tensor] = []
         for micro_batch in range(len(self.worker.sizes)):
             loss = self.worker.forward(micro_batch, ())
             assert isinstance(loss, Tensor), "the last stage returns the loss"
             losses.append(loss)
-            self.worker.backward(micro_batch, "backward", ())
+            if backward:
+                self.worker.backward(micro_batch, "backward", ())
         return losses
+
+    def forward(self) -> list[Tensor]:
+        """Run forward of all micro-batches and return their losses."""
+        return self.step(backward=False)
 
 
 def samples_of(plan: Plan, rows: Mapping[str, tuple[int, ...]]) -> int:

@@ -18,7 +18,7 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.graph.autocast import check_ambient
 from shardwise.programs.instructions import memories
 from shardwise.programs.rank_program import RankProgram
-from shardwise.runtime.compile_benchmark import CompiledVariant, TimedStep
+from shardwise.runtime.compiled import CompiledVariant
 from shardwise.runtime.emit import Emitted
 from shardwise.runtime.faults import refuse_create_graph
 from shardwise.runtime.hoisted_constants import Constants
@@ -27,24 +27,23 @@ from shardwise.runtime.hoisted_constants import Constants
 Forward = Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Any, ...]]]
 # Flags of the delivered values that get a cotangent -> the program whose backward takes these.
 EmitFor = Callable[[tuple[bool, ...]], Emitted]
-_PLAIN = TimedStep(compiled=False)  # a step outside any trial
 
 
 @dataclass
 class CallableStep:
     """A program called on this rank's tensors of the sources. ``emit_for``: emits it for cotangents of some of the
-    returned values; ``forward_only``: emits it without backward, compiled or not; ``compiling``: the compiled variant
-    that trains instead unless the call is observed (``runtime.compiled``), always or if it is faster; ``constants``:
-    hoisted constants passed to all of these; ``whole``: the program that computes them itself, not emitted."""
+    returned values; ``forward_only``: emits it without backward, compiled if steps are; ``compiling``: the compiled
+    variant that trains instead unless the call is observed; ``constants``: hoisted constants passed to all of these;
+    ``whole``: the program that computes them itself, not emitted."""
 
     emitted: Emitted
     emit_for: EmitFor
-    forward_only: Callable[[bool], Emitted]
+    forward_only: Callable[[], Emitted]
     compiling: CompiledVariant[CallableStep] | None = None
     constants: Constants | None = None
     whole: RankProgram | None = None
     _backward: dict[tuple[bool, ...], Emitted] = field(default_factory=dict)
-    _alone: dict[bool, Emitted] = field(default_factory=dict)
+    _alone: Emitted | None = None
 
     def __post_init__(self) -> None:
         program = self.emitted.program
@@ -64,24 +63,18 @@ class CallableStep:
         """Return (delivered, mutations). ``observed``: runs forward in place of the program's own."""
         needs = torch.is_grad_enabled() and any(tensors[i].requires_grad for i in self.positions.values())
         if not needs:
-            emitted = self.emitted if observed is not None else self._forward_alone()
+            if observed is None and self._alone is None:
+                self._alone = self.forward_only()
+            emitted = self.emitted if observed is not None else self._alone
             delivered, written, _ = self.forward(tensors, emitted, observed)
         else:
-            step, turn = self._taking_turns() if observed is None else (self, _PLAIN)
+            step = (self.compiling.get() if self.compiling and observed is None else None) or self
             # Detach the others: autograd would call their hooks with None.
             reached = set(self.positions.values())
             tensors = [x if i in reached or not x.requires_grad else x.detach() for i, x in enumerate(tensors)]
-            results = _StepFunction.apply(step, observed, turn, *tensors)  # type: ignore[no-untyped-call]
+            results = _StepFunction.apply(step, observed, *tensors)  # type: ignore[no-untyped-call]
             delivered, written = results[: self.num_delivered], results[self.num_delivered :]
         return tuple(delivered), tuple(written)
-
-    def _taking_turns(self) -> tuple[CallableStep, TimedStep]:
-        """Return the step that runs now, eager or compiled, and its timer. Within saved-tensor hooks backward may run
-        the step again and must save the same, so no trial takes place there."""
-        if self.compiling is None or (self.compiling.trial is not None and _is_hooked()):
-            return self, _PLAIN
-        compiled, turn = self.compiling.begin()
-        return compiled or self, turn
 
     @property
     def program(self) -> RankProgram:
@@ -96,12 +89,6 @@ class CallableStep:
         constants = () if self.constants is None else self.constants.of(emitted.program, tensors)
         run: Forward = observed or emitted.forward.forward
         return run(*tensors, *constants)
-
-    def _forward_alone(self) -> Emitted:
-        compiled = self.compiling is not None and self.compiling.is_preferred
-        if compiled not in self._alone:
-            self._alone[compiled] = self.forward_only(compiled)
-        return self._alone[compiled]
 
     def backward_for(self, present: tuple[bool, ...]) -> Emitted:
         """Return the program for cotangents of some of the returned values."""
@@ -122,14 +109,11 @@ class CallableStep:
 
 class _StepFunction(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, step: CallableStep, observed: Forward | None, turn: TimedStep, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
-        with turn.timed():
-            delivered, written, saved = step.forward(tensors, observed=observed)
+    def forward(ctx: Any, step: CallableStep, observed: Forward | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        delivered, written, saved = step.forward(tensors, observed=observed)
         if step.overwritten:  # the end of the call overwrites what backward reads
             saved = tuple(x.clone() if i in step.overwritten else x for i, x in enumerate(saved))
-        ctx.step, ctx.turn, ctx.num_tensors = step, turn, len(tensors)
+        ctx.step, ctx.num_tensors = step, len(tensors)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(value for value, flows in zip(delivered, step.differentiable, strict=True) if not flows), *written
@@ -152,14 +136,12 @@ class _StepFunction(torch.autograd.Function):
         delivered = cotangents[: step.num_delivered]
         emitted = step.backward_for(tuple(cotangent is not None for cotangent in delivered))
         taken = _in_order(step.emitted, emitted, saved)
-        with ctx.turn.timed():
-            results = emitted.backward.forward(taken, *(cotangent for cotangent in delivered if cotangent is not None))
-        ctx.turn.is_complete = True
+        results = emitted.backward.forward(taken, *(cotangent for cotangent in delivered if cotangent is not None))
         gradients: list[Tensor | None] = [None] * ctx.num_tensors
         for value, gradient in zip(emitted.program.gradients, results, strict=True):
-            if ctx.needs_input_grad[3 + step.positions[value]]:
+            if ctx.needs_input_grad[2 + step.positions[value]]:
                 gradients[step.positions[value]] = gradient
-        return (None, None, None, *gradients)
+        return (None, None, *gradients)
 
 
 def _is_hooked() -> bool:

@@ -31,7 +31,6 @@ from shardwise.plans.price_scope import prices_of
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.programs.instructions import Compute, Instruction, sent_by
 from shardwise.programs.rank_program import RankProgram
-from shardwise.runtime.compile_benchmark import MOST_STEPS
 from shardwise.runtime.grad_accum import GradAccumStep
 from shardwise.runtime.step import CallableStep
 from shardwise.runtime.transit import Converting, Departing
@@ -121,11 +120,8 @@ def profile_step(
         dist.all_gather_object(values, value, group=group)
         return values
 
-    for _ in range(MOST_STEPS):  # until eager or compiled is chosen
-        if emitted_step.compiling is not None and emitted_step.compiling.is_on_trial:
-            step()
     wall, peak = _measured(step, device, steps)
-    is_compiled = emitted_step.compiling is not None and emitted_step.compiling.is_preferred
+    is_compiled = emitted_step.compiling is not None and emitted_step.compiling.variant is not None
     clocks = [_Clock(emitted_step.program, device, state) for _ in range(steps)]
     for clock in clocks:
         with _timed(emitted_step, clock):

@@ -18,8 +18,8 @@ from shardwise.layouts.conversions import Move
 from shardwise.programs.instructions import Arrive, Convert, Depart
 from shardwise.programs.moves import LocalMove, local_move, sharing_buffers
 from shardwise.programs.spmd_steps import Conversion
-from shardwise.runtime.communicator import CollectiveMessage, Communicator, is_gloo
-from shardwise.runtime.faults import Purpose, conversion_failed
+from shardwise.runtime.communicator import Communicator, is_gloo
+from shardwise.runtime.messages import CollectiveMessage, Purpose, conversion_failed
 
 Together = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 

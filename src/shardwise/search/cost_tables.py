@@ -13,22 +13,14 @@ from math import inf
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.costs.kernels import is_view
 from shardwise.graph.ir import Op
 from shardwise.layouts.choice import Choices
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.routes import Floats, Ints, Routes
+from shardwise.layouts.routes import SHARDED, STATES, Floats, Ints, Routes
 from shardwise.search.constants import REGATHER_TRAFFIC, RESEND_TRAFFIC
-from shardwise.search.conversion_tables import (
-    bytes_sent,
-    is_brought,
-    keeps_size,
-    kept_elements,
-    larger_gradients,
-    seconds_between,
-    sendable,
-)
 from shardwise.search.cost_graph import Components, CostGraph, FoldedView
 from shardwise.search.domains import Domain, Domains
 from shardwise.search.elimination import Scope
@@ -59,8 +51,9 @@ class _CostTable(NamedTuple):
 
 class _ConversionCount(NamedTuple):
     """How often a micro-batch makes a conversion, by layouts. ``in_flight``: micro-batches that hold its result;
-    ``share``: a micro-batch's share of what a step does once, which nothing hides; ``times``: ``Tables._times``, of
-    which all beyond one are in backward; ``sums``: ``Tables._whole_sums``."""
+    ``share``: a micro-batch's share of what a step does once, which nothing hides; ``times``: how often it sends,
+    beyond one in backward; ``sums``: ``larger_gradients`` of a parameter, in its stored dtype: its gradient adds up
+    over the micro-batches in a larger layout than the stored one, which takes a step more seconds."""
 
     in_flight: int
     share: Floats | float
@@ -229,12 +222,7 @@ class Tables:
             # values only copies count.
             numel, again = kept_elements(routes, starts, nodes, is_held=only_copies or dropped, resent=resent)
             kept_bytes = numel * (routes.tensor.itemsize if kept else 0)
-            often = _ConversionCount(
-                policy.in_flight,
-                self._share_of_pass(routes, starts, nodes, traffic, policy),
-                self._times(routes, starts, nodes, traffic, policy),
-                self._whole_sums(name, starts, nodes, traffic, policy),
-            )
+            often = self._often(name, starts, nodes, policy, traffic=traffic, is_once=traffic)
             return self._resent(self._placed(seconds, kept_bytes, traffic, window, often), seconds, again, beside)
 
         self._factor((maker, variable), (*static, window), table, how_of, partial(bytes_sent, routes, starts, nodes))
@@ -284,21 +272,16 @@ class Tables:
         def table(policy: PricedPolicy, how: How) -> Components:
             computed, dropped, resent, beside = how
             kept_bytes, repeated = np.zeros((2, len(starts), len(domain)))
-            times: Floats | float = 1.0
+            often = _ConversionCount(policy.in_flight, 1.0, 1.0, None)
             for position, nodes, fresh in _fresh_nodes(positions, domain):
-                times = np.maximum(times, self._times(routes, starts, nodes, traffic, policy))
+                more = self._often(name, starts, nodes, policy, traffic=traffic, is_once=is_once)
+                often = more._replace(times=np.maximum(often.times, more.times))
                 if position in domain.keeps:
                     # Where it is computed the value itself, or the parameter's cast, is kept, once.
                     numel, again = kept_elements(routes, starts, nodes, is_held=dropped or not computed, resent=resent)
                     kept_bytes += numel * (0 if dropped else routes.tensor.itemsize) * fresh[None, :]
                     repeated += again * fresh[None, :]
-            share: Floats | float = 1.0
-            sums: tuple[Floats, Floats] | None = None
-            if is_once:
-                ((_, nodes, _),) = _fresh_nodes(positions, domain)
-                share = self._share_of_pass(routes, starts, nodes, is_once, policy)
-                sums = self._whole_sums(name, starts, nodes, is_once, policy)
-            seconds, often = taken(), _ConversionCount(policy.in_flight, share, times, sums)
+            seconds = taken()
             return self._resent(self._placed(seconds, kept_bytes, traffic, window, often), seconds, repeated, beside)
 
         def transient() -> Floats:
@@ -320,38 +303,29 @@ class Tables:
                 total += routes.numel[nodes] * routes.tensor.grad_itemsize
         return total
 
-    def _share_of_pass(
-        self, routes: Routes, starts: Ints, nodes: Ints, is_once: bool, policy: PricedPolicy
-    ) -> Floats | float:
-        """Return [starts, nodes] a micro-batch's share of a conversion from where a parameter is stored. A step
-        converts it once where the stored part is no smaller than what operators use, or if the user asks for that,
-        unless it is gathered again (``programs.grad_accum_program``)."""
-        passes = self.domains.prices.passes
-        if not is_once or passes == 1:
-            return 1.0
-        if policy.reshard_mode == "once":
-            return np.full((len(starts), len(nodes)), 1 / passes)
-        is_once_a_step = keeps_size(routes, starts, nodes)
-        if policy.reshard_mode == "again":
-            is_once_a_step &= ~is_brought(routes, starts, nodes)
-        return np.where(is_once_a_step, 1 / passes, 1.0)
+    def _often(
+        self, name: str, starts: Ints, nodes: Ints, policy: PricedPolicy, *, traffic: bool, is_once: bool
+    ) -> _ConversionCount:
+        """Return how often a micro-batch makes conversions. ``is_once``: they are from where a parameter is stored.
 
-    def _times(self, routes: Routes, starts: Ints, nodes: Ints, traffic: bool, policy: PricedPolicy) -> Floats | float:
-        """Return [starts, nodes] how often a parameter's conversions send: those that bring what a device does not have
-        are repeated in backward, if the policy asks for that."""
-        if not traffic or policy.reshard_mode != "again":
-            return 1.0
-        return np.where(is_brought(routes, starts, nodes), REGATHER_TRAFFIC, 1.0)
-
-    def _whole_sums(
-        self, name: str, starts: Ints, nodes: Ints, is_once: bool, policy: PricedPolicy
-    ) -> tuple[Floats, Floats] | None:
-        """Return ``larger_gradients`` of a parameter, in its stored dtype: its gradient adds up over the micro-batches
-        in a larger layout than the stored one, which takes a step more seconds."""
-        routes, is_one_pass = self.domains.routes(name), self.domains.prices.passes == 1
-        if not is_once or is_one_pass or not routes.tensor.differentiable or policy.reshard_mode != "once":
-            return None
-        return larger_gradients(routes, starts, nodes, self.graph.by_name[name].kept_dtype.itemsize)
+        A step makes these once where the stored part is no smaller than what operators use, or if the user asks for
+        that, unless the parameter is gathered again (``programs.grad_accum_program``): then those that bring what a
+        device does not have are repeated in backward.
+        """
+        routes, passes, mode = self.domains.routes(name), self.domains.prices.passes, policy.reshard_mode
+        times: Floats | float = 1.0
+        share: Floats | float = 1.0
+        sums: tuple[Floats, Floats] | None = None
+        if traffic and mode == "again":
+            times = np.where(is_brought(routes, starts, nodes), REGATHER_TRAFFIC, 1.0)
+        if is_once and passes > 1:
+            is_once_a_step = keeps_size(routes, starts, nodes)
+            if mode == "again":
+                is_once_a_step &= ~is_brought(routes, starts, nodes)
+            share = np.where(is_once_a_step | (mode == "once"), 1 / passes, 1.0)
+            if mode == "once" and routes.tensor.differentiable:
+                sums = larger_gradients(routes, starts, nodes, self.graph.by_name[name].kept_dtype.itemsize)
+        return _ConversionCount(policy.in_flight, share, times, sums)
 
     def _deliver(self) -> None:
         """Price the delivery of the whole loss, and of buffers that are written back."""
@@ -445,3 +419,61 @@ def _fresh_nodes(positions: Iterable[int], domain: Domain) -> Iterator[tuple[int
             fresh *= nodes != other
         yield position, nodes, fresh
         done.append(nodes)
+
+
+# -- tables over pairs of layouts of a value ---------------------------------------------------------------------------
+
+
+def seconds_between(routes: Routes, starts: Ints, nodes: Ints) -> Floats:
+    """Return [starts, nodes] seconds; each pair of layouts is computed once, however many strategies have it."""
+    rows, back = np.unique(starts, return_inverse=True)
+    columns, forth = np.unique(nodes, return_inverse=True)
+    small = routes.prices(columns)[rows]
+    return small[back][:, forth]
+
+
+def is_copied(routes: Routes, starts: Ints, nodes: Ints) -> NDArray[np.bool_]:
+    """Return [starts, nodes] whether a conversion makes another tensor. Invariant and replicated are the same one."""
+    codes = np.where(routes.codes == STATES.index("R"), STATES.index("I"), routes.codes)
+    return np.asarray((codes[starts][:, None, :] != codes[nodes][None, :, :]).any(axis=2))
+
+
+def kept_elements(routes: Routes, starts: Ints, nodes: Ints, *, is_held: bool, resent: bool) -> tuple[Floats, Floats]:
+    """Return [starts, nodes] elements that an operand which is kept in ``nodes`` holds, and 1 where its message is sent
+    again. ``is_held``: the source of the conversion is kept anyway; ``resent``: messages may be sent again, which they
+    are where that holds fewer elements."""
+    copied = is_copied(routes, starts, nodes)
+    before, after = np.broadcast_arrays(routes.numel[starts][:, None], routes.numel[nodes][None, :])
+    is_resent = copied & ((before <= after) if is_held else (before < after)) & resent
+    elements = np.where(is_resent, 0 if is_held else before, after * copied if is_held else after)
+    return elements.astype(np.float64), is_resent.astype(np.float64)
+
+
+def is_brought(routes: Routes, starts: Ints, nodes: Ints) -> NDArray[np.bool_]:
+    """Return [starts, nodes] whether forward brings what a device does not have: another tensor, and no smaller one."""
+    return is_copied(routes, starts, nodes) & np.less_equal.outer(routes.numel[starts], routes.numel[nodes])
+
+
+def keeps_size(routes: Routes, starts: Ints, nodes: Ints) -> NDArray[np.bool_]:
+    """Return [starts, nodes] whether a device has as many elements in both layouts."""
+    return np.equal.outer(routes.numel[starts], routes.numel[nodes])
+
+
+def larger_gradients(routes: Routes, starts: Ints, nodes: Ints, itemsize: int) -> tuple[Floats, Floats]:
+    """Return [starts, nodes] bytes of gradients in ``nodes`` where larger than in ``starts``, and the difference."""
+    itemsizes = np.where(keeps_size(routes, starts, nodes), 0.0, float(itemsize))
+    whole: Floats = itemsizes * routes.numel[nodes][None, :]
+    return whole, whole - itemsizes * routes.numel[starts][:, None]
+
+
+def bytes_sent(routes: Routes, starts: Ints, nodes: Ints) -> Floats:
+    """Return [starts, nodes] bytes of a conversion while it runs: its source, its message and its result. This is an
+    estimate: intermediate layouts of a longer route are ignored."""
+    before, after = routes.numel[starts][:, None], routes.numel[nodes][None, :]
+    num_bytes = (before + 2.0 * np.maximum(before, after)) * max(routes.tensor.itemsize, routes.tensor.grad_itemsize)
+    return np.where(is_copied(routes, starts, nodes), num_bytes, 0.0)
+
+
+def sendable(routes: Routes) -> Ints:
+    """Return the layouts, sharded or whole on every axis, in which a value is stored or crosses to another stage."""
+    return np.flatnonzero(((routes.codes == STATES.index("I")) | (routes.codes >= SHARDED)).all(axis=1))

@@ -39,28 +39,19 @@ def step_seconds(components: Floats) -> float:
 @dataclass
 class SearchOutcome:
     """The best assignment found. ``bound``: no assignment (that fits) is faster (0: not known); ``solves``: problems
-    solved for it; ``largest_joint``: combinations of the largest joint table; ``candidates``: the other assignments
+    solved for it; ``candidates``: the other assignments
     seen, fastest first. ``stopped``: at a cutoff below ``bound``, so that faster assignments may be left."""
 
     assignment: list[int]
     components: Floats
     bound: float
     solves: int
-    largest_joint: int
     candidates: list[list[int]] = field(default_factory=list)
     stopped: bool = False
 
     @property
     def seconds(self) -> float:
         return step_seconds(self.components)
-
-    @property
-    def gap(self) -> float:
-        """Return the relative gap to the bound; 0: proven optimal; infinite: not known."""
-        if self.bound <= 0:
-            return float("inf") if self.seconds > 0 else 0.0
-        gap = self.seconds / self.bound - 1
-        return gap if gap > EXACT_GAP else 0.0
 
 
 class DoesNotFit(Exception):
@@ -91,7 +82,6 @@ def search(
         best.components,
         max(0.0, min(bound, best.seconds)),
         run.solves,
-        run.largest_joint,
         [list(item.assignment) for item in others if item.assignment != best.assignment],
         bound > cutoff,
     )

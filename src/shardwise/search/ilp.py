@@ -53,12 +53,8 @@ def solve_ilp(sums: Problem, *, time_limit: float = ILP_SECONDS) -> Solution:
     best = min([candidate for candidate in (assignment, greedy(sums)) if candidate is not None], key=sums.value)
     value = sums.value(best)
     if not np.isfinite(value):
-        raise ShardwiseError(
-            problem(
-                f"the integer program found no plan within {time_limit:g} seconds",
-                fix="search='dynamic_programming', or fewer mesh axes",
-            )
-        )
+        what = f"the integer program found no plan within {time_limit:g} seconds"
+        raise ShardwiseError(problem(what, fix="search='dynamic_programming', or fewer mesh axes"))
     return Solution(best, value, bound=min(bound, value))
 
 
@@ -151,15 +147,12 @@ class _IntegerProgram:
         proven = -np.inf if result.mip_dual_bound is None else float(result.mip_dual_bound)
         return assignment, self.constant + proven / scale
 
-    def _own_prices(self) -> list[Table]:
-        return [price[values] for price, values in zip(self.unary, self.values, strict=True)]
-
     def _matrix(self) -> tuple[Table, list[int], csr_array, Table]:
         """Return the prices of the columns, where those of each variable start, and the rows and their right sides."""
         from scipy.sparse import csr_array
 
         starts = np.cumsum([0, *(len(values) for values in self.values)]).tolist()
-        prices = self._own_prices()
+        prices = [price[values] for price, values in zip(self.unary, self.values, strict=True)]
         rows, columns, signs = [], [], []
         count, width = len(self.values), starts[-1]
         for variable, values in enumerate(self.values):  # every variable has one value

@@ -43,11 +43,6 @@ class Repeats(NamedTuple):
     work: frozenset[str]
     easier: tuple[How, ...] = ("none",)
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether a minimum cut decides what is kept: no product is repeated."""
-        return bool(self.work) and "products" not in self.work
-
 
 # Ways of recomputation that can be compared. Those that are missing here cannot.
 REPEATS: Mapping[How | None, Repeats] = {
@@ -57,7 +52,8 @@ REPEATS: Mapping[How | None, Repeats] = {
     "cheap+gathers": Repeats(frozenset(("messages", "kernels")), ("cheap", "gathers")),
     "full": Repeats(frozenset(("messages", "kernels", "products")), ("cheap", "cheap+gathers")),
 }
-CUTS = frozenset(how for how, repeats in REPEATS.items() if repeats.is_cut)
+# Of these a minimum cut decides what is kept: no product is repeated.
+CUTS = frozenset(how for how, repeats in REPEATS.items() if repeats.work and "products" not in repeats.work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +104,12 @@ class MemoryPolicy:
 
     @property
     def offloads(self) -> bool:
-        """Whether saved values of all repeated blocks are offloaded."""
+        """Return whether saved values of all repeated blocks are offloaded."""
         return self.offload == "all"
 
     @property
     def key(self) -> Hashable:
-        """What decides a program: equal keys give equal programs."""
+        """Return what decides a program: equal keys give equal programs."""
         return self.segments, self.reshard_mode, self.offloads
 
     def repeats_no_less(self, other: MemoryPolicy) -> bool:
@@ -147,12 +143,8 @@ class MemoryPolicy:
         empty = MemoryPolicy(recompute, reshard_mode, offload)
         segments = _kept_on_device(segments) if offload == "none" else tuple(segments)
         if empty.offloads and not blocks_of(graph):
-            raise ShardwiseError(
-                problem(
-                    "offload='all': the model has no repeated blocks (modules whose path has a number)",
-                    fix="name the parts: sw.offload(model.encoder)",
-                )
-            )
+            what = "offload='all': the model has no repeated blocks (modules whose path has a number)"
+            raise ShardwiseError(problem(what, fix="name the parts: sw.offload(model.encoder)"))
         if recompute == "none":
             return replace(empty, segments=tuple(segment for segment in segments if segment.how == "offload"))
         if recompute is None:
@@ -160,12 +152,8 @@ class MemoryPolicy:
         taken = {name for segment in segments for name in segment.operators}
         blocks = [Segment(block.name, recompute, block.operators - taken) for block in blocks_of(graph)]
         if not blocks and not segments:
-            raise ShardwiseError(
-                problem(
-                    f"recompute={recompute!r}: the model has no repeated blocks (modules whose path has a number)",
-                    fix="name the parts: sw.recompute(model.encoder)",
-                )
-            )
+            what = f"recompute={recompute!r}: the model has no repeated blocks (modules whose path has a number)"
+            raise ShardwiseError(problem(what, fix="name the parts: sw.recompute(model.encoder)"))
         return replace(empty, segments=(*segments, *(block for block in blocks if block.operators)))
 
     def priced(self, graph: Graph, in_flight: int = 1) -> PricedPolicy:

@@ -56,35 +56,21 @@ def batches_of(
     if size is None and samples != step:
         size = samples
         if step % samples:
-            raise ShardwiseError(
-                problem(
-                    f"global_batch is {step}, the example inputs have {samples} samples: {step} / {samples} is not "
-                    "whole",
-                    fix="give example inputs whose number of samples divides it, or that have global_batch samples",
-                    section="micro-batch-size",
-                )
-            )
+            what = f"global_batch is {step}, the example inputs have {samples} samples: {step} / {samples} is not whole"
+            fix = "give example inputs whose number of samples divides it, or that have global_batch samples"
+            raise ShardwiseError(problem(what, fix=fix, section="micro-batch-size"))
     if size is None:
         return MicroBatchOptions(step, _divisors(step, num_devices) if chooses else (step,))
     if samples not in (size, step):
-        raise ShardwiseError(
-            problem(
-                f"the example inputs have {samples} samples, neither those of a micro-batch ({size}) nor those of the "
-                f"global batch ({step})",
-                fix="give the inputs of one micro-batch, or of the whole global batch",
-                section="micro-batch-size",
-            )
-        )
+        what = f"the example inputs have {samples} samples, neither those of a micro-batch ({size}) nor those of the "
+        fix = "give the inputs of one micro-batch, or of the whole global batch"
+        raise ShardwiseError(problem(f"{what}global batch ({step})", fix=fix, section="micro-batch-size"))
     if size > step or step % size:
-        why = f"{step} / {size} = {step / size:.4g} passes"
-        raise ShardwiseError(
-            problem(
-                f"micro_batch is {size}, global_batch is {step}: {why}",
-                fix="choose a micro_batch that divides it (a step over fewer samples, the last of an epoch, may be of "
-                "any size)",
-                section="micro-batch-size",
-            )
+        what = f"micro_batch is {size}, global_batch is {step}: {step} / {size} = {step / size:.4g} passes"
+        fix = (
+            "choose a micro_batch that divides it (a step over fewer samples, the last of an epoch, may be of any size)"
         )
+        raise ShardwiseError(problem(what, fix=fix, section="micro-batch-size"))
     return MicroBatchOptions(step, (size,))
 
 

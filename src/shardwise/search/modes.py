@@ -45,14 +45,9 @@ def choose(
     if mode in ("stand_alone", "data_parallel") and fixed:
         op = graph.op_by_name[next(iter(fixed))]
         others = f" and {len(fixed) - 1} more operators" if len(fixed) > 1 else ""
-        raise ShardwiseError(
-            problem(
-                f"mode {mode!r} takes no strategies and constraints, but {op.name}{others} has one",
-                op=op.name,
-                source=op.source,
-                fix='plan with mode="semi_auto" or mode="auto", or remove the annotations',
-            )
-        )
+        what = f"mode {mode!r} takes no strategies and constraints, but {op.name}{others} has one"
+        fix = 'plan with mode="semi_auto" or mode="auto", or remove the annotations'
+        raise ShardwiseError(problem(what, op=op.name, source=op.source, fix=fix))
     if mode in ("stand_alone", "data_parallel"):
         axes = mesh.sub_axes if mode == "data_parallel" else ()
         return _complete(graph, factored, mesh, {}, axes, storage, frozenset(), movable=False)

@@ -136,14 +136,11 @@ class Planner:
     def plan(self) -> PlannerResult:
         """Return the fastest plan over all meshes that keeps the user's choices and fits; if none does
         (``ranking.excess``) the one that needs least memory."""
-        answer = self.answer()
+        answer = self.answer_of(*self.searches())
         planned = self.planned(answer)
         if self.folded is not None and planned.ranking.excess and not answer.ranking.excess:
             return replace(self, folded=None).plan()  # the estimate was too low
         return planned
-
-    def answer(self) -> SearchResult:
-        return self.answer_of(*self.searches())
 
     def answer_of(self, searches: Sequence[MeshSearch], refused: Sequence[tuple[float, CostGraph]]) -> SearchResult:
         """Return the answer of ``searches``."""
@@ -448,15 +445,9 @@ def _as_stored(prediction: Prediction, best: SimulatedCandidate, search: MeshSea
 def _refuse_cuts(annotations: Iterable[Annotation], search: str) -> None:
     for annotation in annotations:
         if isinstance(annotation.strategy, str) and parse_cuts(annotation.strategy):
-            raise LayoutError(
-                problem(
-                    f"search={search!r} prices even splits only, and {annotation.strategy!r} says how many indices "
-                    "each device has",
-                    op=annotation.scope,
-                    source=annotation.source,
-                    fix='plan with search="sharding_propagation", or leave out the braces',
-                )
-            )
+            what = f"search={search!r} prices even splits only, and {annotation.strategy!r} says how many indices each"
+            fix = 'plan with search="sharding_propagation", or leave out the braces'
+            raise LayoutError(problem(f"{what} device has", op=annotation.scope, source=annotation.source, fix=fix))
 
 
 def _least_seconds(search: MeshSearch) -> float:

@@ -37,12 +37,12 @@ def recursive_search(cost: CostGraph, memory_bytes: float | None = None) -> Sear
         components = cost.components(assignment)
         solves += 1
         if memory_bytes is None or components[BYTES] <= memory_bytes:
-            return SearchOutcome(assignment, components, 0.0, solves, 0)
+            return SearchOutcome(assignment, components, 0.0, solves)
     least = minimise(cost.weighted(CostWeights(0.0, 0.0, 0.0, 1.0))).assignment
     components = cost.components(least)
     if components[BYTES] > memory_bytes:
         raise DoesNotFit(least, float(components[BYTES]))
-    return SearchOutcome(least, components, 0.0, solves + 1, 0)
+    return SearchOutcome(least, components, 0.0, solves + 1)
 
 
 class _Levels:

@@ -109,6 +109,4 @@ def as_grad_accum(spmd: SpmdProgram, settings: SearchConfig) -> SpmdProgram:
     """Return the program with the conversions that a step of several micro-batches makes once."""
     if settings.passes == 1:
         return spmd
-    is_stage_1 = settings.zero is not None and settings.zero.stage == 1
-    scattered = settings.memory_policy.reshard_mode == "once" or is_stage_1
-    return with_once(spmd, scattered=scattered)
+    return with_once(spmd, scattered=settings.memory_policy.reshard_mode == "once")

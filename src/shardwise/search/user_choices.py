@@ -68,27 +68,17 @@ def fixed_choices(
                 raise LayoutError(f"{text} is not a layout of shape {list(shape)}: it has shape {list(layout.shape)}")
             fixed[op.name] = alias_choices(factored.rules[op.name], layout, factored.atoms[value])
         except ShardwiseError as error:
-            raise type(error)(
-                problem(
-                    f"the layout asked for does not fit: {error}",
-                    op=op.name,
-                    source=op.source,
-                    fix=f"a layout of shape {list(shape)} over the axes of {mesh}",
-                )
-            ) from error
+            what = f"the layout asked for does not fit: {error}"
+            fix = f"a layout of shape {list(shape)} over the axes of {mesh}"
+            raise type(error)(problem(what, op=op.name, source=op.source, fix=fix)) from error
     return fixed
 
 
 def no_operator_error(annotation: Annotation) -> LayoutError:
     """Return the error for a strategy of no operator."""
-    return LayoutError(
-        problem(
-            f"the strategy {annotation.strategy!r} covers no operator: none runs in this call outside submodules",
-            op=annotation.scope,
-            source=annotation.source,
-            fix="annotate the submodule or the call that computes, or remove the strategy",
-        )
-    )
+    what = f"the strategy {annotation.strategy!r} covers no operator: none runs in this call outside submodules"
+    fix = "annotate the submodule or the call that computes, or remove the strategy"
+    return LayoutError(problem(what, op=annotation.scope, source=annotation.source, fix=fix))
 
 
 def _beside_producer(
@@ -163,14 +153,8 @@ def annotated_ops(graph: Graph, factored: Factored, annotation: Annotation) -> l
                 "attention that drops probabilities is computed as these operators, and has no strategy of its own: "
                 "pass dropout_p=0, or leave the call to the search"
             )
-        raise LayoutError(
-            problem(
-                f"the strategy {annotation.strategy!r} covers {len(working)} operators: {listed}",
-                op=annotation.scope,
-                source=annotation.source,
-                fix=fix,
-            )
-        )
+        what = f"the strategy {annotation.strategy!r} covers {len(working)} operators: {listed}"
+        raise LayoutError(problem(what, op=annotation.scope, source=annotation.source, fix=fix))
     return working
 
 

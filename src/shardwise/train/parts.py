@@ -25,8 +25,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.boxes import Box, boxes
 from shardwise.layouts.layout import Layout
-from shardwise.runtime.guards.registry import held_shards
-from shardwise.runtime.guards.tensor_owners import Owners
+from shardwise.runtime.guards.registry import Owners, held_shards
 from shardwise.runtime.parallel_module import ParallelModule
 from shardwise.train.values import decode, encode
 
@@ -51,12 +50,7 @@ class TensorPart:
 
     def at(self, box: Box) -> torch.Tensor:
         """Return a view of the elements of a box, which must lie in one of the part's boxes."""
-        view = self.tensor
-        if box.sizes == view.shape:
-            return view
-        for dim, (start, size) in enumerate(zip(box.at, box.sizes, strict=True)):
-            view = view.narrow(dim, start, size)
-        return view
+        return self.tensor if box.sizes == self.tensor.shape else self.tensor[box.local_rows]
 
     @property
     def is_split(self) -> bool:

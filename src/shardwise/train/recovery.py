@@ -128,7 +128,10 @@ class Recovery:
             Whether any rank wants to stop.
         """
         due = [store for store in self._stores if store.is_due(step)]
-        state = self._state(step, extra) if due else None
+        state: TrainingState | None = None
+        if due:
+            state = state_of(self.par, self._resumables.optimizers, rank_and_world_size()[0])
+            state.values.update(values_of(step, self._resumables, extra))
         structure = self._structure if state is None else _structure(state)
         changed = structure != self._structure
         self._land()
@@ -179,11 +182,6 @@ class Recovery:
             print(f"shardwise: training {text}", flush=True)
 
     # --------------------------------------------------------------------------------------------------------- to keep
-
-    def _state(self, step: int, extra: Any) -> TrainingState:
-        state = state_of(self.par, self._resumables.optimizers, rank_and_world_size()[0])
-        state.values.update(values_of(step, self._resumables, extra))
-        return state
 
     def _see_checked(self) -> None:
         check = getattr(self.par, "_replicas", None)

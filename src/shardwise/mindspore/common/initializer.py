@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import init as torchs
 
 from shardwise.errors import problem
 from shardwise.mindspore.checks import closest, one_of
 from shardwise.mindspore.common.seed import generator
-from shardwise.mindspore.named import WithSettings
+from shardwise.mindspore.named import Function, WithSettings, classes_of
 from shardwise.mindspore.tensor import Tensor as DialectTensor
+from shardwise.mindspore.tensor_methods import CALLED
 
 Tensor = torch.Tensor
 
@@ -39,65 +41,52 @@ class Initializer:
 
 
 class _Known(WithSettings, Initializer):
-    """An initializer of this module; its settings are those of its class statement."""
+    """An initializer of this module: ``function(tensor, random, **settings)``."""
 
-
-class Constant(_Known, value=...):
-    """A constant value."""
+    function: Function
 
     def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
-        return tensor.fill_(self.value)
+        filled: Tensor = type(self).function(tensor, random, **self._chosen())
+        return filled
 
 
-class Zero(Constant):
-    """Zeros."""
-
-    def __init__(self) -> None:
-        super().__init__(0)
-
-
-class One(Constant):
-    """Ones."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
-
-
-class Normal(_Known, sigma=0.01, mean=0.0):
-    """N(mean, sigma**2)."""
-
-    def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
-        return tensor.normal_(self.mean, self.sigma, generator=random)
-
-
-class TruncatedNormal(_Known, sigma=0.01, mean=0.0, a=-2.0, b=2.0):
+def _truncated(tensor: Tensor, random: Any, *, sigma: float = 0.01, mean: float = 0.0, a: float = -2.0,
+               b: float = 2.0) -> Tensor:  # fmt: skip
     """N(mean, sigma**2) within ``a`` to ``b`` standard deviations of the mean."""
-
-    def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
-        low, high = (self.mean + self.sigma * bound for bound in (self.a, self.b))
-        return torch.nn.init.trunc_normal_(tensor, self.mean, self.sigma, low, high, generator=random)
+    return torchs.trunc_normal_(tensor, mean, sigma, mean + sigma * a, mean + sigma * b, generator=random)
 
 
-class Uniform(_Known, scale=0.07):
-    """U(-scale, scale)."""
-
-    def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
-        return tensor.uniform_(-self.scale, self.scale, generator=random)
+def _xavier(tensor: Tensor, gain: float, numerator: int) -> float:
+    return gain * math.sqrt(numerator / sum(_fans(tensor)))
 
 
-class XavierUniform(_Known, gain=1):
-    """Uniform with the variance ``gain**2 * 2 / (fan_in + fan_out)`` (Glorot and Bengio, AISTATS 2010)."""
-
-    def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
-        bound = self.gain * math.sqrt(6 / sum(_fans(tensor)))
-        return tensor.uniform_(-bound, bound, generator=random)
-
-
-class XavierNormal(XavierUniform):
-    """Normal with the variance of ``XavierUniform``."""
-
-    def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
-        return tensor.normal_(0, self.gain * math.sqrt(2 / sum(_fans(tensor))), generator=random)
+CLASSES = classes_of({
+    "Constant": ("A constant value.", lambda tensor, random, *, value: tensor.fill_(value)),
+    "Dirac": ("A convolution kernel that copies its inputs.", lambda tensor, random, *, groups=1: torchs.dirac_(
+        tensor, groups)),
+    "Identity": ("Ones on the diagonal of a matrix.", lambda tensor, random: torchs.eye_(tensor)),
+    "Normal": ("N(mean, sigma**2).", lambda tensor, random, *, sigma=0.01, mean=0.0: tensor.normal_(
+        mean, sigma, generator=random)),
+    "One": ("Ones.", lambda tensor, random: tensor.fill_(1)),
+    "Orthogonal": (
+        "Orthogonal rows (columns if there are fewer) of length ``gain`` (Saxe et al., ICLR 2014).",
+        lambda tensor, random, *, gain=1.0: torchs.orthogonal_(tensor, gain, generator=random)),
+    "Sparse": (
+        "A matrix of N(0, sigma**2) with a fraction ``sparsity`` of every column set to zero.",
+        lambda tensor, random, *, sparsity, sigma=0.01: torchs.sparse_(tensor, sparsity, sigma, generator=random)),
+    "TruncatedNormal": _truncated,
+    "Uniform": ("U(-scale, scale).", lambda tensor, random, *, scale=0.07: tensor.uniform_(
+        -scale, scale, generator=random)),
+    "XavierNormal": (
+        "Normal with the variance of ``XavierUniform``.",
+        lambda tensor, random, *, gain=1: tensor.normal_(0, _xavier(tensor, gain, 2), generator=random)),
+    "XavierUniform": (
+        "Uniform with the variance ``gain**2 * 2 / (fan_in + fan_out)`` (Glorot and Bengio, AISTATS 2010).",
+        lambda tensor, random, *, gain=1: tensor.uniform_(
+            -_xavier(tensor, gain, 6), _xavier(tensor, gain, 6), generator=random)),
+    "Zero": ("Zeros.", lambda tensor, random: tensor.fill_(0)),
+}, _Known, __name__)  # fmt: skip
+globals().update(CLASSES)
 
 
 class HeUniform(_Known, negative_slope=0, mode="fan_in", nonlinearity="leaky_relu"):
@@ -110,7 +99,7 @@ class HeUniform(_Known, negative_slope=0, mode="fan_in", nonlinearity="leaky_rel
     def _settle(self) -> None:
         if self.mode not in ("fan_in", "fan_out"):
             raise ValueError(problem(f'there is no mode "{self.mode}"', fix='choose "fan_in" or "fan_out"'))
-        self.gain = torch.nn.init.calculate_gain(self.nonlinearity, self.negative_slope)
+        self.gain = torchs.calculate_gain(self.nonlinearity, self.negative_slope)
 
     def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
         bound = math.sqrt(3) * self._sigma(tensor)
@@ -126,34 +115,6 @@ class HeNormal(HeUniform):
 
     def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
         return tensor.normal_(0, self._sigma(tensor), generator=random)
-
-
-class Orthogonal(_Known, gain=1.0):
-    """Orthogonal rows (columns if there are fewer) of length ``gain`` (Saxe et al., ICLR 2014)."""
-
-    def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
-        return torch.nn.init.orthogonal_(tensor, self.gain, generator=random)
-
-
-class Identity(Initializer):
-    """Ones on the diagonal of a matrix."""
-
-    def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
-        return torch.nn.init.eye_(tensor)
-
-
-class Dirac(_Known, groups=1):
-    """A convolution kernel that copies its inputs."""
-
-    def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
-        return torch.nn.init.dirac_(tensor, self.groups)
-
-
-class Sparse(_Known, sparsity=..., sigma=0.01):
-    """A matrix of N(0, sigma**2) with a fraction ``sparsity`` of every column set to zero."""
-
-    def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
-        return torch.nn.init.sparse_(tensor, self.sparsity, self.sigma, generator=random)
 
 
 class VarianceScaling(_Known, scale=1.0, mode="fan_in", distribution="truncated_normal"):
@@ -173,13 +134,13 @@ class VarianceScaling(_Known, scale=1.0, mode="fan_in", distribution="truncated_
         if self.distribution == "untruncated_normal":
             return tensor.normal_(0, sigma, generator=random)
         wide = sigma / 0.87962566103423978  # standard deviation of a standard normal truncated at two deviations
-        return torch.nn.init.trunc_normal_(tensor, 0, wide, -2 * wide, 2 * wide, generator=random)
+        return torchs.trunc_normal_(tensor, 0, wide, -2 * wide, 2 * wide, generator=random)
 
 
-_NAMED: dict[str, Callable[[], Initializer]] = {"zeros": Zero, "ones": One} | {
-    kind.__name__.lower(): kind for kind in (
-        Zero, One, Normal, TruncatedNormal, Uniform, XavierUniform, XavierNormal, HeUniform, HeNormal, Orthogonal,
-        Identity, Dirac, VarianceScaling)
+_NAMED: dict[str, Callable[[], Initializer]] = {
+    **{name.lower(): kind for name, kind in CLASSES.items() if name not in ("Constant", "Sparse")},
+    **{kind.__name__.lower(): kind for kind in (HeUniform, HeNormal, VarianceScaling)},
+    "zeros": CLASSES["Zero"], "ones": CLASSES["One"],
 }  # fmt: skip
 
 
@@ -220,7 +181,8 @@ def _initializer_of(init: str | Initializer | float) -> Initializer:
             raise ValueError(problem(f'there is no initializer "{init}"', fix=closest(name, _NAMED)))
         return _NAMED[name]()
     if isinstance(init, int | float) and not isinstance(init, bool):
-        return Constant(init)
+        constant: Initializer = CLASSES["Constant"](init)
+        return constant
     what = f"init is {init!r}, of type {type(init).__name__}"
     raise TypeError(problem(what, fix='give a name ("normal"), an Initializer (Normal(0.02)), a number or a tensor'))
 
@@ -244,7 +206,5 @@ def _fans(tensor: Tensor) -> tuple[int, int]:
     return tensor.shape[1] * kernel, tensor.shape[0] * kernel
 
 
-__all__ = [
-    "Constant", "Dirac", "HeNormal", "HeUniform", "Identity", "Initializer", "Normal", "One", "Orthogonal", "Sparse",
-    "TruncatedNormal", "Uniform", "VarianceScaling", "XavierNormal", "XavierUniform", "Zero", "initializer",
-]  # fmt: skip
+CALLED["initializer"] = initializer
+__all__ = ["HeNormal", "HeUniform", "Initializer", "VarianceScaling", "initializer", *CLASSES]

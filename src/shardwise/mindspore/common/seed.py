@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import problem
+from shardwise.mindspore.checks import integer
 
 DEFAULT_SEED = 0
 
@@ -26,10 +27,7 @@ _random = _Random()
 
 def set_seed(seed: int) -> None:
     """Seed the generator of initial values, numpy and torch, as the reference does."""
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        what = f"the seed is {seed!r}, of type {type(seed).__name__}"
-        raise TypeError(problem(what, fix="give an integer from 0 on"))
-    if not 0 <= seed < 2**32:
+    if not 0 <= integer("the seed", seed, "give an integer from 0 on") < 2**32:
         raise ValueError(problem(f"the seed is {seed}", fix="give an integer from 0 to 2**32 - 1"))
     _random.seed = seed
     _random.generator.manual_seed(seed)

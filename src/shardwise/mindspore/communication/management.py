@@ -10,20 +10,13 @@ from collections.abc import Sequence
 
 from shardwise.errors import problem
 from shardwise.mindspore import context
-from shardwise.mindspore.checks import closest
+from shardwise.mindspore.checks import closest, integer, of_type
 from shardwise.mindspore.library import rank_groups, ranks
 from shardwise.mindspore.notes import note
 
-HCCL_WORLD_COMM_GROUP = "hccl_world_group"
-NCCL_WORLD_COMM_GROUP = "nccl_world_group"
-MCCL_WORLD_COMM_GROUP = "mccl_world_group"
-GLOO_WORLD_COMM_GROUP = "gloo_world_group"
-WORLD_GROUPS = {
-    "hccl": HCCL_WORLD_COMM_GROUP,
-    "nccl": NCCL_WORLD_COMM_GROUP,
-    "mccl": MCCL_WORLD_COMM_GROUP,
-    "gloo": GLOO_WORLD_COMM_GROUP,
-}
+WORLD_GROUPS = {name: f"{name}_world_group" for name in ("hccl", "nccl", "mccl", "gloo")}
+HCCL_WORLD_COMM_GROUP, NCCL_WORLD_COMM_GROUP = WORLD_GROUPS["hccl"], WORLD_GROUPS["nccl"]
+MCCL_WORLD_COMM_GROUP, GLOO_WORLD_COMM_GROUP = WORLD_GROUPS["mccl"], WORLD_GROUPS["gloo"]
 ON_CPU = ("mccl", "gloo")
 
 
@@ -50,9 +43,8 @@ def init(backend_name: str | None = None) -> None:
     Raises:
         LaunchError: (a ValueError) if not all ranks connect.
     """
-    if backend_name is not None and not isinstance(backend_name, str):
-        what = f"backend_name is {backend_name!r}, of type {type(backend_name).__name__}"
-        raise TypeError(problem(what, fix='give "hccl", "nccl" or "gloo", or nothing'))
+    if backend_name is not None:
+        of_type("backend_name", backend_name, str, 'give "hccl", "nccl" or "gloo", or nothing')
     if backend_name is not None and backend_name not in WORLD_GROUPS:
         raise ValueError(problem(f'there is no backend "{backend_name}"', fix=closest(backend_name, WORLD_GROUPS)))
     on_cpu = backend_name in ON_CPU or context.settings().device_target == "CPU"
@@ -79,9 +71,7 @@ def release() -> None:
 
 def find_group(group: str = HCCL_WORLD_COMM_GROUP) -> rank_groups.RankGroup:
     """Return a group by its name. Raises TypeError or ValueError if there is none, RuntimeError before ``init``."""
-    if not isinstance(group, str):
-        what = f"the group is {group!r}, of type {type(group).__name__}"
-        raise TypeError(problem(what, fix="give the name of a group, made by create_group(name, rank_ids)"))
+    of_type("the group", group, str, "give the name of a group, made by create_group(name, rank_ids)")
     if group in WORLD_GROUPS.values():
         if ranks.world_size() > 1 and not rank_groups.is_connected():
             what = f"this is rank {ranks.rank()} of {ranks.world_size()}, which are not connected yet"
@@ -118,7 +108,7 @@ def get_local_rank_size(group: str = HCCL_WORLD_COMM_GROUP) -> int:
 def get_world_rank_from_group_rank(group: str, group_rank_id: int) -> int:
     """Return the global rank of a group's member."""
     members = find_group(group).ranks
-    _whole("group_rank_id", group_rank_id)
+    integer("group_rank_id", group_rank_id)
     if not 0 <= group_rank_id < len(members):
         what = f'group_rank_id is {group_rank_id}, but the group "{group}" has {len(members)} ranks'
         raise ValueError(problem(what, fix=f"give a number from 0 to {len(members) - 1}"))
@@ -127,7 +117,7 @@ def get_world_rank_from_group_rank(group: str, group_rank_id: int) -> int:
 
 def get_group_rank_from_world_rank(world_rank_id: int, group: str) -> int:
     """Return the rank in a group of a global rank."""
-    _whole("world_rank_id", world_rank_id)
+    integer("world_rank_id", world_rank_id)
     return _position(find_group(group), world_rank_id, group)
 
 
@@ -150,7 +140,7 @@ def create_group(group: str, rank_ids: Sequence[int]) -> None:
         what = f"create_group({group!r}, {rank_ids!r})"
         raise TypeError(problem(what, fix='give a name and a list of ranks: create_group("rows", [0, 1])'))
     for number in rank_ids:
-        _whole("a rank of rank_ids", number)
+        integer("a rank of rank_ids", number)
     if not group or not rank_ids:
         raise ValueError(problem(f"create_group({group!r}, {rank_ids!r})", fix="give a name and at least one rank"))
     if len(set(rank_ids)) != len(rank_ids) or not set(rank_ids) <= set(range(size)):
@@ -216,11 +206,6 @@ def _position(group: rank_groups.RankGroup, number: int, name: str) -> int:
         what = f'rank {number} is not in the group "{name}" of the ranks {group_ranks_name(group.ranks)}'
         raise RuntimeError(problem(what, fix="ask only for members of the group"))
     return group.ranks.index(number)
-
-
-def _whole(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(problem(f"{name} is {value!r}, of type {type(value).__name__}", fix="give an integer"))
 
 
 def _only_world(group: str, function: str) -> None:

@@ -1,7 +1,5 @@
 """Datasets for training programs (``import shardwise.mindspore.dataset as ds``)."""
 
-from collections.abc import Sequence
-
 from shardwise.mindspore.dataset import config, text, transforms, vision
 from shardwise.mindspore.dataset.annotated import CocoDataset, Schema, Shuffle, TFRecordDataset, VOCDataset
 from shardwise.mindspore.dataset.files import (
@@ -10,11 +8,12 @@ from shardwise.mindspore.dataset.files import (
     CSVDataset,
     FashionMnistDataset,
     ImageFolderDataset,
+    MindDataset,
     MnistDataset,
     TextFileDataset,
 )
-from shardwise.mindspore.dataset.pipeline import Dataset, Zipped
-from shardwise.mindspore.dataset.records import MindDataset
+from shardwise.mindspore.dataset.pipeline import Dataset
+from shardwise.mindspore.dataset.pipeline import zipped as zip
 from shardwise.mindspore.dataset.samplers import (
     DistributedSampler,
     RandomSampler,
@@ -27,41 +26,12 @@ from shardwise.mindspore.dataset.samplers import (
 from shardwise.mindspore.dataset.sources import GeneratorDataset, NumpySlicesDataset
 from shardwise.mindspore.named import absent
 
-
-def zip(datasets: Sequence[Dataset]) -> Dataset:
-    """Combine the columns of several datasets, as long as the shortest."""
-    return Zipped(tuple(datasets))
-
-
 __all__ = [
-    "CSVDataset",
-    "Cifar10Dataset",
-    "Cifar100Dataset",
-    "CocoDataset",
-    "Dataset",
-    "DistributedSampler",
-    "FashionMnistDataset",
-    "GeneratorDataset",
-    "ImageFolderDataset",
-    "MindDataset",
-    "MnistDataset",
-    "NumpySlicesDataset",
-    "RandomSampler",
-    "Sampler",
-    "Schema",
-    "SequentialSampler",
-    "Shuffle",
-    "SubsetRandomSampler",
-    "SubsetSampler",
-    "TFRecordDataset",
-    "TextFileDataset",
-    "VOCDataset",
-    "WeightedRandomSampler",
-    "config",
-    "text",
-    "transforms",
-    "vision",
-    "zip",
+    "CSVDataset", "Cifar10Dataset", "Cifar100Dataset", "CocoDataset", "Dataset", "DistributedSampler",
+    "FashionMnistDataset", "GeneratorDataset", "ImageFolderDataset", "MindDataset", "MnistDataset",
+    "NumpySlicesDataset", "RandomSampler", "Sampler", "Schema", "SequentialSampler", "Shuffle", "SubsetRandomSampler",
+    "SubsetSampler", "TFRecordDataset", "TextFileDataset", "VOCDataset", "WeightedRandomSampler", "config", "text",
+    "transforms", "vision", "zip",
 ]  # fmt: skip
 _FILES = "GeneratorDataset, with a function that reads such files"
 _OTHERS = ("CelebADataset", "CityscapesDataset", "IMDBDataset", "SpeechCommandsDataset")

@@ -16,17 +16,13 @@ import numpy as np
 
 from shardwise.errors import problem
 from shardwise.mindspore.checks import one_of
-from shardwise.mindspore.dataset.files import Files, folder_of
+from shardwise.mindspore.dataset.files import PARTS, ROWS, Files, folder_of, paths_of
 from shardwise.mindspore.dataset.transforms import numpys
 from shardwise.mindspore.dataset.values import Array
 from shardwise.mindspore.dataset.vision import Decode
-from shardwise.mindspore.named import bound_to
 from shardwise.mindspore.notes import note
 
-# Arguments of the constructors after their own ones.
-_ROWS = {"num_samples": None, "num_parallel_workers": None, "shuffle": None}
-_PARTS = {"sampler": None, "num_shards": None, "shard_id": None, "cache": None}
-_IMAGES = {**_ROWS, "decode": False, **_PARTS, "extra_metadata": False, "decrypt": None}
+IMAGES = {**ROWS, "decode": False, **PARTS, "extra_metadata": False, "decrypt": None}
 
 
 class Shuffle(enum.StrEnum):
@@ -102,7 +98,6 @@ def _feature(data: bytes) -> list[bytes] | Array:
 
 
 def _example(record: bytes) -> dict[str, Any]:
-    """Return the features of an example by name."""
     entries = (dict(_fields(entry)) for _, features in _fields(record) for _, entry in _fields(features))
     return {entry[1].decode(): _feature(entry.get(2, b"")) for entry in entries}
 
@@ -119,25 +114,25 @@ def _records(path: Path, compression: str) -> Iterator[bytes]:
         place += size + 16
 
 
-class TFRecordDataset(Files):
+class TFRecordDataset(
+    Files, dataset_files=..., schema=None, columns_list=None, **ROWS, num_shards=None, shard_id=None,
+    shard_equal_rows=False, cache=None, compression_type=None,
+):  # fmt: skip
     """Examples in TFRecord files. Without a ``schema`` columns have the files' types and one dim; texts are bytes.
     Shards are rows, not files."""
 
-    def __init__(
-        self, dataset_files: Any, schema: Any = None, columns_list: Any = None, *args: Any, **kwargs: Any
-    ) -> None:
-        defaults = {**_ROWS, "num_shards": None, "shard_id": None, "shard_equal_rows": False, "cache": None,
-                 "compression_type": None}  # fmt: skip
-        settings = bound_to("TFRecordDataset", defaults, args, kwargs)
-        compression = one_of("", "GZIP", "ZLIB")("compression_type", settings.pop("compression_type") or "")
-        del settings["shard_equal_rows"]
-        files = [dataset_files] if isinstance(dataset_files, (str, Path)) else list(dataset_files)
-        rows = [record for file in files for record in _records(Path(file), compression)]
-        if not rows:
-            raise ValueError(problem(f"{files} have no records", fix="files of TFRecord"))
-        if settings["shuffle"] == Shuffle.FILES:
+    def _take(self, values: dict[str, Any]) -> None:
+        if values["shuffle"] == Shuffle.FILES:
             note("TFRecordDataset(shuffle=Shuffle.FILES) shuffles rows only if there are several files")
-            settings["shuffle"] = len(files) > 1
+            values["shuffle"] = len(paths_of(values["dataset_files"])) > 1
+        super()._take(values)
+
+    def listed(self, dataset_files: Any, schema: Any, columns_list: Any, compression_type: Any, **_: Any) -> Any:
+        compression = one_of("", "GZIP", "ZLIB")("compression_type", compression_type or "")
+        files = paths_of(dataset_files)
+        rows = [record for file in files for record in _records(file, compression)]
+        if not rows:
+            raise ValueError(problem(f"{[*map(str, files)]} have no records", fix="files of TFRecord"))
         parsed_schema = schema if isinstance(schema, Schema) or schema is None else Schema(schema)
         kinds = {} if parsed_schema is None else parsed_schema.columns
         names = list(columns_list or kinds or _example(rows[0]))
@@ -148,7 +143,7 @@ class TFRecordDataset(Files):
                 raise RuntimeError(problem(f"a record has no {missing[0]}", fix=f"one of {', '.join(features)}"))
             return tuple(_as_schema(features[name], *kinds.get(name, (None, None))) for name in names)
 
-        super().__init__(rows, read, names, **settings)
+        return rows, read, names
 
 
 def _as_schema(values: list[bytes] | Array, dtype: np.dtype[Any] | None, shape: tuple[int, ...] | None) -> Array:
@@ -164,18 +159,18 @@ def _as_schema(values: list[bytes] | Array, dtype: np.dtype[Any] | None, shape: 
 class _Annotated(Files):
     """Images with their annotations, and with ``extra_metadata`` their names: "_meta-filename"."""
 
-    def _fill(self, rows: Sequence[Any], read: Any, columns: Sequence[str], settings: dict[str, Any]) -> None:
-        decode, named = settings.pop("decode"), settings.pop("extra_metadata")
-        if settings.pop("decrypt") is not None:
+    def listed(self, decode: bool, extra_metadata: bool, decrypt: Any, **own: Any) -> Any:
+        if decrypt is not None:
             raise NotImplementedError(problem("decrypt=", fix="files that are not encrypted"))
+        rows, read, columns = self.described(**own)
 
         def row(entry: Any) -> tuple[Any, ...]:
             path, *rest = read(entry)
             data = np.frombuffer(path.read_bytes(), np.uint8)
-            name = (np.array(path.stem),) if named else ()
+            name = (np.array(path.stem),) if extra_metadata else ()
             return (Decode()(data) if decode else data, *(self._read(value, decode) for value in rest), *name)
 
-        super().__init__(rows, row, (*columns, "_meta-filename") if named else columns, **settings)
+        return rows, row, (*columns, "_meta-filename") if extra_metadata else columns
 
     def _read(self, value: Any, decode: bool) -> Any:
         if not isinstance(value, Path):
@@ -184,16 +179,12 @@ class _Annotated(Files):
         return Decode()(data) if decode else data
 
 
-class VOCDataset(_Annotated):
+class VOCDataset(_Annotated, dataset_dir=..., task="Segmentation", usage="train", class_indexing=None, **IMAGES):
     """Images in the Pascal VOC format. With ``task`` "Segmentation": the class image of the pixels. With "Detection":
     boxes (x, y, width, height), classes (numbered by name or by ``class_indexing``), and flags for difficult and
     truncated ones."""
 
-    def __init__(
-        self, dataset_dir: Any, task: str = "Segmentation", usage: str = "train", class_indexing: Any = None,
-        *args: Any, **kwargs: Any,
-    ) -> None:  # fmt: skip
-        settings = bound_to("VOCDataset", _IMAGES, args, kwargs)
+    def described(self, dataset_dir: Any, task: str, usage: str, class_indexing: Any) -> Any:
         folder, is_detection = folder_of(dataset_dir), one_of("Segmentation", "Detection")("task", task) == "Detection"
         listed = folder / "ImageSets" / ("Main" if is_detection else task) / f"{usage}.txt"
         if not listed.is_file():
@@ -213,10 +204,9 @@ class VOCDataset(_Annotated):
             return image, np.array([entry[1] for entry in kept], np.float32), classes, *flags
 
         columns = ("image", "bbox", "label", "difficult", "truncate") if is_detection else ("image", "target")
-        self._fill(names, read, columns, settings)
+        return names, read, columns
 
     def _objects(self, path: Path) -> list[tuple[str, list[float], int, int]]:
-        """Return name, box, difficult and truncated of each object."""
         objects = []
         for entry in ElementTree.parse(path).getroot().iter("object"):
             x0, y0, x1, y1 = (float(entry.findtext(f"bndbox/{side}", "0")) for side in ("xmin", "ymin", "xmax", "ymax"))
@@ -229,14 +219,11 @@ class VOCDataset(_Annotated):
         return dict(self._numbers)
 
 
-class CocoDataset(_Annotated):
+class CocoDataset(_Annotated, dataset_dir=..., annotation_file=..., task="Detection", **IMAGES):
     """Images in the COCO format. With ``task`` "Detection": boxes (x, y, width, height), classes and crowd flags. With
     "Keypoint": points (x, y, visibility) and their numbers."""
 
-    def __init__(
-        self, dataset_dir: Any, annotation_file: Any, task: str = "Detection", *args: Any, **kwargs: Any
-    ) -> None:
-        settings = bound_to("CocoDataset", _IMAGES, args, kwargs)
+    def described(self, dataset_dir: Any, annotation_file: Any, task: str) -> Any:
         folder, kind = folder_of(dataset_dir), one_of("Detection", "Keypoint")("task", task)
         annotations = json.loads(Path(annotation_file).read_text(encoding="utf-8"))
         self._classes = {entry["name"]: [int(entry["id"])] for entry in annotations.get("categories", [])}
@@ -255,7 +242,7 @@ class CocoDataset(_Annotated):
 
         columns = {"Detection": ("image", "bbox", "category_id", "iscrowd"),
                    "Keypoint": ("image", "keypoints", "num_keypoints")}[kind]  # fmt: skip
-        self._fill([image for image in annotations["images"] if image["id"] in of_image], read, columns, settings)
+        return [image for image in annotations["images"] if image["id"] in of_image], read, columns
 
     def get_class_indexing(self) -> dict[str, list[int]]:
         """Return class name -> class index, in a list."""

@@ -36,7 +36,6 @@ class ConvertMode(enum.Enum):
 
 
 def _by_image(image: Any, change: Any) -> Any:
-    """Apply a Pillow function to an image and return the same kind of image."""
     if isinstance(image, Image.Image):
         return change(image)
     array = np.asarray(image)
@@ -157,7 +156,6 @@ def _moved(image: Any, degrees: float, moves: Any, zoom: float, skew: Any, resam
 
 
 def _perspective(image: Any, start: Any, end: Any, interpolation: Any) -> Any:
-    """Map the corners ``start`` (x, y) to ``end``."""
     rows = []
     for (x, y), (u, v) in zip(start, end, strict=True):
         rows += [[u, v, 1, 0, 0, 0, -x * u, -x * v], [0, 0, 0, u, v, 1, -y * u, -y * v]]
@@ -175,7 +173,6 @@ def _distorted(image: Any, scale: float, interpolation: Any) -> Any:
 
 
 def _of_size(image: Any, box: Any, size: Any, interpolation: Any) -> Any:
-    """Resize a part (top, left, height, width) to (height, width)."""
     top, left, high, wide = box
     height, width = (size, size) if isinstance(size, int) else size
     corners = (left, top, left + wide, top + high)

@@ -7,16 +7,22 @@ import gzip
 import io
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from torch.utils.data import ConcatDataset
 
 from shardwise.errors import problem
+from shardwise.mindspore.dataset.records import RecordFile, written_with
 from shardwise.mindspore.dataset.sources import GeneratorDataset
 from shardwise.mindspore.dataset.values import Array
 from shardwise.mindspore.dataset.vision import Decode
+
+# Settings of file datasets after their own ones.
+ROWS = {"num_samples": None, "num_parallel_workers": None, "shuffle": None}
+PARTS = {"sampler": None, "num_shards": None, "shard_id": None, "cache": None}
 
 
 class Listed:
@@ -33,27 +39,23 @@ class Listed:
 
 
 class Files(GeneratorDataset):
-    """Base of file datasets. Sampling, shuffling and sharding arguments are as in GeneratorDataset."""
+    """Base of file datasets: ``listed`` takes their own settings, and returns rows, a function that reads a row (None:
+    rows as they are), and the columns. Sampling, shuffling and sharding settings are those of GeneratorDataset."""
 
     columns: tuple[str, ...] = ("image", "label")
+    listed: Callable[..., tuple[Sequence[Any], Any, Sequence[str]]]
 
-    def __init__(
-        self,
-        rows: Sequence[Any],
-        read: Any = None,
-        columns: Sequence[str] | None = None,
-        num_samples: int | None = None,
-        num_parallel_workers: int | None = None,
-        shuffle: bool | None = None,
-        sampler: Any = None,
-        num_shards: int | None = None,
-        shard_id: int | None = None,
-        cache: Any = None,
-    ) -> None:
-        super().__init__(
-            Listed(rows, read), list(columns or self.columns), None, num_samples, 1, shuffle, sampler, num_shards,
-            shard_id,
-        )  # fmt: skip
+    def _take(self, values: dict[str, Any]) -> None:
+        general = {name: values.pop(name) for name in (*ROWS, *PARTS) if name in values}
+        general.pop("cache")
+        rows, read, columns = self.listed(**values)
+        made = {"source": Listed(rows, read), "column_names": list(columns), "column_types": None}
+        super()._take({**GeneratorDataset.settings, **general, **made})
+
+
+def paths_of(dataset_files: Any) -> list[Path]:
+    """Return the paths of one file or several."""
+    return [Path(dataset_files)] if isinstance(dataset_files, (str, Path)) else [*map(Path, dataset_files)]
 
 
 def folder_of(dataset_dir: Any) -> Path:
@@ -80,17 +82,16 @@ def _idx(path: Path) -> Array:
     return np.frombuffer(data, np.uint8, -1, 4 + 4 * rank).reshape(shape)
 
 
-class MnistDataset(Files):
+class MnistDataset(Files, dataset_dir=..., usage=None, **ROWS, **PARTS):
     """MNIST's files: images (28, 28, 1) of bytes and labels. ``usage``: "train", "test" or "all"."""
 
-    def __init__(self, dataset_dir: Any, usage: str | None = None, *args: Any, **kwargs: Any) -> None:
+    def listed(self, dataset_dir: Any, usage: str | None) -> Any:
         folder, prefixes = folder_of(dataset_dir), _usage(usage, {"train": ("train",), "test": ("t10k",)})
         images, labels = (
             np.concatenate([_idx(path) for path in _matching(folder, [f"{p}-{kind}*ubyte*" for p in prefixes], kind)])
             for kind in ("images", "labels")
         )
-        rows = list(zip(images[..., None], labels.astype(np.uint32), strict=True))
-        super().__init__(rows, None, None, *args, **kwargs)
+        return list(zip(images[..., None], labels.astype(np.uint32), strict=True)), None, self.columns
 
 
 class FashionMnistDataset(MnistDataset):
@@ -170,17 +171,15 @@ def _unpickled(path: Path) -> dict[Any, Any]:
         raise ValueError(problem(what, fix=fix)) from error
 
 
-class Cifar10Dataset(Files):
+class Cifar10Dataset(Files, dataset_dir=..., usage=None, **ROWS, **PARTS):
     """CIFAR-10's files (binary or Python's): images (32, 32, 3) of bytes and labels."""
 
     names: ClassVar[dict[str, tuple[str, ...]]] = {"train": ("data_batch_*",), "test": ("test_batch*",)}
     labels: ClassVar[tuple[bytes, ...]] = (b"labels",)
 
-    def __init__(self, dataset_dir: Any, usage: str | None = None, *args: Any, **kwargs: Any) -> None:
-        rows: list[tuple[Array, ...]] = []
-        for path in _matching(folder_of(dataset_dir), _usage(usage, self.names), "batch"):
-            rows += self._rows(path)
-        super().__init__(rows, None, None, *args, **kwargs)
+    def listed(self, dataset_dir: Any, usage: str | None) -> Any:
+        paths = _matching(folder_of(dataset_dir), _usage(usage, self.names), "batch")
+        return [row for path in paths for row in self._rows(path)], None, self.columns
 
     def _rows(self, path: Path) -> list[tuple[Array, ...]]:
         count = len(self.labels)
@@ -208,24 +207,14 @@ class Cifar100Dataset(Cifar10Dataset):
     columns = ("image", "fine_label", "coarse_label")
 
 
-class ImageFolderDataset(Files):
+class ImageFolderDataset(
+    Files, dataset_dir=..., **ROWS, sampler=None, extensions=None, class_indexing=None, decode=False, num_shards=None,
+    shard_id=None, cache=None,
+):  # fmt: skip
     """A folder per class with images: their bytes, or pixels if ``decode``, and the class index, in the order of names
     or by ``class_indexing``."""
 
-    def __init__(
-        self,
-        dataset_dir: Any,
-        num_samples: int | None = None,
-        num_parallel_workers: int | None = None,
-        shuffle: bool | None = None,
-        sampler: Any = None,
-        extensions: Sequence[str] | None = None,
-        class_indexing: dict[str, int] | None = None,
-        decode: bool = False,
-        num_shards: int | None = None,
-        shard_id: int | None = None,
-        cache: Any = None,
-    ) -> None:
+    def listed(self, dataset_dir: Any, extensions: Any, class_indexing: Any, decode: bool) -> Any:
         folder = folder_of(dataset_dir)
         names = sorted(path.name for path in folder.iterdir() if path.is_dir())
         self._numbers = class_indexing or {name: i for i, name in enumerate(names)}
@@ -243,7 +232,7 @@ class ImageFolderDataset(Files):
             data = np.frombuffer(row[0].read_bytes(), np.uint8)
             return (Decode()(data) if decode else data), np.array(row[1], np.int32)
 
-        super().__init__(rows, read, None, num_samples, None, shuffle, sampler, num_shards, shard_id)
+        return rows, read, self.columns
 
     def get_class_indexing(self) -> dict[str, int]:
         """Return class name -> class index."""
@@ -253,49 +242,53 @@ class ImageFolderDataset(Files):
         return len(self._numbers)
 
 
-class CSVDataset(Files):
+class CSVDataset(
+    Files, dataset_files=..., field_delim=",", column_defaults=None, column_names=None, num_samples=None,
+    num_parallel_workers=None, shuffle=True, num_shards=None, shard_id=None, cache=None,
+):  # fmt: skip
     """Lines of CSV files. ``column_defaults``: values with the types of the columns (else text); ``column_names``: by
     default the first line."""
 
-    def __init__(
-        self,
-        dataset_files: Any,
-        field_delim: str = ",",
-        column_defaults: Sequence[Any] | None = None,
-        column_names: Sequence[str] | None = None,
-        num_samples: int | None = None,
-        num_parallel_workers: int | None = None,
-        shuffle: Any = True,
-        num_shards: int | None = None,
-        shard_id: int | None = None,
-        cache: Any = None,
-    ) -> None:
+    def listed(self, dataset_files: Any, field_delim: str, column_defaults: Any, column_names: Any) -> Any:
         rows: list[tuple[Any, ...]] = []
-        for file in [dataset_files] if isinstance(dataset_files, (str, Path)) else dataset_files:
+        for file in paths_of(dataset_files):
             with open(file, newline="", encoding="utf-8") as lines:
                 listed = list(csv.reader(lines, delimiter=field_delim))
             if column_names is None or tuple(listed[0]) == tuple(column_names):
                 column_names, listed = listed[0], listed[1:]
             kinds = [str if value is None else type(value) for value in column_defaults or [None] * len(column_names)]
             rows += [tuple(kind(text) for kind, text in zip(kinds, line, strict=True)) for line in listed]
-        super().__init__(rows, None, column_names, num_samples, None, bool(shuffle), None, num_shards, shard_id)
+        return rows, None, column_names
 
 
-class TextFileDataset(Files):
+class TextFileDataset(
+    Files, dataset_files=..., num_samples=None, num_parallel_workers=None, shuffle=True, num_shards=None, shard_id=None,
+    cache=None,
+):  # fmt: skip
     """Lines of files: the column "text"."""
 
     columns = ("text",)
 
+    def listed(self, dataset_files: Any) -> Any:
+        lines = [line for path in paths_of(dataset_files) for line in path.read_text(encoding="utf-8").splitlines()]
+        return lines, None, self.columns
+
+
+class MindDataset(GeneratorDataset):
+    """The rows of files that ``mindrecord.FileWriter`` wrote. A name means all files that were written with it, a list
+    only these. Rows are shuffled unless ``shuffle=False``; other arguments are those of ``GeneratorDataset``."""
+
     def __init__(
-        self,
-        dataset_files: Any,
-        num_samples: int | None = None,
-        num_parallel_workers: int | None = None,
-        shuffle: Any = True,
-        num_shards: int | None = None,
-        shard_id: int | None = None,
-        cache: Any = None,
-    ) -> None:
-        files = [dataset_files] if isinstance(dataset_files, (str, Path)) else dataset_files
-        lines = [line for file in files for line in Path(file).read_text(encoding="utf-8").splitlines()]
-        super().__init__(lines, None, None, num_samples, None, bool(shuffle), None, num_shards, shard_id)
+        self, dataset_files: str | Path | Sequence[str | Path], columns_list: Sequence[str] | None = None,
+        num_parallel_workers: int | None = None, shuffle: bool | None = None, **settings: Any,
+    ) -> None:  # fmt: skip
+        paths = written_with(dataset_files) if isinstance(dataset_files, (str, Path)) else paths_of(dataset_files)
+        if not paths:
+            raise ValueError(problem("dataset_files names no file", fix="a name, or a list of names"))
+        files = [RecordFile(paths[0], columns_list)]
+        files += [RecordFile(path, files[0].names) for path in paths[1:]]
+        for path, file in zip(paths, files, strict=True):
+            if file.schema != files[0].schema:
+                what = f"{path} has the schema {file.schema}, and {paths[0]} has {files[0].schema}"
+                raise ValueError(problem(what, fix="a MindDataset of each, and concat"))
+        super().__init__(ConcatDataset(files), list(files[0].names), shuffle=shuffle, **settings)

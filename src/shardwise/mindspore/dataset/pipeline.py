@@ -10,14 +10,20 @@ from __future__ import annotations
 import itertools
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from shardwise.errors import problem
+from shardwise.mindspore.checks import unknown_words
 from shardwise.mindspore.common.seed import data_seed
-from shardwise.mindspore.dataset.transforms import applied
+from shardwise.mindspore.dataset import records
+from shardwise.mindspore.dataset.transforms import applied, pad_end
 from shardwise.mindspore.dataset.values import (
     Array,
     Columns,
@@ -27,9 +33,10 @@ from shardwise.mindspore.dataset.values import (
     named,
     names_of,
     once,
-    unknown_words,
 )
 from shardwise.mindspore.tensor import Tensor
+
+PadInfo = dict[str, tuple[Any, Any]] | None  # column -> (shape or None for the longest, value)
 
 
 class Dataset(ABC):
@@ -85,15 +92,10 @@ class Dataset(ABC):
         return self.rows(self._passes - 1)
 
     def batch(
-        self,
-        batch_size: int | Callable[[Any], int],
-        drop_remainder: bool = False,
-        num_parallel_workers: int | None = None,
-        per_batch_map: Callable[..., Any] | None = None,
-        input_columns: Columns = None,
-        output_columns: Columns = None,
-        **settings: Any,
-    ) -> Dataset:
+        self, batch_size: int | Callable[[Any], int], drop_remainder: bool = False,
+        num_parallel_workers: int | None = None, per_batch_map: Callable[..., Any] | None = None,
+        input_columns: Columns = None, output_columns: Columns = None, **settings: Any,
+    ) -> Dataset:  # fmt: skip
         """Batch rows along a new dim 0.
 
         The last batch may be smaller, or is dropped.
@@ -104,49 +106,64 @@ class Dataset(ABC):
             per_batch_map: transforms lists of some columns before they are stacked; it takes these lists and the same
                 object.
         """
-        from shardwise.mindspore.dataset.batches import Batch, MappedBatch
-
         unknown_words(settings, "python_multiprocessing", "max_rowsize")
         if per_batch_map is None:
-            return Batch(self, batch_size, drop_remainder)
+            return _batched(self, batch_size, drop_remainder)
         inputs = named(input_columns, self._columns) if input_columns is not None else self._columns
         outputs = inputs if output_columns is None else names_of(output_columns)
-        return MappedBatch(self, batch_size, drop_remainder, per_batch_map, inputs, outputs)
+        return _mapped_batches(self, batch_size, drop_remainder, per_batch_map, inputs, outputs)
 
     def padded_batch(
-        self,
-        batch_size: int,
-        drop_remainder: bool = False,
-        num_parallel_workers: int | None = None,
-        pad_info: dict[str, tuple[Any, Any]] | None = None,
-    ) -> Dataset:
+        self, batch_size: int, drop_remainder: bool = False, num_parallel_workers: int | None = None,
+        pad_info: PadInfo = None,
+    ) -> Dataset:  # fmt: skip
         """Batch rows of different lengths, padded. ``pad_info``: column -> (shape or None for the longest, value)."""
-        from shardwise.mindspore.dataset.batches import PaddedBatch
-
-        return PaddedBatch(self, batch_size, drop_remainder, pad_info)
+        return _batched(self, batch_size, drop_remainder, partial(_padded, pad_info, None))
 
     def bucket_batch_by_length(
-        self,
-        column_names: Sequence[str],
-        bucket_boundaries: Sequence[int],
-        bucket_batch_sizes: Sequence[int],
-        element_length_function: Callable[..., Any] | None = None,
-        pad_info: dict[str, tuple[Any, Any]] | None = None,
-        pad_to_bucket_boundary: bool = False,
-        drop_remainder: bool = False,
-    ) -> Dataset:
-        """Return padded batches of rows of similar length (``buckets.Buckets``). ``element_length_function``: length of
-        a row by its columns; by default the length of the only column."""
-        from shardwise.mindspore.dataset.buckets import Buckets
+        self, column_names: Sequence[str], bucket_boundaries: Sequence[int], bucket_batch_sizes: Sequence[int],
+        element_length_function: Callable[..., Any] | None = None, pad_info: PadInfo = None,
+        pad_to_bucket_boundary: bool = False, drop_remainder: bool = False,
+    ) -> Dataset:  # fmt: skip
+        """Return padded batches of rows of similar length. Bucket i has lengths from ``bucket_boundaries[i - 1]`` to
+        below ``bucket_boundaries[i]`` and batches of ``bucket_batch_sizes[i]``. Full batches come at once, incomplete
+        ones at the end, bucket by bucket, unless ``drop_remainder``.
 
-        columns = named(column_names, self._columns)
-        return Buckets(self, columns, bucket_boundaries, bucket_batch_sizes, element_length_function, pad_info,
-                       pad_to_bucket_boundary, drop_remainder)  # fmt: skip
+        Args:
+            element_length_function: length of a row by its columns; by default the length of the only column.
+            pad_to_bucket_boundary: a dim without a size in ``pad_info`` is padded to the boundary minus one.
+        """
+        ends, sizes, names = list(bucket_boundaries), list(bucket_batch_sizes), named(column_names, self._columns)
+        once(tuple(map(str, ends)))
+        if ends != sorted(ends) or not ends or ends[0] < 1:
+            raise ValueError(problem(f"bucket_boundaries are {ends}", fix="ascending numbers from 1"))
+        if len(sizes) != len(ends) + 1:
+            what = f"{len(sizes)} bucket_batch_sizes for {len(ends)} boundaries"
+            raise ValueError(problem(what, fix=f"{len(ends) + 1}: one more"))
+        if element_length_function is None and len(names) != 1:
+            raise ValueError(problem(f"the length of {list(names)}", fix="element_length_function, or one column"))
+        length, places = element_length_function or len, [self._columns.index(name) for name in names]
+
+        def padded(members: list[Row], bucket: int) -> Row:
+            end = ends[bucket] - 1 if pad_to_bucket_boundary and bucket < len(ends) else None
+            return _stacked(self._columns, members, partial(_padded, pad_info, end))
+
+        def rows(number: int) -> Iterator[Row]:
+            waiting: list[list[Row]] = [[] for _ in sizes]
+            for row in self.rows(number):
+                bucket = bisect_right(ends, int(np.asarray(length(*(row[place] for place in places)))))
+                waiting[bucket].append(row)
+                if len(waiting[bucket]) == sizes[bucket]:
+                    yield padded(waiting[bucket], bucket)
+                    waiting[bucket] = []
+            for bucket, rest in enumerate(waiting):
+                if rest and not drop_remainder:
+                    yield padded(rest, bucket)
+
+        return Derived(self, rows, size=_counted(rows))
 
     def save(self, file_name: str, num_files: int = 1, file_type: str = "mindrecord") -> None:
         """Write the rows of the next pass into files that ``MindDataset`` reads."""
-        from shardwise.mindspore.dataset import records
-
         if file_type != "mindrecord":
             raise ValueError(problem(f"file_type is {file_type!r}", fix='"mindrecord"'))
         records.save(self, file_name, num_files)
@@ -154,12 +171,16 @@ class Dataset(ABC):
     def zip(self, datasets: Any) -> Dataset:
         """Combine the columns of this and other datasets, as long as the shortest."""
         others = datasets if isinstance(datasets, (tuple, list)) else (datasets,)
-        return Zipped((self, *others))
+        return zipped((self, *others))
 
     def concat(self, datasets: Any) -> Dataset:
         """Append the rows of other datasets."""
         others = datasets if isinstance(datasets, (tuple, list)) else (datasets,)
-        return _Joined((self, *others))
+        for dataset in others:
+            if tuple(dataset.get_col_names()) != self._columns:
+                what = f"concat of the columns {list(self._columns)} and {dataset.get_col_names()}"
+                raise ValueError(problem(what, fix="the same names: rename(input_columns, output_columns)"))
+        return Joined((self, *others), self._columns, itertools.chain, sum)
 
     __add__ = concat
 
@@ -169,13 +190,19 @@ class Dataset(ABC):
         if len(old) != len(new):
             raise ValueError(problem(f"rename of {len(old)} columns to {len(new)} names", fix="one name for each"))
         names = dict(zip(old, new, strict=True))
-        return _Renamed(self, [names.get(name, name) for name in self._columns])
+        return Derived(self, self.rows, [names.get(name, name) for name in self._columns])
 
     def filter(
         self, predicate: Callable[..., Any], input_columns: Columns = None, num_parallel_workers: int | None = None
     ) -> Dataset:
         """Keep the rows for which a function of some columns, by default all, is true."""
-        return _Filter(self, predicate, named(input_columns, self._columns) if input_columns else self._columns)
+        columns = named(input_columns, self._columns) if input_columns else self._columns
+        places = [self._columns.index(name) for name in columns]
+
+        def rows(number: int) -> Iterator[Row]:
+            return (row for row in self.rows(number) if predicate(*(row[place] for place in places)))
+
+        return Derived(self, rows, size=_counted(rows))
 
     def apply(self, apply_func: Callable[[Dataset], Dataset]) -> Dataset:
         """Return the result of a function of this dataset."""
@@ -190,7 +217,7 @@ class Dataset(ABC):
             raise ValueError(problem(what, fix=f"numbers whose sum is {total}, or shares whose sum is 1"))
         source = self.shuffle(total) if randomize else self
         starts = [sum(counts[:i]) for i in range(len(counts))]
-        return [_Slice(source, at, at + count, fixed=True) for at, count in zip(starts, counts, strict=True)]
+        return [source._slice(at, at + count, fixed=True) for at, count in zip(starts, counts, strict=True)]
 
     def get_repeat_count(self) -> int:
         return 1
@@ -209,41 +236,86 @@ class Dataset(ABC):
 
     def repeat(self, count: int | None = None) -> Dataset:
         """Repeat the rows ``count`` times; None or -1: for ever."""
-        return _Repeat(self, None if count in (None, -1) else count_of("count", count))
+        times = None if count is None or count == -1 else count_of("count", count)
+
+        def rows(number: int) -> Iterator[Row]:
+            for i in itertools.count() if times is None else range(times):
+                yield from self.rows(number * (times or 0) + i)
+
+        return Derived(self, rows, size=lambda: self.get_dataset_size() * (times or 1))
 
     def map(
-        self,
-        operations: Callable[..., Any] | Sequence[Callable[..., Any]],
-        input_columns: Columns = None,
-        output_columns: Columns = None,
-        column_order: Columns = None,
-        num_parallel_workers: int | None = None,
+        self, operations: Callable[..., Any] | Sequence[Callable[..., Any]], input_columns: Columns = None,
+        output_columns: Columns = None, column_order: Columns = None, num_parallel_workers: int | None = None,
         **settings: Any,
-    ) -> Dataset:
+    ) -> Dataset:  # fmt: skip
         """Transform columns by functions in turn. Each takes the numpy arrays of the columns, by default the first, and
         returns one array or a tuple. ``output_columns``: names of the results, if they differ."""
         inputs = named(input_columns, self._columns) if input_columns is not None else self._columns[:1]
         outputs = inputs if output_columns is None else names_of(output_columns)
         unknown_words(settings, "python_multiprocessing", "cache", "callbacks", "max_rowsize", "offload")
         functions = tuple(operations) if isinstance(operations, Sequence) else (operations,)
-        mapped = _Map(self, functions, inputs, outputs)
+        mapped = self._mapped(functions, inputs, outputs)
         return mapped if column_order is None else mapped.project(column_order)
 
     def project(self, columns: str | Sequence[str]) -> Dataset:
         """Select columns, in this order."""
-        return _Project(self, named(columns, self._columns))
+        names = named(columns, self._columns)
+        places = [self._columns.index(name) for name in names]
+        return Derived(self, lambda number: (tuple(row[i] for i in places) for row in self.rows(number)), names)
 
     def shuffle(self, buffer_size: int) -> Dataset:
         """Shuffle rows: each is drawn from the next ``buffer_size``."""
-        return _Shuffle(self, count_of("buffer_size", buffer_size))
+        size = count_of("buffer_size", buffer_size)
+
+        def rows(number: int) -> Iterator[Row]:
+            chance, rest = random.Random(f"{data_seed()} {number}"), self.rows(number)
+            buffer = list(itertools.islice(rest, size))
+            for row in rest:
+                place = chance.randrange(len(buffer))
+                yield buffer[place]
+                buffer[place] = row
+            chance.shuffle(buffer)
+            yield from buffer
+
+        return Derived(self, rows)
 
     def take(self, count: int = -1) -> Dataset:
         """Keep the first ``count`` rows; -1: all."""
-        return self if count == -1 else _Slice(self, 0, count_of("count", count))
+        return self if count == -1 else self._slice(0, count_of("count", count))
 
     def skip(self, count: int) -> Dataset:
         """Drop the first ``count`` rows."""
-        return _Slice(self, count_of("count", count, low=0), None)
+        return self._slice(count_of("count", count, low=0), None)
+
+    def _slice(self, start: int, stop: int | None, *, fixed: bool = False) -> Dataset:
+        """Return the rows from ``start`` to ``stop``. ``fixed``: always those of the first pass."""
+
+        def size() -> int:
+            whole = self.get_dataset_size()
+            return max(0, (whole if stop is None else min(whole, stop)) - start)
+
+        return Derived(self, lambda number: itertools.islice(self.rows(0 if fixed else number), start, stop), size=size)
+
+    def _mapped(
+        self, functions: Sequence[Callable[..., Any]], inputs: Sequence[str], outputs: Sequence[str]
+    ) -> Dataset:
+        names = self._columns
+        kept = [name for name in names if name not in inputs]
+        place = sum(name not in inputs for name in names[: names.index(inputs[0])])
+        columns = once(names if tuple(outputs) == tuple(inputs) else (*kept[:place], *outputs, *kept[place:]))
+
+        def rows(number: int) -> Iterator[Row]:
+            for row in self.rows(number):
+                values = dict(zip(names, row, strict=True))
+                operands = applied(functions, tuple(values[name] for name in inputs))
+                if len(operands) != len(outputs):
+                    what = f"map() gives {len(operands)} values for the columns {', '.join(outputs)}"
+                    raise RuntimeError(problem(what, fix="name them: output_columns=[...]"))
+                values.update(zip(outputs, map(as_array, operands), strict=True))
+                yield tuple(values[name] for name in columns)
+
+        return Derived(self, rows, columns)
 
 
 class _Passes(Iterator[Any]):
@@ -278,146 +350,148 @@ class _Passes(Iterator[Any]):
 # ------------------------------------------------------------------------------------------------------- operations
 
 
-class Over(Dataset):
-    """A dataset made from another one's rows; by default with the same number."""
+class Derived(Dataset):
+    """A dataset made from another one's rows; by default with the same columns and number of rows.
 
-    def __init__(self, source: Dataset, columns: Sequence[str] | None = None) -> None:
+    ``rows_of``: the rows of a pass; ``size``: the number of rows; ``batch_size``: of source items per row.
+    """
+
+    def __init__(
+        self, source: Dataset, rows_of: Callable[[int], Iterator[Row]], columns: Sequence[str] | None = None,
+        size: Callable[[], int] | None = None, batch_size: Callable[[], int] | None = None,
+    ) -> None:  # fmt: skip
         super().__init__(source.get_col_names() if columns is None else columns)
-        self._source = source
+        self._rows_of, self._size = rows_of, size or source.get_dataset_size
+        self._batch_size = batch_size or source.get_batch_size
+
+    def rows(self, number: int) -> Iterator[Row]:
+        return self._rows_of(number)
 
     def get_dataset_size(self) -> int:
-        return self._source.get_dataset_size()
+        return self._size()
 
     def get_batch_size(self) -> int:
-        return self._source.get_batch_size()
+        return self._batch_size()
 
 
-class Zipped(Dataset):
-    """The combined columns of several datasets."""
+class Joined(Dataset):
+    """Several datasets: ``join`` joins their rows, and ``size`` their numbers of rows."""
 
-    def __init__(self, datasets: Sequence[Dataset]) -> None:
-        super().__init__(once(tuple(name for dataset in datasets for name in dataset.get_col_names())))
-        self._sources = tuple(datasets)
-
-    def rows(self, number: int) -> Iterator[Row]:
-        for rows in zip(*(source.rows(number) for source in self._sources), strict=False):
-            yield tuple(array for row in rows for array in row)
-
-    def get_dataset_size(self) -> int:
-        return min(source.get_dataset_size() for source in self._sources)
-
-
-class _Joined(Dataset):
-    def __init__(self, datasets: Sequence[Dataset]) -> None:
-        super().__init__(datasets[0].get_col_names())
-        self._sources = tuple(datasets)
-        for dataset in datasets:
-            if tuple(dataset.get_col_names()) != self._columns:
-                what = f"concat of the columns {list(self._columns)} and {dataset.get_col_names()}"
-                raise ValueError(problem(what, fix="the same names: rename(input_columns, output_columns)"))
-
-    def rows(self, number: int) -> Iterator[Row]:
-        return itertools.chain.from_iterable(source.rows(number) for source in self._sources)
-
-    def get_dataset_size(self) -> int:
-        return sum(source.get_dataset_size() for source in self._sources)
-
-
-class _Renamed(Over):
-    def rows(self, number: int) -> Iterator[Row]:
-        return self._source.rows(number)
-
-
-class _Filter(Over):
-    def __init__(self, source: Dataset, predicate: Callable[..., Any], columns: Sequence[str]) -> None:
-        super().__init__(source)
-        self._predicate, self._places = predicate, [self._columns.index(name) for name in columns]
-        self._counted: int | None = None
-
-    def rows(self, number: int) -> Iterator[Row]:
-        return (row for row in self._source.rows(number) if self._predicate(*(row[i] for i in self._places)))
-
-    def get_dataset_size(self) -> int:
-        """Return the number of rows, counted once."""
-        if self._counted is None:
-            self._counted = sum(1 for _ in self.rows(0))
-        return self._counted
-
-
-class _Repeat(Over):
-    def __init__(self, source: Dataset, count: int | None) -> None:
-        super().__init__(source)
-        self._count = count
-
-    def rows(self, number: int) -> Iterator[Row]:
-        for i in itertools.count() if self._count is None else range(self._count):
-            yield from self._source.rows(number * (self._count or 0) + i)
-
-    def get_dataset_size(self) -> int:
-        """Return the number of rows; for an endless repetition, that of one repetition."""
-        return super().get_dataset_size() * (self._count or 1)
-
-
-class _Map(Over):
     def __init__(
-        self, source: Dataset, functions: Sequence[Callable[..., Any]], inputs: Sequence[str], outputs: Sequence[str]
-    ) -> None:
-        names = source.get_col_names()
-        first = names.index(inputs[0])
-        kept = [name for name in names if name not in inputs]
-        place = sum(name not in inputs for name in names[:first])
-        super().__init__(source, names if tuple(outputs) == tuple(inputs) else [*kept[:place], *outputs, *kept[place:]])
-        once(self._columns)
-        self._functions, self._inputs, self._outputs = functions, tuple(inputs), tuple(outputs)
+        self, sources: Sequence[Dataset], columns: Sequence[str], join: Callable[..., Iterator[Row]],
+        size: Callable[[Iterable[int]], int],
+    ) -> None:  # fmt: skip
+        super().__init__(columns)
+        self._sources, self._join, self._size = tuple(sources), join, size
 
     def rows(self, number: int) -> Iterator[Row]:
-        names = self._source.get_col_names()
-        for row in self._source.rows(number):
-            values = dict(zip(names, row, strict=True))
-            operands: tuple[Any, ...] = tuple(values[name] for name in self._inputs)
-            operands = applied(self._functions, operands)
-            if len(operands) != len(self._outputs):
-                what = f"map() gives {len(operands)} values for the columns {', '.join(self._outputs)}"
-                raise RuntimeError(problem(what, fix="name them: output_columns=[...]"))
-            values.update(zip(self._outputs, map(as_array, operands), strict=True))
-            yield tuple(values[name] for name in self._columns)
-
-
-class _Project(Over):
-    def rows(self, number: int) -> Iterator[Row]:
-        names = self._source.get_col_names()
-        positions = [names.index(name) for name in self._columns]
-        for row in self._source.rows(number):
-            yield tuple(row[i] for i in positions)
-
-
-class _Shuffle(Over):
-    def __init__(self, source: Dataset, size: int) -> None:
-        super().__init__(source)
-        self._size = size
-
-    def rows(self, number: int) -> Iterator[Row]:
-        chance, rows = random.Random(f"{data_seed()} {number}"), self._source.rows(number)
-        buffer = list(itertools.islice(rows, self._size))
-        for row in rows:
-            place = chance.randrange(len(buffer))
-            yield buffer[place]
-            buffer[place] = row
-        chance.shuffle(buffer)
-        yield from buffer
-
-
-class _Slice(Over):
-    def __init__(self, source: Dataset, start: int, count: int | None, *, fixed: bool = False) -> None:
-        super().__init__(source)
-        self._start, self._count, self._fixed = start, count, fixed  # fixed: always use the first pass
-
-    def rows(self, number: int) -> Iterator[Row]:
-        return itertools.islice(self._source.rows(0 if self._fixed else number), self._start, self._count)
+        return self._join(*(source.rows(number) for source in self._sources))
 
     def get_dataset_size(self) -> int:
-        whole = super().get_dataset_size()
-        return max(0, (whole if self._count is None else min(whole, self._count)) - self._start)
+        return self._size(source.get_dataset_size() for source in self._sources)
+
+
+def zipped(datasets: Sequence[Dataset]) -> Dataset:
+    """Combine the columns of several datasets, as long as the shortest."""
+    columns = once(tuple(name for dataset in datasets for name in dataset.get_col_names()))
+    return Joined(datasets, columns, lambda *sources: (sum(rows, ()) for rows in zip(*sources, strict=False)), min)
+
+
+def _counted(rows: Callable[[int], Iterator[Row]]) -> Callable[[], int]:
+    """Return the number of rows, counted once."""
+    return cache(lambda: sum(1 for _ in rows(0)))
+
+
+# ---------------------------------------------------------------------------------------------------------- batches
+
+
+@dataclass(frozen=True)
+class BatchInfo:
+    """Position of a batch, for ``per_batch_map`` and for a function that returns its size."""
+
+    batch: int
+    epoch: int
+
+    def get_batch_num(self) -> int:
+        return self.batch
+
+    def get_epoch_num(self) -> int:
+        return self.epoch
+
+
+def _stack(name: str, parts: Sequence[Array]) -> Array:
+    shapes = sorted({part.shape for part in parts})
+    if len(shapes) > 1:
+        what = f'the column "{name}" has rows of the shapes {list(shapes[0])} and {list(shapes[1])} in one batch'
+        raise RuntimeError(problem(what, fix="pad them in map() first"))
+    return np.stack(parts)
+
+
+def _padded(info: PadInfo, end: int | None, name: str, parts: Sequence[Array]) -> Array:
+    """Stack rows of different lengths, padded as ``info`` says; where it gives no size, to ``end`` or the longest."""
+    if info is not None and name not in info:
+        return _stack(name, parts)
+    shape, value = (None, 0) if info is None else info[name]
+    longest = np.max([part.shape for part in parts], 0) if parts[0].ndim else ()
+    wanted = [end if size is None else size for size in shape or [None] * 9]
+    sizes = [int(length if size is None else size) for length, size in zip(longest, wanted, strict=False)]
+    return np.stack([pad_end(part, pad_shape=sizes, pad_value=value) for part in parts])
+
+
+def _stacked(columns: Sequence[str], members: list[Row], stack: Callable[[str, Sequence[Array]], Array]) -> Row:
+    return tuple(stack(name, parts) for name, parts in zip(columns, zip(*members, strict=True), strict=True))
+
+
+def _batched(
+    source: Dataset, size: int | Callable[[BatchInfo], int], drop: bool, stack: Callable[..., Array] = _stack,
+    columns: Sequence[str] | None = None, form: Callable[[BatchInfo, list[Row]], Row] | None = None,
+) -> Dataset:  # fmt: skip
+    """Return batches of a fixed size, or of the size a function returns. ``form``: makes a row of a batch, by default
+    of the columns that ``stack`` stacks."""
+    fixed = 0 if callable(size) else count_of("batch_size", size)
+
+    def size_of(info: BatchInfo) -> int:
+        return count_of("what batch_size returns", size(info)) if callable(size) else fixed
+
+    def rows(number: int) -> Iterator[Row]:
+        rest = source.rows(number)
+        for place in itertools.count():
+            info = BatchInfo(place, number)
+            count = size_of(info)
+            members = list(itertools.islice(rest, count))
+            if not members or (len(members) < count and drop):
+                return
+            yield _stacked(source.get_col_names(), members, stack) if form is None else form(info, members)
+
+    def count() -> int:
+        left, batches = source.get_dataset_size(), 0
+        if fixed:
+            return left // fixed + (left % fixed > 0 and not drop)
+        while left > 0 and (left >= (size := size_of(BatchInfo(batches, 0))) or not drop):
+            left, batches = left - size, batches + 1
+        return batches
+
+    return Derived(source, rows, columns, count, lambda: size_of(BatchInfo(0, 0)) * source.get_batch_size())
+
+
+def _mapped_batches(
+    source: Dataset, size: Any, drop: bool, function: Callable[..., Any], inputs: Sequence[str], outputs: Sequence[str]
+) -> Dataset:
+    """Return batches that a function transforms before they are stacked."""
+    names = source.get_col_names()
+    columns = names if tuple(inputs) == tuple(outputs) else [*(name for name in names if name not in inputs), *outputs]
+
+    def form(info: BatchInfo, members: list[Row]) -> Row:
+        values: dict[str, Any] = dict(zip(names, map(list, zip(*members, strict=True)), strict=True))
+        mapped = function(*(values[name] for name in inputs), info)
+        listed = mapped if isinstance(mapped, tuple) else (mapped,)
+        if len(listed) != len(outputs):
+            what = f"per_batch_map gives {len(listed)} values for the columns {', '.join(outputs)}"
+            raise RuntimeError(problem(what, fix="name them: output_columns=[...]"))
+        values |= zip(outputs, listed, strict=True)
+        return tuple(_stack(name, [as_array(value) for value in values[name]]) for name in columns)
+
+    return _batched(source, size, drop, columns=columns, form=form)
 
 
 def _tensor(array: Array, column: str) -> torch.Tensor:

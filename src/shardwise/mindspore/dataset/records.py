@@ -18,12 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.utils.data import ConcatDataset
 from torch.utils.data import Dataset as Rows
 
 from shardwise.errors import problem
 from shardwise.mindspore.checks import closest, whole
-from shardwise.mindspore.dataset.sources import GeneratorDataset
 from shardwise.mindspore.dataset.values import Array, as_array, named
 
 NUMBERS, TEXTS = ("int32", "int64", "float32", "float64"), ("string", "bytes")
@@ -74,14 +72,12 @@ class _Field:
         return ValueError(problem(f"row {row}: column {self.name!r} is {what}", fix=fix))
 
     def has(self, lengths: Array) -> Array:
-        """Return whether a row may have these numbers of bytes."""
         if self.kind in TEXTS:
             return lengths >= 0
         unit = np.dtype(self.kind).itemsize * math.prod(n for n in self.shape if n > 0)
         return np.asarray(lengths % unit == 0 if -1 in self.shape else lengths == unit)
 
     def decoded(self, data: Array) -> Array:
-        """Return the value of a row from its bytes."""
         if self.kind == "string":
             return np.asarray(data.tobytes().decode())
         return data.copy() if self.kind == "bytes" else data.copy().view(self.kind).reshape(self.shape)
@@ -154,7 +150,7 @@ class FileWriter:
             raise RuntimeError(problem("there is no schema", fix="add_schema first"))
 
 
-class _File(Rows[tuple[Array, ...]]):
+class RecordFile(Rows[tuple[Array, ...]]):
     """The rows of one file, by index. ``columns``: their names; None: all."""
 
     def __init__(self, path: Path, columns: Sequence[str] | None) -> None:
@@ -183,30 +179,6 @@ class _File(Rows[tuple[Array, ...]]):
         )
 
 
-class MindDataset(GeneratorDataset):
-    """The rows of files that ``mindrecord.FileWriter`` wrote. A name means all files that were written with it, a list
-    only these. Rows are shuffled unless ``shuffle=False``; other arguments are those of ``GeneratorDataset``."""
-
-    def __init__(
-        self,
-        dataset_files: str | Path | Sequence[str | Path],
-        columns_list: Sequence[str] | None = None,
-        num_parallel_workers: int | None = None,
-        shuffle: bool | None = None,
-        **settings: Any,
-    ) -> None:
-        paths = written_with(dataset_files) if isinstance(dataset_files, (str, Path)) else [*map(Path, dataset_files)]
-        if not paths:
-            raise ValueError(problem("dataset_files names no file", fix="a name, or a list of names"))
-        files = [_File(paths[0], columns_list)]
-        files += [_File(path, files[0].names) for path in paths[1:]]
-        for path, file in zip(paths, files, strict=True):
-            if file.schema != files[0].schema:
-                what = f"{path} has the schema {file.schema}, and {paths[0]} has {files[0].schema}"
-                raise ValueError(problem(what, fix="a MindDataset of each, and concat"))
-        super().__init__(ConcatDataset(files), list(files[0].names), shuffle=shuffle, **settings)
-
-
 def written_with(file_name: str | Path) -> list[Path]:
     """Return the files that were written with a name. Raises RuntimeError if there is none."""
     firsts = [Path(f"{file_name}{first}") for first in _FIRSTS]
@@ -229,7 +201,6 @@ def save(dataset: Any, file_name: str, num_files: int) -> None:
 
 
 def _entry(name: str, arrays: Sequence[Array]) -> dict[str, Any]:
-    """Return the schema of a column."""
     kinds = {_kind(array) for array in arrays}
     ranks = {array.ndim for array in arrays}
     if len(kinds) > 1 or len(ranks) > 1:
@@ -280,4 +251,4 @@ def _foreign(path: Path, error: Exception) -> RuntimeError:
     return RuntimeError(problem(what, fix="write it again from its source"))
 
 
-__all__ = ["FileWriter", "MindDataset"]
+__all__ = ["FileWriter"]

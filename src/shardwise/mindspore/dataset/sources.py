@@ -80,7 +80,6 @@ class GeneratorDataset(
         return iter(self._source)
 
     def _order(self, number: int) -> Sequence[int]:
-        """Return the indices of a pass."""
         if self._sampler is not None:
             if isinstance(self._sampler, Sampler):
                 self._sampler.num_rows, self._sampler.number = len(self._source), number
@@ -144,7 +143,6 @@ class NumpySlicesDataset(
 
 
 def _shards(num_shards: int | None, shard_id: int | None) -> tuple[int, int]:
-    """Return (number of shards, shard index)."""
     if num_shards is None and shard_id is None:
         return 1, 0
     if num_shards is None or shard_id is None:
@@ -157,7 +155,6 @@ def _shards(num_shards: int | None, shard_id: int | None) -> tuple[int, int]:
 
 
 def _numpy_dtype(column_type: Any) -> np.dtype[Any]:
-    """Return the numpy dtype of a torch or numpy dtype."""
     return (
         torch.empty(0, dtype=column_type).numpy().dtype
         if isinstance(column_type, torch.dtype)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from shardwise.errors import problem
 from shardwise.mindspore.checks import closest
-from shardwise.mindspore.dataset.transforms import numpys
+from shardwise.mindspore.dataset.pipeline import Dataset
+from shardwise.mindspore.dataset.transforms import Transform, numpys
 from shardwise.mindspore.dataset.values import Array, Columns, names_of
-from shardwise.mindspore.named import WithSettings, absent
-
-if TYPE_CHECKING:
-    from shardwise.mindspore.dataset.pipeline import Dataset
+from shardwise.mindspore.named import WithSettings, absent, classes_of
 
 
 def _texts(x: Any) -> list[str]:
@@ -61,13 +59,9 @@ class Vocab:
 
     @classmethod
     def from_file(
-        cls,
-        file_path: str,
-        delimiter: str = "",
-        vocab_size: int | None = None,
-        special_tokens: Sequence[str] | None = None,
-        special_first: bool = True,
-    ) -> Vocab:
+        cls, file_path: str, delimiter: str = "", vocab_size: int | None = None,
+        special_tokens: Sequence[str] | None = None, special_first: bool = True,
+    ) -> Vocab:  # fmt: skip
         """Read one word per line, up to ``delimiter``. ``vocab_size``: the largest number of words."""
         lines = Path(file_path).read_text().splitlines()
         words = [line.split(delimiter)[0] if delimiter else line for line in lines]
@@ -75,14 +69,9 @@ class Vocab:
 
     @classmethod
     def from_dataset(
-        cls,
-        dataset: Dataset,
-        columns: Columns = None,
-        freq_range: tuple[int | None, int | None] | None = None,
-        top_k: int | None = None,
-        special_tokens: Sequence[str] | None = None,
-        special_first: bool = True,
-    ) -> Vocab:
+        cls, dataset: Dataset, columns: Columns = None, freq_range: tuple[int | None, int | None] | None = None,
+        top_k: int | None = None, special_tokens: Sequence[str] | None = None, special_first: bool = True,
+    ) -> Vocab:  # fmt: skip
         """Collect the words of some columns, the most frequent first, and alphabetically among equally frequent ones.
         ``freq_range``: least and largest frequency; ``top_k``: the largest number of words."""
         counts: Counter[str] = Counter()
@@ -186,31 +175,18 @@ class RegexTokenizer(WhitespaceTokenizer, delim_pattern=..., keep_delim_pattern=
         return [word for word in (*pieces, text[place:]) if word]
 
 
-class _OfStrings:
-    """Base of functions that change every string."""
-
-    def __call__(self, text: Any) -> Array:
-        return np.array([self.changed(string) for string in _texts(text)]).reshape(np.shape(text))
-
-    def changed(self, text: str) -> str:
-        raise NotImplementedError
+def _changed(text: Any, function: Callable[[str], Any]) -> Array:
+    return np.array([function(string) for string in _texts(text)]).reshape(np.shape(text))
 
 
-class CaseFold(_OfStrings):
-    """Conversion to lower case."""
-
-    def changed(self, text: str) -> str:
-        return text.casefold()
-
-
-class RegexReplace(WithSettings, _OfStrings, pattern=..., replace=..., replace_all=True):
+class RegexReplace(WithSettings, pattern=..., replace=..., replace_all=True):
     """Replacement of all matches of ``pattern``, or of the first."""
 
     def _settle(self, pattern: str) -> None:
         self.pattern = re.compile(pattern)
 
-    def changed(self, text: str) -> str:
-        return self.pattern.sub(self.replace, text, 0 if self.replace_all else 1)
+    def __call__(self, text: Any) -> Array:
+        return _changed(text, lambda string: self.pattern.sub(self.replace, string, 0 if self.replace_all else 1))
 
 
 class ToNumber(WithSettings, data_type=...):
@@ -220,49 +196,38 @@ class ToNumber(WithSettings, data_type=...):
         self.dtype = numpys(self.data_type)
 
     def __call__(self, text: Any) -> Array:
-        return np.array([float(string) for string in _texts(text)]).astype(self.dtype).reshape(np.shape(text))
+        return _changed(text, float).astype(self.dtype)
 
 
-class Truncate(WithSettings, max_seq_len=...):
-    """Truncation to the first ``max_seq_len`` words."""
-
-    def __call__(self, words: Any) -> Array:
-        return np.asarray(words)[: self.max_seq_len]
-
-
-class TruncateSequencePair(WithSettings, max_length=...):
+def _shortened(first: Any, second: Any, *, max_length: int) -> tuple[Array, Array]:
     """Truncation of two sequences of words, the longer first, until both together have ``max_length``."""
-
-    def __call__(self, first: Any, second: Any) -> tuple[Array, Array]:
-        sizes = [len(first), len(second)]
-        while sum(sizes) > self.max_length:
-            sizes[sizes[1] > sizes[0]] -= 1
-        return np.asarray(first)[: sizes[0]], np.asarray(second)[: sizes[1]]
+    sizes = [len(first), len(second)]
+    while sum(sizes) > max_length:
+        sizes[sizes[1] > sizes[0]] -= 1
+    return np.asarray(first)[: sizes[0]], np.asarray(second)[: sizes[1]]
 
 
-class AddToken(WithSettings, token=..., begin=True):
-    """Addition of a word at the beginning, or with ``begin=False`` at the end."""
-
-    def __call__(self, words: Any) -> Array:
-        strings = _texts(words)
-        return np.array([self.token, *strings] if self.begin else [*strings, self.token])
-
-
-class SlidingWindow(WithSettings, width=..., axis=0):
-    """All windows of ``width`` words: (windows, width)."""
-
-    def __call__(self, words: Any) -> Array:
-        return np.lib.stride_tricks.sliding_window_view(np.asarray(words), self.width, self.axis).copy()
-
-
-class Ngram(WithSettings, n=..., left_pad=("", 0), right_pad=("", 0), separator=" "):
+def _runs(words: Any, *, n: Any, left_pad: Any = ("", 0), right_pad: Any = ("", 0), separator: str = " ") -> Array:
     """N-grams as strings, for every n; ``left_pad`` and ``right_pad``: (word, count) at the ends."""
+    left, right = ([word] * count for word, count in (left_pad, right_pad))
+    listed, sizes = [*left, *_texts(words), *right], [n] if isinstance(n, int) else n
+    runs = [separator.join(listed[at : at + n]) for n in sizes for at in range(max(0, len(listed) - n + 1))]
+    return np.array(runs or [""])
 
-    def __call__(self, words: Any) -> Array:
-        left, right = ([word] * count for word, count in (self.left_pad, self.right_pad))
-        listed, sizes = [*left, *_texts(words), *right], [self.n] if isinstance(self.n, int) else self.n
-        runs = [self.separator.join(listed[at : at + n]) for n in sizes for at in range(max(0, len(listed) - n + 1))]
-        return np.array(runs or [""])
+
+CLASSES = classes_of({
+    "AddToken": (
+        "Addition of a word at the beginning, or with ``begin=False`` at the end.",
+        lambda words, *, token, begin=True: np.array([token, *_texts(words)] if begin else [*_texts(words), token])),
+    "CaseFold": ("Conversion to lower case.", lambda text: _changed(text, str.casefold)),
+    "Ngram": _runs,
+    "SlidingWindow": ("All windows of ``width`` words: (windows, width).", lambda words, *, width, axis=0: (
+        np.lib.stride_tricks.sliding_window_view(np.asarray(words), width, axis).copy())),
+    "Truncate": ("Truncation to the first ``max_seq_len`` words.", lambda words, *, max_seq_len: (
+        np.asarray(words)[:max_seq_len])),
+    "TruncateSequencePair": _shortened,
+}, Transform, __name__)  # fmt: skip
+globals().update(CLASSES)
 
 
 class WordpieceTokenizer(
@@ -304,9 +269,8 @@ class BertTokenizer(WordpieceTokenizer):
 
 
 __all__ = [
-    "AddToken", "BasicTokenizer", "BertTokenizer", "CaseFold", "Lookup", "Ngram", "PythonTokenizer", "RegexReplace",
-    "RegexTokenizer", "SlidingWindow", "ToNumber", "Truncate", "TruncateSequencePair", "UnicodeCharTokenizer", "Vocab",
-    "WhitespaceTokenizer", "WordpieceTokenizer", "to_bytes", "to_str",
+    "BasicTokenizer", "BertTokenizer", "Lookup", "PythonTokenizer", "RegexReplace", "RegexTokenizer", "ToNumber",
+    "UnicodeCharTokenizer", "Vocab", "WhitespaceTokenizer", "WordpieceTokenizer", "to_bytes", "to_str", *CLASSES,
 ]  # fmt: skip
 __getattr__ = absent(
     __name__, lambda: __all__, dict.fromkeys(("JiebaTokenizer", "SentencePieceTokenizer"), "PythonTokenizer(function)")

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from shardwise.errors import problem
-from shardwise.mindspore.named import WithSettings, absent
+from shardwise.mindspore.named import Function, WithSettings, absent, classes_of
 from shardwise.mindspore.tensor_methods import dtype_of
 
 Array = np.ndarray[Any, Any]
-Function = Callable[..., Any]
 
 
 def applied(functions: Sequence[Function], operands: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -28,6 +27,15 @@ def applied(functions: Sequence[Function], operands: tuple[Any, ...]) -> tuple[A
 def numpys(dtype: Any) -> np.dtype[Any]:
     """Return the numpy dtype of a torch dtype, a name, or a numpy dtype."""
     return torch.empty(0, dtype=dtype_of(dtype)).numpy().dtype
+
+
+class Transform(WithSettings):
+    """The transform ``function(*operands, **settings)``."""
+
+    function: Function
+
+    def __call__(self, *operands: Any) -> Any:
+        return type(self).function(*operands, **self._chosen())
 
 
 class Compose(WithSettings, transforms=...):
@@ -79,50 +87,40 @@ class TypeCast(WithSettings, output_type=...):
         return np.asarray(x).astype(self.dtype)
 
 
-class OneHot(WithSettings, num_classes=..., smoothing_rate=0.0):
+def _hot(x: Any, *, num_classes: int, smoothing_rate: float = 0.0) -> Array:
     """Class indices as one-hot vectors. ``smoothing_rate``: label smoothing, shared by all classes."""
-
-    def __call__(self, x: Any) -> Array:
-        numbers, rate = np.asarray(x), self.smoothing_rate
-        if numbers.size and not 0 <= numbers.min() <= numbers.max() < self.num_classes:
-            what = f"OneHot({self.num_classes}) of the class {int(numbers.max())}"
-            raise RuntimeError(problem(what, fix=f"numbers from 0 to {self.num_classes - 1}"))
-        hot = np.eye(self.num_classes, dtype=np.float32 if rate else numbers.dtype)[numbers]
-        return np.asarray(hot * (1 - rate) + rate / self.num_classes if rate else hot)
+    numbers, rate = np.asarray(x), smoothing_rate
+    if numbers.size and not 0 <= numbers.min() <= numbers.max() < num_classes:
+        what = f"OneHot({num_classes}) of the class {int(numbers.max())}"
+        raise RuntimeError(problem(what, fix=f"numbers from 0 to {num_classes - 1}"))
+    hot = np.eye(num_classes, dtype=np.float32 if rate else numbers.dtype)[numbers]
+    return np.asarray(hot * (1 - rate) + rate / num_classes if rate else hot)
 
 
-class Fill(WithSettings, fill_value=...):
-    """An array filled with one value."""
-
-    def __call__(self, x: Any) -> Array:
-        return np.full_like(np.asarray(x), self.fill_value)
-
-
-class PadEnd(WithSettings, pad_shape=..., pad_value=None):
+def pad_end(x: Any, *, pad_shape: Any, pad_value: Any = None) -> Array:
     """Padding or truncation to ``pad_shape`` at the ends; None keeps a dim."""
-
-    def __call__(self, x: Any) -> Array:
-        array = np.asarray(x)
-        shape = [length if size is None else size for length, size in zip(array.shape, self.pad_shape, strict=True)]
-        padded = np.full(shape, self.pad_value or 0, array.dtype)
-        common = tuple(slice(min(a, b)) for a, b in zip(array.shape, shape, strict=True))
-        padded[common] = array[common]
-        return padded
+    array = np.asarray(x)
+    shape = [length if size is None else size for length, size in zip(array.shape, pad_shape, strict=True)]
+    padded = np.full(shape, pad_value or 0, array.dtype)
+    common = tuple(slice(min(a, b)) for a, b in zip(array.shape, shape, strict=True))
+    padded[common] = array[common]
+    return padded
 
 
-class Concatenate(WithSettings, axis=0, prepend=None, append=None):
-    """Concatenation of the columns along ``axis``, between ``prepend`` and ``append``."""
-
-    def __call__(self, *operands: Any) -> Array:
-        first, last = ([] if end is None else [np.asarray(end)] for end in (self.prepend, self.append))
-        return np.concatenate([*first, *map(np.asarray, operands), *last], self.axis)
-
-
-class Duplicate:
-    """The column and a copy of it."""
-
-    def __call__(self, x: Any) -> tuple[Any, Any]:
-        return x, np.copy(x)
+CLASSES = classes_of({
+    "OneHot": _hot,
+    "Fill": ("An array filled with one value.", lambda x, *, fill_value: np.full_like(np.asarray(x), fill_value)),
+    "PadEnd": pad_end,
+    "Concatenate": (
+        "Concatenation of the columns along ``axis``, between ``prepend`` and ``append``.",
+        lambda *operands, axis=0, prepend=None, append=None: np.concatenate(
+            [np.asarray(x) for x in (prepend, *operands, append) if x is not None], axis)),
+    "Duplicate": ("The column and a copy of it.", lambda x: (x, np.copy(x))),
+    "Unique": (
+        "The distinct elements, the index of each element among them, and their counts.",
+        lambda x: np.unique(np.asarray(x), return_inverse=True, return_counts=True)),
+}, Transform, __name__)  # fmt: skip
+globals().update(CLASSES)
 
 
 class Relational(enum.Enum):
@@ -157,15 +155,7 @@ class Slice:
         return array
 
 
-class Unique:
-    """The distinct elements, the index of each element among them, and their counts."""
-
-    def __call__(self, x: Any) -> tuple[Any, ...]:
-        return np.unique(np.asarray(x), return_inverse=True, return_counts=True)
-
-
 __all__ = [
-    "Compose", "Concatenate", "Duplicate", "Fill", "Mask", "OneHot", "PadEnd", "RandomApply", "RandomChoice",
-    "RandomOrder", "Relational", "Slice", "TypeCast", "Unique",
+    "Compose", "Mask", "RandomApply", "RandomChoice", "RandomOrder", "Relational", "Slice", "TypeCast", *CLASSES,
 ]  # fmt: skip
 __getattr__ = absent(__name__, lambda: __all__, {"c_transforms": "transforms itself", "OneHotOp": "OneHot"})

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from shardwise.errors import problem
-from shardwise.mindspore.checks import closest
+from shardwise.mindspore.checks import closest, integer
 
 Array = np.ndarray[Any, Any]
 Row = tuple[Array, ...]
@@ -20,13 +20,6 @@ def as_array(value: Any) -> Array:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().numpy()
     return np.asarray(value)
-
-
-def unknown_words(settings: dict[str, Any], *known: str) -> None:
-    """Raise TypeError for settings other than the known ones, which have no effect here."""
-    for name in settings:
-        if name not in known:
-            raise TypeError(problem(f"there is no setting {name!r}", fix=closest(name, known)))
 
 
 def names_of(columns: str | Sequence[str]) -> tuple[str, ...]:
@@ -53,8 +46,6 @@ def named(columns: str | Sequence[str], column_names: Sequence[str]) -> tuple[st
 
 def count_of(name: str, value: Any, low: int = 1) -> int:
     """Check for a number of rows."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(problem(f"{name} is {value!r}, of type {type(value).__name__}", fix="give an integer"))
-    if value < low:
+    if integer(name, value) < low:
         raise ValueError(problem(f"{name} is {value}", fix=f"give an integer from {low} on"))
-    return value
+    return int(value)

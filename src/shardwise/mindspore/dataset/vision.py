@@ -69,7 +69,6 @@ def _chance(probability: float) -> bool:
 
 
 def _like(result: Array, image: Any) -> Any:
-    """Convert an array to the kind of the original image."""
     return Image.fromarray(result) if isinstance(image, Image.Image) else result
 
 

@@ -76,14 +76,9 @@ class Execution:
             self.page.same(conversion.result, value)
 
     def _message(
-        self,
-        conversions: Sequence[Conversion],
-        values: Sequence[str],
-        results: Sequence[str],
-        moves: Sequence[Move],
-        fusion: int,
-        number: int,
-    ) -> None:
+        self, conversions: Sequence[Conversion], values: Sequence[str], results: Sequence[str], moves: Sequence[Move],
+        fusion: int, number: int,
+    ) -> None:  # fmt: skip
         local, move = local_move(moves[0], self.coordinates, backward=False), moves[0]
         assert local.kind is not None, "a message"
         operator = names.COLLECTIVES[local.kind]
@@ -106,15 +101,9 @@ class Execution:
         return conversion.itemsize * sum(piece.numel() for piece in local.pack(before))
 
     def _add(
-        self,
-        operator: str,
-        conversions: Sequence[Conversion],
-        values: Sequence[str],
-        results: Sequence[str],
-        moves: Sequence[Move],
-        instance: str,
-        attrs: dict[str, Any],
-    ) -> None:
+        self, operator: str, conversions: Sequence[Conversion], values: Sequence[str], results: Sequence[str],
+        moves: Sequence[Move], instance: str, attrs: dict[str, Any],
+    ) -> None:  # fmt: skip
         self.page.add(
             operator,
             tuple(map(Ref, values)),
@@ -204,7 +193,6 @@ def backward(spmd: SpmdProgram, rank: int) -> Iterator[str]:
 
 
 def _dims(move: Move) -> dict[str, Any]:
-    """Return the dims that are gathered and the dims that are split."""
     before, after = move.source.positions, move.target.positions
     gathered = sorted({before[axis][0] for axis in move.axes if axis in before})
     split = sorted({after[axis][0] for axis in move.axes if axis in after})

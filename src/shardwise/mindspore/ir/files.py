@@ -1,9 +1,10 @@
-"""Files of a printed program."""
+"""Files of a printed program: the graph before the split, and the program of this rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
+from math import prod
 from pathlib import Path
 
 import torch.distributed as dist
@@ -11,10 +12,11 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.mindspore import context
-from shardwise.mindspore.ir.begin import begin, strategies
 from shardwise.mindspore.ir.execute import Execution
+from shardwise.mindspore.ir.lines import Strategy
 from shardwise.mindspore.ir.origins import Origins
-from shardwise.mindspore.library import localize
+from shardwise.mindspore.ir.page import Page
+from shardwise.mindspore.library import Graph, Layout, apply_strategy, bind, localize
 
 EXECUTE = 18  # the reference's number of the phase that prints it
 WITH_PLAN = 3  # the level of save_graphs from which the plan is also written
@@ -48,6 +50,31 @@ def save(cell: nn.Module, par: sw.Parallel) -> None:
     _write(folder / f"{EXECUTE}_execute_{next(_numbers):04}.ir", execution.text())
     if settings.save_graphs >= WITH_PLAN:
         par.plan.save(folder / f"plan_{next(_numbers):04}.json")
+
+
+def strategies(graph: Graph, plan: sw.Plan, training: bool) -> dict[str, Strategy]:
+    """Return for each operator the split counts of its tensors per dim, set by the user or found by the search."""
+    factored, choice = bind(plan, graph, training=training)
+    applied = {
+        op.name: apply_strategy(factored.rules[op.name], choice.strategies[op.name], plan.mesh) for op in graph.ops
+    }
+    return {name: tuple(map(counts, layouts_of_op.operands)) for name, layouts_of_op in applied.items()}
+
+
+def counts(layout: Layout) -> tuple[int, ...]:
+    """Return the number of parts into which a layout splits each dim."""
+    return tuple(prod(layout.mesh.size_of(atom.axes) for atom in dim) for dim in layout.dims)
+
+
+def begin(graph: Graph, strategies_of: dict[str, Strategy], origins: Origins) -> Page:
+    """Print the operators of a graph."""
+    page = Page(
+        graph, {source.value: graph.by_name[source.value].shape for source in graph.sources}, strategies_of, origins
+    )
+    for op in graph.ops:
+        args = (*op.args, *(arg for _, arg in op.kwargs if arg is not None))
+        page.call(op, args, tuple(graph.by_name[name].shape for name in op.results))
+    return page
 
 
 def _write(path: Path, lines: Iterator[str]) -> None:

@@ -14,8 +14,8 @@ from torch import nn
 
 from shardwise.mindspore.ir import names
 from shardwise.mindspore.library import Graph, Op, Source
-from shardwise.mindspore.nn.cell import checkpoint_buffers, checkpoint_names
 from shardwise.mindspore.ops.primitive import Primitive
+from shardwise.mindspore.parameter_names import checkpoint_buffers, checkpoint_names
 
 
 class Origins:
@@ -99,7 +99,6 @@ class Origins:
         return sum(other.scope == op.scope for other in _shown(self.graph.ops)) == 1
 
     def _primitives_of(self, module: str) -> dict[str, Primitive]:
-        """Return the primitives of a cell by attribute."""
         return {k: v for k, v in vars(self.cell.get_submodule(module)).items() if isinstance(v, Primitive)}
 
     def _called(self, source: str) -> Iterator[str]:
@@ -110,7 +109,6 @@ class Origins:
 
     @cached_property
     def _files(self) -> dict[str, str]:
-        """Return file name -> path for all files that define the classes of the cells."""
         files: dict[str, str] = {}
         for kind in {type(module) for module in self.cell.modules()}:
             for base in kind.__mro__[:-1]:

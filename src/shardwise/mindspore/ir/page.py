@@ -76,15 +76,9 @@ class Page:
         )  # fmt: skip
 
     def add(
-        self,
-        operator: str,
-        args: tuple[Any, ...],
-        results: tuple[str, ...],
-        dtypes: tuple[torch.dtype, ...],
-        shapes: tuple[Shape, ...],
-        scope: str,
-        **rest: Any,
-    ) -> None:
+        self, operator: str, args: tuple[Any, ...], results: tuple[str, ...], dtypes: tuple[torch.dtype, ...],
+        shapes: tuple[Shape, ...], scope: str, **rest: Any,
+    ) -> None:  # fmt: skip
         """Print a line."""
         used = tuple(map_refs(arg, lambda name: Ref(self.use(name))) for arg in args)
         self._types.update(zip(results, zip(dtypes, shapes, strict=True), strict=True))

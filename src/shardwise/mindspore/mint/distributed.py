@@ -75,7 +75,6 @@ def _of(group: str | None) -> rank_groups.RankGroup:
 
 
 def _written(target: Tensor, value: Tensor, async_op: bool) -> Handle:
-    """Copy the value to ``target``. Return a completed handle if ``async_op``."""
     target.detach().copy_(value.reshape(target.shape))
     return Done() if async_op else None
 
@@ -120,12 +119,9 @@ def gather(
 
 
 def scatter(
-    tensor: Tensor,
-    scatter_list: Sequence[Tensor] | None,
-    src: int = 0,
-    group: str | None = None,
+    tensor: Tensor, scatter_list: Sequence[Tensor] | None, src: int = 0, group: str | None = None,
     async_op: bool = False,
-) -> Handle:
+) -> Handle:  # fmt: skip
     members = _of(group)
     sent = torch.stack(tuple(scatter_list or (tensor.detach(),) * members.size)).detach()
     return _written(tensor, rank_groups.broadcast(sent, src, members)[members.position], async_op)

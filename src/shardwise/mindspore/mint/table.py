@@ -85,13 +85,9 @@ SPECIAL = of_torch(torch.special, "erfc exp2 expm1 log1p log_softmax logit round
 
 
 def _linear(
-    in_features: int,
-    out_features: int,
-    bias: bool = True,
-    weight_init: Any = None,
-    bias_init: Any = None,
+    in_features: int, out_features: int, bias: bool = True, weight_init: Any = None, bias_init: Any = None,
     dtype: torch.dtype | None = None,
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     layer = nn.Linear(in_features, out_features, bias, dtype=dtype)
     for parameter, init in ((layer.weight, weight_init), (layer.bias, bias_init)):
         if init is not None and parameter is not None:

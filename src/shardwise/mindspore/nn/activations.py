@@ -10,6 +10,7 @@ from shardwise.errors import problem
 from shardwise.mindspore.checks import closest
 from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.nn.cell import Cell
+from shardwise.mindspore.nn.simple import CLASSES as FURTHER
 from shardwise.mindspore.ops import arithmetic
 from shardwise.mindspore.ops.normalization import LogSoftmax as LogSoftmaxOperator
 from shardwise.mindspore.ops.normalization import Softmax as SoftmaxOperator
@@ -33,8 +34,8 @@ class _Activation(Cell):
 
 
 _OPERATORS: dict[str, tuple[str, type[Primitive]]] = {
-    "ELU": ("elu", arithmetic.Elu), "FastGelu": ("fast_gelu", PRIMITIVES["FastGeLU"]),
-    "LeakyReLU": ("leaky_relu", arithmetic.LeakyReLU), "LogSoftmax": ("log_softmax", LogSoftmaxOperator),
+    "ELU": ("elu", arithmetic.ACTIVATIONS["Elu"]), "FastGelu": ("fast_gelu", PRIMITIVES["FastGeLU"]),
+    "LeakyReLU": ("leaky_relu", arithmetic.ACTIVATIONS["LeakyReLU"]), "LogSoftmax": ("log_softmax", LogSoftmaxOperator),
     "SiLU": ("silu", PRIMITIVES["SiLU"]), "Softmax": ("softmax", SoftmaxOperator),
     **{name: (name.lower(), arithmetic.PRIMITIVES[name]) for name in (
         "HSigmoid", "HSwish", "Mish", "ReLU", "ReLU6", "Sigmoid", "Tanh")},
@@ -73,8 +74,6 @@ class PReLU(Cell):
 
 def get_activation(name: str) -> Cell:
     """Return the activation of that name. Raises ValueError if there is none."""
-    from shardwise.mindspore.nn.simple import CLASSES as FURTHER
-
     cells = {**CLASSES, "GELU": GELU, "PReLU": PReLU, **{n: FURTHER[n] for n in ("CELU", "LogSigmoid", "SeLU")}}
     classes_by_name: dict[str, type[Cell]] = {n.lower(): cell for n, cell in cells.items()}
     if name not in classes_by_name:

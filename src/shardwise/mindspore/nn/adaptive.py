@@ -38,7 +38,6 @@ class _Formula(OfSettings):
         raise NotImplementedError
 
     def kept(self, state: dict[str, Any], p: Tensor, **starts: float) -> list[Tensor]:
-        """Return accumulators by their names, created with these initial values."""
         for name, start in starts.items():
             state.setdefault(name, torch.full_like(p, start))
         return [state[name] for name in starts]
@@ -55,7 +54,6 @@ class _Moments(_Formula):
             raise ValueError(problem(f"eps is {self.eps}", fix="a number above 0"))
 
     def moments(self, state: dict[str, Any], p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        """Update the two moments and return them."""
         if not state:
             state |= {"step": 0, "moment1": torch.zeros_like(p), "moment2": torch.zeros_like(p)}
         state["step"] += 1
@@ -230,13 +228,9 @@ class LARS(Optimizer):
     rate."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        epsilon: float = 1e-5,
-        coefficient: float = 1e-3,
-        use_clip: bool = False,
+        self, optimizer: Optimizer, epsilon: float = 1e-5, coefficient: float = 1e-3, use_clip: bool = False,
         lars_filter: Callable[[Any], bool] = lambda x: "LayerNorm" not in x.name and "bias" not in x.name,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(optimizer.rates[0], optimizer.parameters)
         self.optimizer = optimizer
         self.epsilon, self.coefficient, self.use_clip, self.lars_filter = epsilon, coefficient, use_clip, lars_filter

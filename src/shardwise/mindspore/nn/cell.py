@@ -16,7 +16,9 @@ from shardwise.mindspore import calls, engine, planning
 from shardwise.mindspore.checks import from_on
 from shardwise.mindspore.nn import own_backward
 from shardwise.mindspore.nn.optimizer import Optimizer
+from shardwise.mindspore.ops.functional import shard
 from shardwise.mindspore.ops.primitive import Primitive
+from shardwise.mindspore.parameter_names import checkpoint_names
 from shardwise.mindspore.tensor import Parameter, ParameterTuple
 from shardwise.mindspore.tensor_methods import assigned_value, in_words
 
@@ -263,8 +265,6 @@ class Cell(nn.Module):
 
     def shard(self, in_strategy: Any, out_strategy: Any = None, device: str = "", level: int = 0) -> Any:
         """Set a strategy of the cell's inputs and outputs: see ``ms.shard``."""
-        from shardwise.mindspore.ops.functional import shard
-
         return shard(self, in_strategy, out_strategy)
 
     def set_comm_fusion(self, fusion_type: int) -> Cell:
@@ -278,12 +278,9 @@ class Cell(nn.Module):
         return self
 
     def recompute(
-        self,
-        mp_comm_recompute: bool = True,
-        parallel_optimizer_comm_recompute: bool = False,
-        recompute_slice_activation: bool = False,
-        mode: bool = True,
-    ) -> None:
+        self, mp_comm_recompute: bool = True, parallel_optimizer_comm_recompute: bool = False,
+        recompute_slice_activation: bool = False, mode: bool = True,
+    ) -> None:  # fmt: skip
         """Recompute the activations of this cell in backward. Its outputs are saved.
 
         The switches apply to split cells.
@@ -408,37 +405,3 @@ class GraphCell(Cell):
 
     def construct(self, *inputs: Any) -> Any:
         return self._graph[0](*inputs)
-
-
-def _without_wrappers(module: nn.Module, path: str) -> str:
-    """Return a parameter's path without the cells that only wrap a network."""
-    *names, leaf = path.split(".")
-    kept = []
-    for name in names:
-        if not getattr(module, "is_wrapper", False):
-            kept.append(name)
-        module = module.get_submodule(name)
-    return ".".join([*kept, leaf])
-
-
-def checkpoint_names(module: nn.Module, recurse: bool = True) -> dict[str, nn.Parameter]:
-    """Return the parameters by their names in checkpoints: the name that was set, else the path. Raises ValueError if
-    two parameters have the same name."""
-    named: dict[str, nn.Parameter] = {}
-    for full_path, parameter in module.named_parameters(recurse=recurse):
-        path = _without_wrappers(module, full_path)
-        leaf = path.rpartition(".")[2]
-        name = (
-            getattr(parameter, "prefix", "")
-            + ("" if getattr(parameter, "renamed", False) else path.removesuffix(leaf))
-            + (getattr(parameter, "param_name", None) or leaf)
-        )
-        if name in named:
-            raise ValueError(f"two parameters are called {name!r}: give Parameter(..., name=...) different names")
-        named[name] = parameter
-    return named
-
-
-def checkpoint_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers by their names in checkpoints."""
-    return {_without_wrappers(module, path): buffer for path, buffer in module.named_buffers()}

@@ -38,13 +38,9 @@ class DistributedGradReducer:
     """
 
     def __init__(
-        self,
-        parameters: Iterable[Any],
-        mean: bool | None = None,
-        degree: int | None = None,
-        fusion_type: int = 1,
+        self, parameters: Iterable[Any], mean: bool | None = None, degree: int | None = None, fusion_type: int = 1,
         group: str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.group = GlobalComm.WORLD_COMM_GROUP if group is None else group
         options = context.options()
         self.mean = options.gradients_mean if mean is None else mean

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from shardwise.errors import problem
 from shardwise.mindspore import calls, context
 from shardwise.mindspore.checks import channels_first, from_on
-from shardwise.mindspore.common.initializer import HeUniform, Uniform, initializer
+from shardwise.mindspore.common.initializer import CLASSES as INITIALIZERS
+from shardwise.mindspore.common.initializer import HeUniform, initializer
 from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.nn.activations import get_activation
 from shardwise.mindspore.nn.cell import Cell
@@ -20,7 +21,7 @@ from shardwise.mindspore.ops.images import AvgPool, Conv2D, Conv2DTranspose, Max
 from shardwise.mindspore.ops.indexing import Gather
 from shardwise.mindspore.ops.linear import BiasAdd, MatMul
 from shardwise.mindspore.ops.primitive import Inner
-from shardwise.mindspore.ops.resizing import pool, same_padding, transposed
+from shardwise.mindspore.ops.resizing import grown, pool, same_padding, transposed
 from shardwise.mindspore.ops.shape import CLASSES as SHAPES
 from shardwise.mindspore.tensor import Parameter
 
@@ -37,7 +38,8 @@ def _weight(init: Any, shape: list[int], dtype: torch.dtype) -> Parameter:
 
 
 def _bias(init: Any, size: int, fan_in: int, dtype: torch.dtype) -> Parameter:
-    return Parameter(initializer(Uniform(1 / math.sqrt(fan_in)) if init is None else init, [size], dtype), "bias")
+    init = INITIALIZERS["Uniform"](1 / math.sqrt(fan_in)) if init is None else init
+    return Parameter(initializer(init, [size], dtype), "bias")
 
 
 class Layer(WithSettings, Cell):
@@ -135,6 +137,13 @@ class EmbeddingLookup(
         return rows * torch.clamp(self.max_norm / length.clamp(min=1e-12), max=1.0)
 
 
+# Settings of convolutions, in the reference's order.
+SIZES: dict[str, Any] = {
+    "in_channels": ..., "out_channels": ..., "kernel_size": ..., "stride": 1, "pad_mode": "same", "padding": 0,
+}  # fmt: skip
+SHARED: dict[str, Any] = {"dilation": 1, "group": 1, "has_bias": False, "weight_init": None, "bias_init": None}
+
+
 class _Convolution(Layer):
     """Common base of convolutions."""
 
@@ -166,10 +175,7 @@ class _OfImages(_Convolution):
             self.bias_add = BiasAdd()
 
 
-class Conv2d(
-    _OfImages, in_channels=..., out_channels=..., kernel_size=..., stride=1, pad_mode="same", padding=0, dilation=1,
-    group=1, has_bias=False, weight_init=None, bias_init=None, data_format="NCHW", dtype=torch.float32,
-):  # fmt: skip
+class Conv2d(_OfImages, **SIZES, **SHARED, data_format="NCHW", dtype=torch.float32):
     """Convolution of images (N, C, H, W), with a weight of (out, in / group, height, width)."""
 
     def _settle(self, weight_init: Any, bias_init: Any, dtype: torch.dtype, data_format: str = "NCHW") -> None:
@@ -202,17 +208,11 @@ class _OfRows(Layer):
         return super().construct(x.unsqueeze(2)).squeeze(2)
 
 
-class Conv1d(
-    _OfRows, Conv2d, in_channels=..., out_channels=..., kernel_size=..., stride=1, pad_mode="same", padding=0,
-    dilation=1, group=1, has_bias=False, weight_init=None, bias_init=None, dtype=torch.float32,
-):  # fmt: skip
+class Conv1d(_OfRows, Conv2d, **SIZES, **SHARED, dtype=torch.float32):
     """Convolution of rows (N, C, W), with a weight of (out, in / group, 1, width)."""
 
 
-class Conv3d(
-    _Convolution, in_channels=..., out_channels=..., kernel_size=..., stride=1, pad_mode="same", padding=0, dilation=1,
-    group=1, has_bias=False, weight_init=None, bias_init=None, data_format="NCDHW", dtype=torch.float32,
-):  # fmt: skip
+class Conv3d(_Convolution, **SIZES, **SHARED, data_format="NCDHW", dtype=torch.float32):
     """Convolution of volumes (N, C, D, H, W), with a weight of (out, in / group, depth, height, width)."""
 
     def _settle(self, padding: Any, weight_init: Any, bias_init: Any, data_format: str, dtype: torch.dtype) -> None:
@@ -234,27 +234,11 @@ class Conv3d(
         return F.conv3d(x, self.weight, self.bias if self.has_bias else None, self.stride, 0, self.dilation, self.group)
 
 
-class Conv3dTranspose(Conv3d):
+class Conv3dTranspose(
+    Conv3d, **SIZES, dilation=1, group=1, output_padding=0, has_bias=False, weight_init=None, bias_init=None,
+    data_format="NCDHW", dtype=torch.float32,
+):  # fmt: skip
     """The transposed convolution of volumes, with a weight of (in, out / group, depth, height, width)."""
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: Sizes,
-        stride: Sizes = 1,
-        pad_mode: str = "same",
-        padding: Sizes = 0,
-        dilation: Sizes = 1,
-        group: int = 1,
-        output_padding: Sizes = 0,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(
-            in_channels, out_channels, kernel_size, stride, pad_mode, padding, dilation, group, *args, **kwargs
-        )
-        self.output_padding = output_padding
 
     @property
     def _channels(self) -> tuple[int, int]:
@@ -266,10 +250,7 @@ class Conv3dTranspose(Conv3d):
         return y + self.bias.reshape(-1, 1, 1, 1) if self.has_bias else y
 
 
-class Conv2dTranspose(
-    _OfImages, in_channels=..., out_channels=..., kernel_size=..., stride=1, pad_mode="same", padding=0,
-    output_padding=0, dilation=1, group=1, has_bias=False, weight_init=None, bias_init=None, dtype=torch.float32,
-):  # fmt: skip
+class Conv2dTranspose(_OfImages, **SIZES, output_padding=0, **SHARED, dtype=torch.float32):
     """The transposed convolution, with a weight of (in, out / group, height, width). Mode "same" enlarges images by the
     stride."""
 
@@ -291,23 +272,14 @@ class Conv2dTranspose(
         operator = self.conv2d_transpose
         sizes = []
         for dim in (0, 1):
-            size, stride = x.shape[2 + dim], self.stride[dim]
-            reach = (self.kernel_size[dim] - 1) * self.dilation[dim] + 1
-            if operator.pad_mode == "same":
-                sizes.append(size * stride)
-            elif operator.pad_mode == "valid":
-                sizes.append(size * stride + max(reach - stride, 0))
-            else:
-                padding = operator.pad[2 * dim] + operator.pad[2 * dim + 1]
-                sizes.append((size - 1) * stride - padding + reach + self.output_padding[dim])
+            reach, sides = (self.kernel_size[dim] - 1) * self.dilation[dim] + 1, operator.pad[2 * dim : 2 * dim + 2]
+            more = self.output_padding[dim]
+            sizes.append(grown(x.shape[2 + dim], reach, self.stride[dim], operator.pad_mode, sides, more)[1])
         x = operator(x, self.weight, (x.shape[0], self.out_channels, *sizes))
         return self.bias_add(x, self.bias) if self.has_bias else x
 
 
-class Conv1dTranspose(
-    _OfRows, Conv2dTranspose, in_channels=..., out_channels=..., kernel_size=..., stride=1, pad_mode="same", padding=0,
-    dilation=1, group=1, has_bias=False, weight_init=None, bias_init=None, dtype=torch.float32,
-):  # fmt: skip
+class Conv1dTranspose(_OfRows, Conv2dTranspose, **SIZES, **SHARED, dtype=torch.float32):
     """The transposed convolution of rows (N, C, W), with a weight of (in, out / group, 1, width)."""
 
 
@@ -337,14 +309,9 @@ class _Pool2d(Cell):
     function: Any
 
     def __init__(
-        self,
-        kernel_size: Sizes = 1,
-        stride: Sizes = 1,
-        pad_mode: str = "valid",
-        padding: Sizes = 0,
-        data_format: str = "NCHW",
-        **settings: Any,
-    ) -> None:
+        self, kernel_size: Sizes = 1, stride: Sizes = 1, pad_mode: str = "valid", padding: Sizes = 0,
+        data_format: str = "NCHW", **settings: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
         channels_first(type(self).__name__, data_format)
         self.is_plain = pad_mode.lower() != "pad" and not padding and not settings

@@ -15,7 +15,6 @@ from shardwise.mindspore.tensor import Tensor
 
 
 def _steps(total_step: int, step_per_epoch: int, epochs: int) -> list[int]:
-    """Return the epoch of every step."""
     for name, value in (("total_step", total_step), ("step_per_epoch", step_per_epoch), ("epochs", epochs)):
         from_on(name, value, 1)
     return [step // step_per_epoch for step in range(total_step)]

@@ -154,7 +154,6 @@ class Optimizer:
         return optim_result
 
     def _of_groups(self, values: Sequence[Any]) -> tuple[Any, ...]:
-        """Return one value per parameter: that of its group."""
         value_by_id = {id(p): value for value, group in zip(values, self.groups, strict=True) for p in group["params"]}
         return tuple(value_by_id[id(parameter)] for parameter in self.parameters)
 
@@ -244,7 +243,6 @@ class Optimizer:
         return self._torch
 
     def _named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters by name. Names that occur several times get their positions as suffixes."""
         names = [getattr(parameter, "name", None) or "parameter" for parameter in self.parameters]
         return {
             name if names.count(name) == 1 else f"{name}.{place}": parameter
@@ -382,8 +380,6 @@ class Rprop(OfSettings, learning_rate=0.1, etas=(0.5, 1.2), step_sizes=(1e-6, 50
             raise ValueError(problem(f"Rprop(weight_decay={self.weight_decay})", fix="0: only signs count"))
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        for group in groups:
-            group["lr"] = self.rate_now()
         return torch.optim.Rprop(groups, etas=self.etas, step_sizes=self.step_sizes)
 
 
@@ -391,6 +387,4 @@ class ASGD(OfSettings, learning_rate=0.1, lambd=1e-4, alpha=0.75, t0=1e6, weight
     """Torch's averaged stochastic gradient descent (Polyak and Juditsky 1992)."""
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        for group in groups:
-            group["lr"] = self.rate_now()
         return torch.optim.ASGD(groups, lambd=self.lambd, alpha=self.alpha, t0=self.t0)

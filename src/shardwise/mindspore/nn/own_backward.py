@@ -92,7 +92,6 @@ def _restored(kind: type[Any], state: str) -> Any:
 
 
 def _flows(x: Any) -> bool:
-    """Return whether an input has a gradient."""
     return isinstance(x, torch.Tensor) and x.is_floating_point()
 
 

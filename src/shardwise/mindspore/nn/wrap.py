@@ -9,15 +9,15 @@ from torch import nn
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.mindspore import context, staged
-from shardwise.mindspore.amp import (
+from shardwise.mindspore.checks import closest, from_on
+from shardwise.mindspore.communication.management import GlobalComm
+from shardwise.mindspore.holding import as_gradient, averaged_over
+from shardwise.mindspore.loss_scale import (
     DynamicLossScaleUpdateCell,
     FixedLossScaleManager,
     FixedLossScaleUpdateCell,
     all_finite,
 )
-from shardwise.mindspore.checks import closest, from_on
-from shardwise.mindspore.communication.management import GlobalComm
-from shardwise.mindspore.holding import as_gradient, averaged_over
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.nn.grad_reducer import DistributedGradReducer
 from shardwise.mindspore.nn.optimizer import Optimizer
@@ -89,9 +89,18 @@ class TrainOneStepCell(Cell):
         return self.construct(*inputs, **kwargs)  # its parts are the outermost calls
 
     def construct(self, *inputs: Any, **kwargs: Any) -> Any:
-        result, gradients = differentiate(self.network, inputs, kwargs, self.weights, self.sens, reduce=True)
+        result, gradients = self._differentiated(inputs, kwargs, self.sens)
         self.optimizer(gradients)
         return (result, gradients) if self.return_grad else result
+
+    def _differentiated(self, inputs: Any, kwargs: Any, sens: float) -> tuple[Any, tuple[torch.Tensor, ...]]:
+        """Return the network's results and the gradients of its weights, reduced over the ranks as the mode says."""
+        result, gradients = differentiate(self.network, inputs, kwargs, self.weights, sens)
+        options = context.options()
+        if options.parallel_mode in REDUCED:
+            reduced = DistributedGradReducer(self.weights, options.gradients_mean)(gradients)
+            gradients = tuple(map(as_gradient, reduced, self.weights))
+        return result, gradients
 
 
 class TrainOneStepWithLossScaleCell(TrainOneStepCell):
@@ -138,7 +147,7 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
 
     def construct(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Tensor, Tensor]:
         scale = float(self.manager.get_loss_scale())
-        result, gradients = differentiate(self.network, inputs, kwargs, self.weights, scale, reduce=True)
+        result, gradients = self._differentiated(inputs, kwargs, scale)
         overflow = self.get_overflow_status(None, gradients)
         if not overflow:
             self.optimizer([gradient / scale for gradient in gradients])
@@ -146,17 +155,22 @@ class TrainOneStepWithLossScaleCell(TrainOneStepCell):
         return (result[0] if isinstance(result, (tuple, list)) else result), overflow, Tensor(scale)
 
 
+def training_cell(network: nn.Module, optimizer: Optimizer, manager: Any) -> TrainOneStepCell:
+    """Return the training cell of a network that returns its loss. ``manager``: a loss scale manager or None."""
+    if manager is None:
+        return TrainOneStepCell(network, optimizer)
+    if manager.get_drop_overflow_update():
+        return TrainOneStepWithLossScaleCell(network, optimizer, manager)
+    return TrainOneStepCell(network, optimizer, float(manager.get_loss_scale()))
+
+
 class ForwardValueAndGrad(Cell):
     """A network that also returns the gradients of its weights (``get_by_list=True``)."""
 
     def __init__(
-        self,
-        network: nn.Module,
-        weights: Any = None,
-        get_all: bool = False,
-        get_by_list: bool = False,
+        self, network: nn.Module, weights: Any = None, get_all: bool = False, get_by_list: bool = False,
         sens_param: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.network, self.sens_param = network, sens_param
         self.weights = tuple(network.parameters() if weights is None else weights)
@@ -168,7 +182,7 @@ class ForwardValueAndGrad(Cell):
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> tuple[Any, tuple[torch.Tensor, ...]]:
         inputs, sens = (inputs[:-1], float(inputs[-1])) if self.sens_param else (inputs, 1.0)
-        return differentiate(self.network, inputs, kwargs, self.weights, sens, reduce=False)
+        return differentiate(self.network, inputs, kwargs, self.weights, sens)
 
 
 class WithGradCell(Cell):
@@ -181,7 +195,7 @@ class WithGradCell(Cell):
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         weights = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
-        return differentiate(self.network, inputs, kwargs, weights, self.sens, reduce=False)[1]
+        return differentiate(self.network, inputs, kwargs, weights, self.sens)[1]
 
 
 class MicroBatchInterleaved(Cell):

@@ -62,18 +62,10 @@ class _Recurrent(Wrapped):
     kind: Callable[..., nn.Module]
 
     def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        *args: Any,
-        has_bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        dtype: torch.dtype = torch.float32,
-        **kwargs: Any,
-    ) -> None:
+        self, input_size: int, hidden_size: int, num_layers: int = 1, *args: Any, has_bias: bool = True,
+        batch_first: bool = False, dropout: float = 0.0, bidirectional: bool = False,
+        dtype: torch.dtype = torch.float32, **kwargs: Any,
+    ) -> None:  # fmt: skip
         Cell.__init__(self)
         names = (*self.leading, "has_bias", "batch_first", "dropout", "bidirectional")
         by_name = dict(zip(names[-4:], (has_bias, batch_first, dropout, bidirectional), strict=True))

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from shardwise.mindspore.named import absent
-from shardwise.mindspore.ops import functions, operations
+from shardwise.mindspore.ops import composite, functional, functions, operations
 from shardwise.mindspore.ops.clip import clip_by_global_norm, clip_by_value
 from shardwise.mindspore.ops.composite import (
     GradOperation,
@@ -40,6 +40,14 @@ if not TYPE_CHECKING:  # as in ``operations``
     __all__ += operations.__all__
     _OWN = "a function of torch operators, which can be split; a custom kernel is torch.library.custom_op"
     __getattr__ = absent(__name__, lambda: __all__, {"Custom": _OWN, "CustomRegOp": _OWN})
+
+    def _operator(name: str) -> Any:
+        """Return any operator, for ``from mindspore.ops import functional as F`` and ``composite as C``."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return globals()[name] if name in globals() else __getattr__(name)
+
+    vars(composite)["__getattr__"] = vars(functional)["__getattr__"] = _operator
 else:
 
     def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from shardwise.mindspore.named import classes_of
 from shardwise.mindspore.ops.primitive import Names, OfSettings, Plain, Strategy, counted
 
 
@@ -78,18 +79,18 @@ class Cast(Elementwise):
         return (x if isinstance(x, torch.Tensor) else torch.as_tensor(x)).to(dtype)
 
 
-class Elu(OfSettings, Elementwise, alpha=1.0):
-    """x above 0, else alpha * (exp(x) - 1)."""
+class _WithAlpha(OfSettings, Elementwise):
+    """An elementwise operator with settings."""
 
-    def compute(self, x: Any) -> Any:
-        return F.elu(x, self.alpha)
+    def compute(self, *args: Any) -> Any:
+        return type(self).function(*args, **self._chosen())
 
 
-class LeakyReLU(OfSettings, Elementwise, alpha=0.2):
-    """x above 0, else alpha * x."""
-
-    def compute(self, x: Any) -> Any:
-        return F.leaky_relu(x, self.alpha)
+ACTIVATIONS = classes_of({
+    "Elu": ("x above 0, else alpha * (exp(x) - 1).", lambda x, *, alpha=1.0: F.elu(x, alpha)),
+    "LeakyReLU": ("x above 0, else alpha * x.", lambda x, *, alpha=0.2: F.leaky_relu(x, alpha)),
+}, _WithAlpha, __name__)  # fmt: skip
+globals().update(ACTIVATIONS)
 
 
 class AddN(Elementwise):
@@ -104,4 +105,4 @@ class AddN(Elementwise):
         return total
 
 
-__all__ = ["AddN", "Cast", "Elu", "LeakyReLU", *PRIMITIVES]
+__all__ = ["AddN", "Cast", *ACTIVATIONS, *PRIMITIVES]

@@ -39,19 +39,10 @@ def _left_out(mask: Tensor | None, rows: int, columns: int, mode: int, before: i
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    heads: int,
-    others: tuple[Any, ...] = (),
-    keep: float = 1.0,
-    scale: float = 1.0,
-    before: int = EVERYTHING,
-    behind: int = EVERYTHING,
-    layout: str = "BSH",
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, heads: int, others: tuple[Any, ...] = (),
+    keep: float = 1.0, scale: float = 1.0, before: int = EVERYTHING, behind: int = EVERYTHING, layout: str = "BSH",
     mode: int = 0,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute attention of ``heads`` heads; keys and values may have fewer. True in a mask hides a key. ``mode``: the
     reference's ``sparse_mode``: 0 and 1 by the mask, 2 and 3 causal, 4 a band from ``before`` keys back to ``behind``
     keys ahead. Raises NotImplementedError for other modes and arguments."""

@@ -9,6 +9,7 @@ import torch
 
 from shardwise.errors import ShardwiseError, problem
 from shardwise.mindspore import calls
+from shardwise.mindspore.checks import number
 from shardwise.mindspore.holding import as_gradient, parameter_of
 from shardwise.mindspore.library import device_of, held_parameters, total_norm
 
@@ -35,9 +36,7 @@ def clip_by_global_norm(
     """
     if isinstance(x, Tensor) or not all(isinstance(tensor, Tensor) for tensor in x) or not x:
         raise TypeError(problem(f"clip_by_global_norm of {type(x).__name__}", fix="give a tuple or list of tensors"))
-    if isinstance(clip_norm, bool) or not isinstance(clip_norm, int | float):
-        raise TypeError(problem(f"clip_norm is {clip_norm!r}, of type {type(clip_norm).__name__}", fix="give a number"))
-    if clip_norm <= 0:
+    if number("clip_norm", clip_norm) <= 0:
         raise ValueError(problem(f"clip_norm is {clip_norm}", fix="give a number above 0"))
     norm = torch.as_tensor(use_norm) if use_norm is not None else split_norm(x)
     if norm is None:

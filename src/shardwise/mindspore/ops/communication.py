@@ -13,13 +13,15 @@ from typing import Any
 import torch
 
 from shardwise.errors import CaptureError, problem
-from shardwise.mindspore.checks import closest
+from shardwise.mindspore.checks import closest, integer, of_type
 from shardwise.mindspore.communication.management import GlobalComm, find_group
 from shardwise.mindspore.library import rank_groups
 from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.ops.primitive import Primitive
 
 Tensor = torch.Tensor
+RankGroup = rank_groups.RankGroup
+Exchange = Callable[[Tensor], Tensor]
 
 
 class ReduceOp:
@@ -44,9 +46,9 @@ class _Communication(WithSettings, Primitive):
         group = values.pop("group")
         Primitive.__init__(self)
         self.attrs["group"] = group
-        if group is not None and not isinstance(group, str):
-            what = f"{type(self).__name__}: the group is {group!r}, of type {type(group).__name__}"
-            raise TypeError(problem(what, fix="give the name of a group, made by create_group(name, rank_ids)"))
+        if group is not None:
+            fix = "give the name of a group, made by create_group(name, rank_ids)"
+            of_type(f"{type(self).__name__}: the group", group, str, fix)
         self._given = group
         vars(self).update(values)
 
@@ -55,7 +57,7 @@ class _Communication(WithSettings, Primitive):
         """Return the name of the group; by default that of all ranks."""
         return GlobalComm.WORLD_COMM_GROUP if self._given is None else str(self._given)
 
-    def _members(self) -> rank_groups.RankGroup:
+    def _members(self) -> RankGroup:
         if torch.compiler.is_exporting():
             what = f"{self.name} is called in a cell that a plan splits; the plan inserts the communication itself"
             fix = "leave it out, or set parallel_mode='hybrid_parallel' and split the computation by hand"
@@ -86,14 +88,14 @@ class AllReduce(_Communication, op=ReduceOp.SUM, group=None):
         _check_reduction("AllReduce", self.op)
 
     def __call__(self, input_x: Tensor) -> Tensor:
-        return _applied(_AllReduce, input_x, self.op, self._members())
+        return _all_reduce(input_x, self.op, self._members())
 
 
 class AllGather(_Communication, group=None):
     """The ranks' tensors, concatenated along dim 0. The gradient is the ReduceScatter of the cotangents."""
 
     def __call__(self, input_x: Tensor) -> Tensor:
-        return _applied(_AllGather, input_x if input_x.ndim else input_x.reshape(1), self._members())
+        return _all_gather(input_x if input_x.ndim else input_x.reshape(1), self._members())
 
 
 class ReduceScatter(_Communication, op=ReduceOp.SUM, group=None):
@@ -106,7 +108,7 @@ class ReduceScatter(_Communication, op=ReduceOp.SUM, group=None):
     def __call__(self, input_x: Tensor) -> Tensor:
         group = self._members()
         self._divisible(input_x, 0, group.size)
-        return _applied(_ReduceScatter, input_x, self.op, group)
+        return _reduce_scatter(input_x, self.op, group)
 
 
 class Broadcast(_Communication, root_rank=..., group=None):
@@ -117,9 +119,7 @@ class Broadcast(_Communication, root_rank=..., group=None):
     """
 
     def _settle(self) -> None:
-        if isinstance(self.root_rank, bool) or not isinstance(self.root_rank, int):
-            what = f"Broadcast: root_rank is {self.root_rank!r}, of type {type(self.root_rank).__name__}"
-            raise TypeError(problem(what, fix="give the number of a rank"))
+        integer("Broadcast: root_rank", self.root_rank, "give the number of a rank")
 
     def __call__(self, input_x: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
         group = self._members()
@@ -127,8 +127,8 @@ class Broadcast(_Communication, root_rank=..., group=None):
             what = f'Broadcast: rank {self.root_rank} is not in the group "{self.group}" of {list(group.ranks)}'
             raise ValueError(problem(what, fix="choose one of its members"))
         if isinstance(input_x, Tensor):
-            return _applied(_Broadcast, input_x, self.root_rank, group)
-        return tuple(_applied(_Broadcast, tensor, self.root_rank, group) for tensor in input_x)
+            return _broadcast(input_x, self.root_rank, group)
+        return tuple(_broadcast(tensor, self.root_rank, group) for tensor in input_x)
 
 
 class AlltoAll(_Communication, split_count=..., split_dim=..., concat_dim=..., group=None):
@@ -144,7 +144,7 @@ class AlltoAll(_Communication, split_count=..., split_dim=..., concat_dim=..., g
             raise ValueError(problem(what, fix=f"write split_count={group.size}"))
         self._divisible(input_x, self.split_dim, self.split_count)
         self._divisible(input_x, self.concat_dim, 1)
-        return _applied(_AlltoAll, input_x, self.split_dim, self.concat_dim, group)
+        return _all_to_all(input_x, self.split_dim, self.concat_dim, group)
 
 
 class NeighborExchange(
@@ -215,94 +215,78 @@ _exchanged: Callable[..., tuple[Tensor, ...]] = _Neighbors.apply
 
 
 def _check_reduction(operator: str, op: str) -> None:
-    if not isinstance(op, str):
-        raise TypeError(problem(f"{operator}: op is {op!r}, of type {type(op).__name__}", fix="give ReduceOp.SUM"))
-    if op not in REDUCTIONS:
+    if of_type(f"{operator}: op", op, str, "give ReduceOp.SUM") not in REDUCTIONS:
         raise ValueError(problem(f'{operator}: there is no reduction "{op}"', fix=closest(op, REDUCTIONS)))
 
 
 # -------------------------------------------------------------------------------------------------------- gradients
 
 
-def _applied(function: type[torch.autograd.Function], tensor: Tensor, *rest: Any) -> Tensor:
-    if not isinstance(tensor, Tensor):
-        what = f"{function.__name__.lstrip('_')} is called with {type(tensor).__name__}, not with a tensor"
-        raise TypeError(problem(what, fix="give a tensor"))
-    apply: Callable[..., Tensor] = function.apply
-    return apply(tensor, *rest)
+class _Exchange(torch.autograd.Function):
+    """``forth(tensor)``; its gradient is ``back(cotangent)``, with ``saves`` ``back(cotangent, tensor, result)``."""
 
-
-class _AllReduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, op: str, group: rank_groups.RankGroup) -> Tensor:
-        ctx.op, ctx.group = op, group
-        result = rank_groups.all_reduce(tensor, op, group)
-        if op != ReduceOp.SUM:
+    def forward(ctx: Any, tensor: Tensor, forth: Exchange, back: Callable[..., Tensor], saves: bool) -> Tensor:
+        ctx.back, result = back, forth(tensor)
+        if saves:
             ctx.save_for_backward(tensor, result)
         return result
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
-        total = _applied(_AllReduce, cotangent, ReduceOp.SUM, ctx.group)
-        if ctx.op == ReduceOp.SUM:
-            return total, None, None
-        tensor, result = ctx.saved_tensors
-        if ctx.op == ReduceOp.PROD:
-            return total * _product_of_others(tensor, ctx.group), None, None
-        return total * (tensor == result), None, None
+        return ctx.back(cotangent, *ctx.saved_tensors), None, None, None
 
 
-def _product_of_others(tensor: Tensor, group: rank_groups.RankGroup) -> Tensor:
-    """Return the product of the other ranks' tensors, without a division, as elements may be 0."""
-    rows = _applied(_AllGather, tensor.unsqueeze(0), group)
-    return torch.cat([rows[: group.position], rows[group.position + 1 :]]).prod(0)
+def _exchange(
+    name: str, tensor: Tensor, forth: Exchange, back: Callable[..., Tensor], saves: bool = False
+) -> Tensor:  # fmt: skip
+    if not isinstance(tensor, Tensor):
+        what = f"{name} is called with {type(tensor).__name__}, not with a tensor"
+        raise TypeError(problem(what, fix="give a tensor"))
+    apply: Callable[..., Tensor] = _Exchange.apply
+    return apply(tensor, forth, back, saves)
 
 
-class _AllGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: rank_groups.RankGroup) -> Tensor:
-        ctx.group = group
-        return rank_groups.all_gather(tensor, group)
+def _all_reduce(tensor: Tensor, op: str, group: RankGroup) -> Tensor:
+    def back(cotangent: Tensor, *saved: Tensor) -> Tensor:
+        total = _all_reduce(cotangent, ReduceOp.SUM, group)
+        if op == ReduceOp.SUM:
+            return total
+        operand, result = saved
+        if op != ReduceOp.PROD:
+            return total * (operand == result)
+        rows = _all_gather(operand.unsqueeze(0), group)  # not divided by the rank's own, which may be 0
+        return total * torch.cat([rows[: group.position], rows[group.position + 1 :]]).prod(0)
 
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None]:
-        return _applied(_ReduceScatter, cotangent, ReduceOp.SUM, ctx.group), None
+    return _exchange("AllReduce", tensor, lambda x: rank_groups.all_reduce(x, op, group), back, op != ReduceOp.SUM)
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, op: str, group: rank_groups.RankGroup) -> Tensor:
-        ctx.op, ctx.group = op, group
-        return rank_groups.reduce_scatter(tensor, op, group)
+def _all_gather(tensor: Tensor, group: RankGroup) -> Tensor:
+    def back(cotangent: Tensor) -> Tensor:
+        return _reduce_scatter(cotangent, ReduceOp.SUM, group)
 
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.op != ReduceOp.SUM:
-            what = f'ReduceScatter with the reduction "{ctx.op}" has no gradient'
+    return _exchange("AllGather", tensor, lambda x: rank_groups.all_gather(x, group), back)
+
+
+def _reduce_scatter(tensor: Tensor, op: str, group: RankGroup) -> Tensor:
+    def back(cotangent: Tensor) -> Tensor:
+        if op != ReduceOp.SUM:
+            what = f'ReduceScatter with the reduction "{op}" has no gradient'
             raise RuntimeError(problem(what, fix="use AllReduce, which has one, and take this rank's part"))
-        return _applied(_AllGather, cotangent, ctx.group), None, None
+        return _all_gather(cotangent, group)
+
+    return _exchange("ReduceScatter", tensor, lambda x: rank_groups.reduce_scatter(x, op, group), back)
 
 
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, root: int, group: rank_groups.RankGroup) -> Tensor:
-        return rank_groups.broadcast(tensor, root, group)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None]:
-        return cotangent, None, None
+def _broadcast(tensor: Tensor, root: int, group: RankGroup) -> Tensor:
+    return _exchange("Broadcast", tensor, lambda x: rank_groups.broadcast(x, root, group), lambda cotangent: cotangent)
 
 
-class _AlltoAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, split_dim: int, concat_dim: int, group: rank_groups.RankGroup) -> Tensor:
-        ctx.dims, ctx.group = (split_dim, concat_dim), group
-        return torch.cat(rank_groups.all_to_all(tensor.chunk(group.size, split_dim), group), concat_dim)
+def _all_to_all(tensor: Tensor, split_dim: int, concat_dim: int, group: RankGroup) -> Tensor:
+    def forth(x: Tensor) -> Tensor:
+        return torch.cat(rank_groups.all_to_all(x.chunk(group.size, split_dim), group), concat_dim)
 
-    @staticmethod
-    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor, None, None, None]:
-        split_dim, concat_dim = ctx.dims
-        return _applied(_AlltoAll, cotangent, concat_dim, split_dim, ctx.group), None, None, None
+    return _exchange("AlltoAll", tensor, forth, lambda cotangent: _all_to_all(cotangent, concat_dim, split_dim, group))
 
 
 __all__ = [

@@ -132,15 +132,6 @@ def add_flags(fn: Any = None, **flags: Any) -> Any:
 core = add_flags
 
 
-def __getattr__(name: str) -> Any:
-    """Return any operator, for ``from mindspore.ops import composite as C``."""
-    if name.startswith("__"):
-        raise AttributeError(name)
-    from shardwise.mindspore import ops
-
-    return getattr(ops, name)
-
-
 __all__ = [
     "GradOperation", "HyperMap", "Map", "MultitypeFuncGraph", "Partial", "add_flags", "clip_by_global_norm",
     "clip_by_value", "core",

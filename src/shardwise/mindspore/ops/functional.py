@@ -27,18 +27,12 @@ _TRANSFORMED: ContextVar[bool] = ContextVar("shardwise_transformed", default=Fal
 
 
 def differentiate(
-    network: Callable[..., Any],
-    inputs: Sequence[Any],
-    kwargs: dict[str, Any],
-    weights: Sequence[nn.Parameter],
+    network: Callable[..., Any], inputs: Sequence[Any], kwargs: dict[str, Any], weights: Sequence[nn.Parameter],
     sens: float = 1.0,
-    *,
-    reduce: bool,
-) -> tuple[Any, tuple[torch.Tensor, ...]]:
+) -> tuple[Any, tuple[torch.Tensor, ...]]:  # fmt: skip
     """Return a network's results and the gradients of its weights, for the sum of its loss: the first result.
 
-    A split network computes a loss vector in parts, and this rank's part is returned. ``reduce``: in data_parallel and
-    hybrid_parallel mode gradients are summed over the ranks (with ``gradients_mean`` averaged).
+    A split network computes a loss vector in parts, and this rank's part is returned.
     """
     options = context.options()
     before = [weight.grad for weight in weights]
@@ -62,13 +56,6 @@ def differentiate(
         if loss.dim():
             own_loss = engine.own_part(split, 0, loss.detach())
             result = (own_loss, *result[1:]) if isinstance(result, (tuple, list)) else own_loss
-    elif reduce and options.parallel_mode in (
-        context.ParallelMode.DATA_PARALLEL,
-        context.ParallelMode.HYBRID_PARALLEL,
-    ):
-        from shardwise.mindspore.nn.grad_reducer import DistributedGradReducer
-
-        grads = tuple(DistributedGradReducer(weights, options.gradients_mean)(grads))
     return _detached(result), tuple(map(as_gradient, grads, weights))
 
 
@@ -77,12 +64,9 @@ def _detached(result: Any) -> Any:
 
 
 def value_and_grad(
-    fn: Callable[..., Any],
-    grad_position: int | tuple[int, ...] | None = 0,
-    weights: Any = None,
-    has_aux: bool = False,
-    return_ids: bool = False,
-) -> Callable[..., Any]:
+    fn: Callable[..., Any], grad_position: int | tuple[int, ...] | None = 0, weights: Any = None,
+    has_aux: bool = False, return_ids: bool = False,
+) -> Callable[..., Any]:  # fmt: skip
     """Return a function that returns the results of ``fn`` and gradients.
 
     With both ``grad_position`` and ``weights`` the gradients are a pair. For gradients of inputs every rank computes a
@@ -149,12 +133,9 @@ def value_and_grad(
 
 
 def grad(
-    fn: Callable[..., Any],
-    grad_position: int | tuple[int, ...] | None = 0,
-    weights: Any = None,
-    has_aux: bool = False,
-    return_ids: bool = False,
-) -> Callable[..., Any]:
+    fn: Callable[..., Any], grad_position: int | tuple[int, ...] | None = 0, weights: Any = None,
+    has_aux: bool = False, return_ids: bool = False,
+) -> Callable[..., Any]:  # fmt: skip
     """Return ``value_and_grad`` without the value. With ``has_aux`` it returns the gradients and the other outputs."""
     both = value_and_grad(fn, grad_position, weights, has_aux, return_ids)
 
@@ -337,15 +318,6 @@ def depend(value: Any, expr: Any) -> Any:
 
 def stop_gradient(value: torch.Tensor) -> torch.Tensor:
     return value.detach()
-
-
-def __getattr__(name: str) -> Any:
-    """Return any operator, for ``from mindspore.ops import functional as F``."""
-    if name.startswith("__"):
-        raise AttributeError(name)
-    from shardwise.mindspore import ops
-
-    return getattr(ops, name)
 
 
 __all__ = [

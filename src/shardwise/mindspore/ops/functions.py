@@ -32,7 +32,7 @@ from shardwise.mindspore.ops.of_torch import OF_TORCH
 from shardwise.mindspore.ops.scatters import SCATTERS, TENSOR_SCATTERS
 from shardwise.mindspore.ops.shape import Slice, StridedSlice
 from shardwise.mindspore.tensor import as_torch
-from shardwise.mindspore.tensor_methods import TORCHS, dims_of, dtype_of, number, product
+from shardwise.mindspore.tensor_methods import CALLED, TORCHS, dims_of, dtype_of, number, product
 
 Tensor = torch.Tensor
 
@@ -146,7 +146,6 @@ FUNCTIONS: dict[str, Function] = {
     "fast_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "gelu": lambda input, approximate="none": F.gelu(input, approximate=approximate),
     "gumbel_softmax": lambda logits, tau=1.0, hard=False, dim=-1: F.gumbel_softmax(logits, tau, hard, dim=dim),
-    "rrelu": lambda input, lower=1 / 8, upper=1 / 3: F.rrelu(input, lower, upper),
     "softmax": lambda input, axis=-1, *, dtype=None: torch.softmax(input, axis, dtype=_type(dtype)),
     "softmin": lambda x, axis=-1, *, dtype=None: torch.softmax(-x, axis, dtype=_type(dtype)),
     "swiglu": lambda input, dim=-1: F.silu(input.chunk(2, dim)[0]) * input.chunk(2, dim)[1],
@@ -166,16 +165,11 @@ FUNCTIONS: dict[str, Function] = {
     "any": lambda input, axis=None, keep_dims=False: torch.any(input, dims_of(input, axis), keepdim=keep_dims),
     "count_nonzero": lambda x, axis=(), keep_dims=False, dtype=torch.int32: torch.sum(
         (x != 0).to(_type(dtype)), dims_of(x, axis), keepdim=keep_dims),
-    "cummax": lambda input, axis: tuple(torch.cummax(input, axis)),
-    "cummin": lambda input, axis: tuple(torch.cummin(input, axis)),
     "cumprod": lambda input, dim, dtype=None: torch.cumprod(input, dim, dtype=_type(dtype)),
     "cumsum": lambda x, axis, dtype=None: torch.cumsum(x, axis, dtype=_type(dtype)),
-    "logsumexp": lambda input, axis, keep_dims=False: torch.logsumexp(input, axis, keepdim=keep_dims),
     "max": lambda input, axis=None, keepdims=False: _extremum(input, axis, keepdims, torch.max),
     "mean": lambda x, axis=None, keep_dims=False: torch.mean(x, dims_of(x, axis), keepdim=keep_dims),
-    "median": lambda input, axis=-1, keepdims=False: tuple(torch.median(input, axis, keepdim=keepdims)),
     "min": lambda input, axis=None, keepdims=False: _extremum(input, axis, keepdims, torch.min),
-    "nanmedian": lambda input, axis=-1, keepdims=False: tuple(torch.nanmedian(input, axis, keepdim=keepdims)),
     "nansum": lambda input, axis=None, keepdims=False, *, dtype=None: torch.nansum(
         input, dims_of(input, axis), keepdim=keepdims, dtype=_type(dtype)),
     "norm": lambda A, ord=None, dim=None, keepdim=False, *, dtype=None: torch.linalg.norm(
@@ -196,7 +190,6 @@ FUNCTIONS: dict[str, Function] = {
     # -- shapes
     "broadcast_to": lambda input, shape: torch.broadcast_to(input, sizes_of(shape)),
     "cat": lambda tensors, axis=0: torch.cat(tuple(tensors), axis),
-    "chunk": lambda input, chunks, axis=0: tuple(torch.chunk(input, chunks, axis)),
     "column_stack": lambda tensors: torch.column_stack(tuple(tensors)),
     "dstack": lambda inputs: torch.dstack(tuple(inputs)),
     "expand": lambda input_x, size: input_x.expand(sizes_of(size)),
@@ -238,7 +231,6 @@ FUNCTIONS: dict[str, Function] = {
         input_x, lambda tensor: tensor.index_put((as_int(indices),), updates)),
     "sequence_mask": lambda lengths, maxlen=None: torch.arange(
         int(lengths.max()) if maxlen is None else maxlen) < lengths.unsqueeze(-1),
-    "sort": lambda input_x, axis=-1, descending=False: tuple(torch.sort(input_x, axis, descending)),
     "scatter_nd_update": lambda input_x, indices, updates: _assigned(
         input_x, lambda tensor: TensorScatterUpdate()(tensor, as_int(indices), updates)),
     "tensor_scatter_add": lambda input_x, indices, updates: TensorScatterAdd()(input_x, as_int(indices), updates),
@@ -318,6 +310,7 @@ def ours(name: str, function: Function) -> Function:
 
 
 FUNCTIONS = {name: ours(name, function) for name, function in FUNCTIONS.items()}
+CALLED.update(FUNCTIONS)
 
 __all__ = list(FUNCTIONS)
 

@@ -20,7 +20,6 @@ Tensor = torch.Tensor
 
 
 def _reversed(x: Tensor, seq_lengths: Tensor, seq_dim: int, batch_dim: int = 0) -> Tensor:
-    """Reverse the first ``seq_lengths[i]`` elements along ``seq_dim`` in the i-th row of the batch."""
     along = x.movedim((batch_dim, seq_dim), (0, 1))
     places = torch.arange(along.shape[1], device=x.device)
     lengths = seq_lengths.unsqueeze(1)
@@ -53,7 +52,6 @@ def _blocks_to_batch(x: Tensor, block_shape: Any, paddings: Any) -> Tensor:
 
 
 def _batch_to_blocks(x: Tensor, block_shape: Any, crops: Any) -> Tensor:
-    """Invert ``_blocks_to_batch`` and crop rows and columns at the ends."""
     rows, columns = sizes_of(block_shape) * (2 if isinstance(block_shape, int) else 1)
     (top, bottom), (left, right) = pairs_of(crops)
     n, c, h, w = x.shape
@@ -63,14 +61,12 @@ def _batch_to_blocks(x: Tensor, block_shape: Any, crops: Any) -> Tensor:
 
 
 def _laplace(shape: Any, mean: Any, scale: Any, seed: Any = None) -> Tensor:
-    """Draw Laplace numbers as differences of two exponential numbers."""
     first, second = (torch.empty(sizes_of(shape)).exponential_(generator=drawn(seed)) for _ in range(2))
     drawn_numbers: Tensor = mean + scale * (first - second)
     return drawn_numbers
 
 
 def _gamma(shape: Any, alpha: Any, beta: Any, seed: Any = None) -> Tensor:
-    """Draw Gamma numbers of concentration ``alpha`` and rate ``beta``."""
     concentration, rate = torch.broadcast_tensors(as_torch(alpha).float(), as_torch(beta).float())
     wide = concentration.expand(*sizes_of(shape), *concentration.shape).contiguous()
     sample: Tensor = torch._standard_gamma(wide, generator=drawn(seed)).div(rate)
@@ -139,13 +135,9 @@ def _encoded(anchor_box: Tensor, groundtruth_box: Tensor, means: Any = (0.0,) * 
 
 
 def _decoded(
-    anchor_box: Tensor,
-    deltas: Tensor,
-    max_shape: Any,
-    means: Any = (0.0,) * 4,
-    stds: Any = (1.0,) * 4,
+    anchor_box: Tensor, deltas: Tensor, max_shape: Any, means: Any = (0.0,) * 4, stds: Any = (1.0,) * 4,
     wh_ratio_clip: float = 0.016,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Decode the boxes of ``_encoded`` and clip them to an image (height, width)."""
     far = deltas * torch.tensor(stds).to(deltas) + torch.tensor(means).to(deltas)
     limit, (at, size) = abs(math.log(wh_ratio_clip)), _centres(anchor_box)
@@ -161,15 +153,10 @@ FURTHER: dict[str, Function] = {
     # -- boxes
     "bounding_box_decode": _decoded, "bounding_box_encode": _encoded, "iou": overlap,
     # -- elements
-    "invert": lambda x: torch.bitwise_not(x),
     "mul_no_nan": lambda x, y: torch.where(y == 0, 0, x * y),
-    "soft_shrink": lambda input, lambd=0.5: F.softshrink(input, lambd),
     "truncate_div": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
-    "truncate_mod": lambda x, y: torch.fmod(x, y),
     # -- matrices
-    "log_matrix_determinant": lambda input: torch.linalg.slogdet(input),
     "matrix_band_part": _band,
-    "matrix_diag": lambda x: torch.diag_embed(x),
     "matrix_diag_part": lambda x: torch.diagonal(x, dim1=-2, dim2=-1),
     "matrix_set_diag": lambda x, diagonal: torch.diagonal_scatter(x, diagonal, dim1=-2, dim2=-1),
     # -- norms

@@ -13,7 +13,7 @@ from shardwise.errors import problem
 from shardwise.mindspore import strict
 from shardwise.mindspore.checks import channels_first
 from shardwise.mindspore.ops.primitive import OfSettings, Shapes, Strategy
-from shardwise.mindspore.ops.resizing import MODES, pool, same_padding
+from shardwise.mindspore.ops.resizing import MODES, fitted, pool, same_padding
 
 Sizes = int | Sequence[int]
 
@@ -33,7 +33,6 @@ def pair(name: str, value: Sizes, low: int = 1) -> tuple[int, int]:
 
 
 def _four(pad: Sizes) -> tuple[int, int, int, int]:
-    """Return (top, bottom, left, right)."""
     sizes = (pad,) * 4 if isinstance(pad, int) else tuple(pad)
     if len(sizes) != 4:
         raise ValueError(problem(f"pad is {pad!r}", fix="a whole number, or four: (top, bottom, left, right)"))
@@ -56,12 +55,10 @@ class _Windowed(OfSettings):
 
     @property
     def reach(self) -> tuple[int, int]:
-        """Return the rows and columns that a window spans."""
         height, width = ((k - 1) * d + 1 for k, d in zip(self.kernel_size, self.dilation, strict=True))
         return height, width
 
     def padding(self, shape: Sequence[int]) -> tuple[int, int, int, int]:
-        """Return the padding (top, bottom, left, right)."""
         if self.pad_mode == "valid":
             return (0, 0, 0, 0)
         if self.pad_mode == "pad":
@@ -148,19 +145,13 @@ class Conv2DTranspose(
     def compute(self, dout: Any, weight: Any, input_size: Sequence[int]) -> Any:
         """Compute without padding and crop to ``input_size``, which equals the padded result."""
         whole = F.conv_transpose2d(dout, weight, None, self.stride, 0, 0, self.group, self.dilation)
-        begins = []
         for dim in (0, 1):
             reach = (self.kernel_size[dim] - 1) * self.dilation[dim] + 1
-            size = input_size[2 + dim]
+            begin = self.pad[2 * dim] if self.pad_mode == "pad" else 0
             if self.pad_mode == "same":
-                begins.append(same_padding(size, reach, self.stride[dim])[0])
-            else:
-                begins.append(self.pad[2 * dim] if self.pad_mode == "pad" else 0)
-        height, width = input_size[2:]
-        missing = (max(begins[1] + width - whole.shape[3], 0), max(begins[0] + height - whole.shape[2], 0))
-        if any(missing):
-            whole = F.pad(whole, (0, missing[0], 0, missing[1]))
-        return whole[:, :, begins[0] : begins[0] + height, begins[1] : begins[1] + width]
+                begin = same_padding(input_size[2 + dim], reach, self.stride[dim])[0]
+            whole = fitted(whole, 2 + dim, begin, input_size[2 + dim])
+        return whole
 
 
 class _Pool(_Windowed, kernel_size=1, strides=1, pad_mode="valid", data_format="NCHW"):

@@ -8,11 +8,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-import shardwise as sw
 from shardwise.mindspore import context, strict
-from shardwise.mindspore.layout import AXIS
-from shardwise.mindspore.library import axes_of_counts
-from shardwise.mindspore.ops.primitive import Names, OfSettings, Primitive, Shapes, Strategy, counted
+from shardwise.mindspore.ops.primitive import Names, OfSettings, Primitive, Shapes, Strategy, counted, notation
 
 
 def _numbered(letters: str, shapes: Shapes) -> Names:
@@ -89,19 +86,10 @@ class Gather(OfSettings, batch_dims=0):
         if strategy is None:
             what = f"manual_split is {lengths}, but the operator has no strategy"
             raise self.refused(what, f"Gather().shard((({len(lengths)}, 1), (1, {len(lengths)})))")
-        options = context.options()
         rows, *columns = strategy[0]
-        axis = self._axis(args, self.strategy_shapes(args))
-        names = {2: ("v", "e")} if axis == 0 else {2: ("d0", "v0")}
-        counts_by_axis = dict(zip(names[2], (rows, *columns), strict=True))
-        axes = axes_of_counts(counts_by_axis, sw.Mesh({AXIS: options.stage_devices}))
-        words = []
-        for name in counts_by_axis:
-            sub_axes = [sub for sub, choice in axes.items() if choice == name]
-            cut = "{" + ",".join(map(str, lengths)) + "}" if name.startswith("v") else ""
-            if sub_axes or cut:
-                words.append(f"{name}@({','.join(sub_axes)}){cut}")
-        return " ".join(words)
+        names = ("v", "e") if self._axis(args, self.strategy_shapes(args)) == 0 else ("d0", "v0")
+        cut = {name: "{" + ",".join(map(str, lengths)) + "}" for name in names if name.startswith("v")}
+        return notation(dict(zip(names, (rows, *columns), strict=True)), cut)
 
     def out_counts(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...], *, strict: bool) -> Strategy | None:
         """Return the split of the result. If rows are split and there is no ``out_strategy``, strict mode scatters the

@@ -6,12 +6,9 @@ from typing import Any
 
 import torch
 
-import shardwise as sw
 from shardwise.errors import problem
-from shardwise.mindspore import context
-from shardwise.mindspore.layout import AXIS
-from shardwise.mindspore.library import axes_of_counts, leading_names
-from shardwise.mindspore.ops.primitive import Names, OfSettings, Shapes, Strategy, dim_names
+from shardwise.mindspore.library import leading_names
+from shardwise.mindspore.ops.primitive import Names, OfSettings, Shapes, Strategy, dim_names, notation
 
 
 class MatMul(OfSettings, transpose_a=False, transpose_b=False):
@@ -59,15 +56,9 @@ class MatMul(OfSettings, transpose_a=False, transpose_b=False):
         counts_by_axis = dict(
             zip((*leading_names(len(batch)), *"mkn"), (counts[name] for name in (*batch, *"mkn")), strict=True)
         )
-        mesh = sw.Mesh({AXIS: context.options().stage_devices})
-        choices = axes_of_counts(counts_by_axis, mesh)
-        return " ".join(
-            f"{name}@({','.join(axis for axis in choices if choices[axis] == name)})"
-            for name in dict.fromkeys(choices.values())
-        )
+        return notation(counts_by_axis)
 
     def _batch(self, shapes: Shapes) -> tuple[str, ...]:
-        """Return the names of the batch dims, in order."""
         return tuple(f"b{i}" for i in range(max(map(len, shapes)) - 2, 0, -1))
 
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:

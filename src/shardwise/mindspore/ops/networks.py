@@ -26,7 +26,6 @@ def as_int(x: Tensor) -> Tensor:
 
 
 def _padding(pad_mode: str, padding: Any) -> Any:
-    """Return the padding of a convolution in torch's form."""
     if pad_mode == "pad":
         sizes = sizes_of(padding)
         return sizes if len(sizes) in (1, 3) else (sizes[0], sizes[-1])
@@ -57,13 +56,9 @@ def _log_alpha(log_probs: Tensor, targets: Tensor, *lengths_and_blank: Any) -> T
 
 
 def classes_loss(
-    x: Tensor,
-    labels_indices: Tensor,
-    labels_values: Tensor,
-    sequence_length: Tensor,
-    ignore_longer: bool,
+    x: Tensor, labels_indices: Tensor, labels_values: Tensor, sequence_length: Tensor, ignore_longer: bool,
     merging: tuple[bool, bool] = (False, True),
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Return the CTC losses [n] and the gradient of the logits (None in a split cell). ``x``: logits [t, n, classes],
     whose last class is the blank; ``labels_indices``: (row, position) [k, 2]."""
     if merging != (False, True):
@@ -109,13 +104,9 @@ def _layer_norm(input: Tensor, normalized_shape: Any, weight: Any = None, bias: 
 
 
 def _older_layer_norm(
-    input_x: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    begin_norm_axis: int = 1,
-    begin_params_axis: int = 1,
+    input_x: Tensor, gamma: Tensor, beta: Tensor, begin_norm_axis: int = 1, begin_params_axis: int = 1,
     epsilon: float = 1e-7,
-) -> Any:
+) -> Any:  # fmt: skip
     return LayerNorm(begin_norm_axis, begin_params_axis, epsilon)(input_x, gamma, beta)
 
 
@@ -128,25 +119,13 @@ def _either_layer_norm(*args: Any, **kwargs: Any) -> Any:
 
 NETWORKS: dict[str, Function] = {
     # -- networks
-    "adaptive_avg_pool1d": lambda input, output_size: F.adaptive_avg_pool1d(input, output_size),
-    "adaptive_avg_pool2d": lambda input, output_size: F.adaptive_avg_pool2d(input, output_size),
-    "adaptive_max_pool2d": lambda input, output_size, return_indices=False: F.adaptive_max_pool2d(
-        input, output_size, return_indices),
-    "avg_pool2d": lambda x, kernel_size=1, stride=1, padding=0: F.avg_pool2d(x, kernel_size, stride, padding),
-    "batch_norm": lambda input_x, running_mean, running_var, weight, bias, training=False, momentum=0.1, eps=1e-5:
-    F.batch_norm(input_x, running_mean, running_var, weight, bias, training, momentum, eps),
     "conv1d": lambda input, weight, bias=None, stride=1, pad_mode="valid", padding=0, dilation=1, groups=1:
     F.conv1d(input, weight, bias, stride, _padding(pad_mode, padding), dilation, groups),
     "conv2d": lambda input, weight, bias=None, stride=1, pad_mode="valid", padding=0, dilation=1, groups=1:
     _convolved(input, weight, bias, stride, pad_mode, padding, dilation, groups),
     "conv3d": lambda input, weight, bias=None, stride=1, pad_mode="valid", padding=0, dilation=1, groups=1:
     F.conv3d(input, weight, bias, stride, _padding(pad_mode, padding), dilation, groups),
-    "cosine_similarity": lambda x1, x2, dim=1, eps=1e-8: F.cosine_similarity(x1, x2, dim, eps),
     "dropout": lambda input, p=0.5, training=True, seed=None: F.dropout(input, p, training),
-    "dropout1d": lambda input, p=0.5, training=True: F.dropout1d(input, p, training),
-    "dropout2d": lambda input, p=0.5, training=True: F.dropout2d(input, p, training),
-    "dropout3d": lambda input, p=0.5, training=True: F.dropout3d(input, p, training),
-    "embedding": lambda input, weight, padding_idx=None: F.embedding(input, weight, padding_idx),
     "flash_attention_score": lambda query, key, value, head_num, real_shift=None, drop_mask=None, padding_mask=None,
     attn_mask=None, prefix=None, actual_seq_qlen=None, actual_seq_kvlen=None, keep_prob=1.0, scalar_value=1.0,
     pre_tokens=2**31 - 1, next_tokens=2**31 - 1, inner_precise=0, input_layout="BSH", sparse_mode=0: attention(
@@ -154,12 +133,6 @@ NETWORKS: dict[str, Function] = {
         (real_shift, drop_mask, padding_mask, prefix, actual_seq_qlen, actual_seq_kvlen), keep_prob, scalar_value,
         pre_tokens, next_tokens, input_layout, sparse_mode),
     "ctc_greedy_decoder": _best_classes,
-    "grid_sample": lambda input, grid, mode="bilinear", padding_mode="zeros", align_corners=False: F.grid_sample(
-        input, grid, mode, padding_mode, align_corners),
-    "group_norm": lambda input, num_groups, weight=None, bias=None, eps=1e-5: F.group_norm(
-        input, num_groups, weight, bias, eps),
-    "interpolate": lambda input, size=None, scale_factor=None, mode="nearest", align_corners=None,
-    recompute_scale_factor=None: F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor),
     "l2_normalize": lambda input, axis=-1, epsilon=1e-4: input * torch.rsqrt(torch.clamp(torch.sum(
         torch.square(input), axis, keepdim=True), min=epsilon)),
     "layer_norm": _either_layer_norm,
@@ -167,12 +140,8 @@ NETWORKS: dict[str, Function] = {
     F.max_pool2d(x, kernel_size, stride, padding, dilation, ceil_mode, return_indices),
     "rms_norm": lambda x, gamma, epsilon=1e-6: _rms_norm(x, gamma, epsilon),
     # -- losses
-    "binary_cross_entropy": lambda logits, labels, weight=None, reduction="mean": F.binary_cross_entropy(
-        logits, labels, weight, reduction=reduction),
     "binary_cross_entropy_with_logits": lambda logits, label, weight=None, pos_weight=None, reduction="mean":
     F.binary_cross_entropy_with_logits(logits, label, weight, reduction=reduction, pos_weight=pos_weight),
-    "cosine_embedding_loss": lambda input1, input2, target, margin=0.0, reduction="mean": F.cosine_embedding_loss(
-        input1, input2, target, margin, reduction=reduction),
     "cross_entropy": lambda input, target, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0:
     F.cross_entropy(input, target if target.is_floating_point() else as_int(target), weight,
                     ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing),
@@ -180,19 +149,9 @@ NETWORKS: dict[str, Function] = {
     zero_infinity=False: (
         F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity),
         _log_alpha(log_probs, targets, input_lengths, target_lengths, blank)),
-    "hinge_embedding_loss": lambda inputs, targets, margin=1.0, reduction="mean": F.hinge_embedding_loss(
-        inputs, targets, margin, reduction=reduction),
-    "huber_loss": lambda input, target, reduction="mean", delta=1.0: F.huber_loss(input, target, reduction, delta),
     "kl_div": lambda logits, labels, reduction="mean": _divergence(logits, labels, reduction),
-    "l1_loss": lambda input, target, reduction="mean": F.l1_loss(input, target, reduction=reduction),
-    "margin_ranking_loss": lambda input1, input2, target, margin=0.0, reduction="mean": F.margin_ranking_loss(
-        input1, input2, target, margin, reduction=reduction),
-    "mse_loss": lambda input, target, reduction="mean": F.mse_loss(input, target, reduction=reduction),
     "nll_loss": lambda inputs, target, weight=None, ignore_index=-100, reduction="mean": F.nll_loss(
         inputs, as_int(target), weight, ignore_index=ignore_index, reduction=reduction),
     "smooth_l1_loss": lambda input, target, beta=1.0, reduction="none": F.smooth_l1_loss(
         input, target, reduction=reduction, beta=beta),
-    "soft_margin_loss": lambda input, target, reduction="mean": F.soft_margin_loss(input, target, reduction=reduction),
-    "triplet_margin_loss": lambda anchor, positive, negative, margin=1.0, p=2, eps=1e-6, swap=False, reduction="mean":
-    F.triplet_margin_loss(anchor, positive, negative, margin, p, eps, swap, reduction=reduction),
 }  # fmt: skip

@@ -37,44 +37,61 @@ def _with_words(function: Function) -> Function:
     function = in_order(function)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **{_WORDS.get(word, word): value for word, value in kwargs.items()})
-        return tuple(result) if isinstance(result, tuple) else result  # a plain tuple instead of torch's named one
+        return _plain(function(*args, **{_WORDS.get(word, word): value for word, value in kwargs.items()}))
 
     return call
+
+
+def _plain(result: Any) -> Any:
+    return tuple(result) if isinstance(result, tuple) else result  # a plain tuple instead of torch's named one
 
 
 # The reference's name ("=" precedes another name in torch), and its arguments, in torch's order.
 _ROWS: dict[Any, str] = {
     torch: """
-        addbmm input batch1 batch2 * beta=1 alpha=1; addmm input mat1 mat2 * beta=1 alpha=1;
-        addmv input mat vec * beta=1 alpha=1; addr x vec1 vec2 * beta=1 alpha=1; argmax input dim=None keepdim=False;
-        argmin input axis=None keepdims=False; argsort input axis=-1 descending=False;
-        baddbmm input batch1 batch2 * beta=1 alpha=1; bincount input weights=None minlength=0;
-        bmm=matmul input_x mat2; clamp input min=None max=None; diag input; diagonal input offset=0 dim1=0 dim2=1;
-        diff x n=1 axis=-1; dist input other p=2; div input other * rounding_mode=None;
-        dsplit input indices_or_sections; expand_dims=unsqueeze input_x axis; hsplit input indices_or_sections;
-        index_select input axis index; isclose input other rtol=1e-5 atol=1e-8 equal_nan=False;
-        lerp input end weight; log_softmax logits axis=-1; logit input eps=None; masked_select input mask;
-        mm input mat2; moveaxis=movedim x source destination; mv mat vec;
-        nan_to_num input nan=0.0 posinf=None neginf=None; narrow input axis start length; pow input exponent;
-        ravel input; repeat_elements=repeat_interleave x rep axis=0; repeat_interleave input repeats axis=None;
-        roll input shifts dims=None; rot90 input k dims; scalar_to_array=tensor input_x;
-        searchsorted sorted_sequence values * right=False; select=where condition input other;
-        swapaxes input axis0 axis1; tensor_dot=tensordot x1 x2 axes; tensor_split input indices_or_sections axis=0;
-        tril input diagonal=0; triu input diagonal=0; tuple_to_array=tensor input_x;
-        unique_consecutive input return_idx=False return_counts=False axis=None; unsqueeze input dim;
-        unstack=unbind input_x axis=0; vsplit input indices_or_sections; where condition input other""",
+        addbmm input batch1 batch2 * beta=1 alpha=1; addmm input mat1 mat2 * beta=1 alpha=1; addmv input mat vec *
+        beta=1 alpha=1; addr x vec1 vec2 * beta=1 alpha=1; argmax input dim=None keepdim=False; argmin input axis=None
+        keepdims=False; argsort input axis=-1 descending=False; baddbmm input batch1 batch2 * beta=1 alpha=1; bincount
+        input weights=None minlength=0; bmm=matmul input_x mat2; chunk input chunks axis=0; clamp input min=None
+        max=None; cummax input axis; cummin input axis; diag input; diagonal input offset=0 dim1=0 dim2=1; diff x n=1
+        axis=-1; dist input other p=2; div input other * rounding_mode=None; dsplit input indices_or_sections;
+        expand_dims=unsqueeze input_x axis; hsplit input indices_or_sections; index_select input axis index;
+        invert=bitwise_not x; isclose input other rtol=1e-5 atol=1e-8 equal_nan=False; lerp input end weight;
+        log_softmax logits axis=-1; logit input eps=None; logsumexp input axis keep_dims=False; masked_select input
+        mask; matrix_diag=diag_embed x; median input axis=-1 keepdims=False; mm input mat2; moveaxis=movedim x source
+        destination; mv mat vec; nan_to_num input nan=0.0 posinf=None neginf=None; nanmedian input axis=-1
+        keepdims=False; narrow input axis start length; pow input exponent; ravel input;
+        repeat_elements=repeat_interleave x rep axis=0; repeat_interleave input repeats axis=None; roll input shifts
+        dims=None; rot90 input k dims; scalar_to_array=tensor input_x; searchsorted sorted_sequence values *
+        right=False; select=where condition input other; sort input_x axis=-1 descending=False; swapaxes input axis0
+        axis1; tensor_dot=tensordot x1 x2 axes; tensor_split input indices_or_sections axis=0; tril input diagonal=0;
+        triu input diagonal=0; truncate_mod=fmod x y; tuple_to_array=tensor input_x; unique_consecutive input
+        return_idx=False return_counts=False axis=None; unsqueeze input dim; unstack=unbind input_x axis=0; vsplit
+        input indices_or_sections; where condition input other""",
+    torch.linalg: "log_matrix_determinant=slogdet input",
     F: """
-        avg_pool1d input_x kernel_size=1 stride=1 padding=0 ceil_mode=False count_include_pad=True;
-        avg_pool3d input_x kernel_size=1 stride=1 padding=0 ceil_mode=False count_include_pad=True
-        divisor_override=None; celu x alpha=1.0; channel_shuffle x groups; dense=linear input weight bias=None;
-        elu input_x alpha=1.0;
-        glu x axis=-1; hardshrink x lambd=0.5; hardsigmoid input; hardswish x;
-        hardtanh input min_val=-1.0 max_val=1.0; leaky_relu input alpha=0.2; logsigmoid x; mish x;
-        pixel_shuffle input upscale_factor; pixel_unshuffle input downscale_factor; prelu x weight; relu6 x;
-        scaled_dot_product_attention query key value attn_mask=None dropout_p=0.0 is_causal=False; selu input_x;
-        silu x; softplus input beta=1 threshold=20; softshrink x lambd=0.5; softsign x; tanhshrink input;
-        threshold input thr value; unfold input kernel_size dilation=1 padding=0 stride=1""",
+        adaptive_avg_pool1d input output_size; adaptive_avg_pool2d input output_size; adaptive_max_pool2d input
+        output_size return_indices=False; avg_pool1d input_x kernel_size=1 stride=1 padding=0 ceil_mode=False
+        count_include_pad=True; avg_pool2d x kernel_size=1 stride=1 padding=0; avg_pool3d input_x kernel_size=1
+        stride=1 padding=0 ceil_mode=False count_include_pad=True divisor_override=None; batch_norm input_x
+        running_mean running_var weight bias training=False momentum=0.1 eps=1e-5; binary_cross_entropy logits labels
+        weight=None reduction='mean'; celu x alpha=1.0; channel_shuffle x groups; cosine_embedding_loss input1 input2
+        target margin=0.0 reduction='mean'; cosine_similarity x1 x2 dim=1 eps=1e-8; dense=linear input weight
+        bias=None; dropout1d input p=0.5 training=True; dropout2d input p=0.5 training=True; dropout3d input p=0.5
+        training=True; elu input_x alpha=1.0; embedding input weight padding_idx=None; glu x axis=-1; grid_sample
+        input grid mode='bilinear' padding_mode='zeros' align_corners=False; group_norm input num_groups weight=None
+        bias=None eps=1e-5; hardshrink x lambd=0.5; hardsigmoid input; hardswish x; hardtanh input min_val=-1.0
+        max_val=1.0; hinge_embedding_loss inputs targets margin=1.0 reduction='mean'; huber_loss input target
+        reduction='mean' delta=1.0; interpolate input size=None scale_factor=None mode='nearest' align_corners=None
+        recompute_scale_factor=None; l1_loss input target reduction='mean'; leaky_relu input alpha=0.2; logsigmoid x;
+        margin_ranking_loss input1 input2 target margin=0.0 reduction='mean'; mish x; mse_loss input target
+        reduction='mean'; pixel_shuffle input upscale_factor; pixel_unshuffle input downscale_factor; prelu x weight;
+        relu6 x; rrelu input lower=0.125 upper=0.3333333333333333; scaled_dot_product_attention query key value
+        attn_mask=None dropout_p=0.0 is_causal=False; selu input_x; silu x; soft_margin_loss input target
+        reduction='mean'; soft_shrink=softshrink input lambd=0.5; softplus input beta=1 threshold=20; softshrink x
+        lambd=0.5; softsign x; tanhshrink input; threshold input thr value; triplet_margin_loss anchor positive
+        negative margin=1.0 p=2 eps=1e-6 swap=False reduction='mean'; unfold input kernel_size dilation=1 padding=0
+        stride=1""",
 }
 
 
@@ -90,16 +107,16 @@ class _Row:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         rest = self.defaults[len(args) :]
         if not kwargs and len(args) <= len(self.defaults) and Parameter.empty not in rest:  # fast path without keywords
-            return self.function(*args, *rest, **self.named)
+            return _plain(self.function(*args, *rest, **self.named))
         bound = self.__signature__.bind(*args, **kwargs)
         bound.apply_defaults()
-        return self.function(*bound.args, **bound.kwargs)
+        return _plain(self.function(*bound.args, **bound.kwargs))
 
 
 def _rows(home: Any, text: str) -> Iterator[tuple[str, Function]]:
     for names, *words in (row.split() for row in text.split(";")):
         name, _, torchs = names.partition("=")
-        yield name, _Row(getattr(home, torchs or name), words)
+        yield name, _Row(in_order(getattr(home, torchs or name)), words)
 
 
 OF_TORCH: dict[str, Function] = {

@@ -14,11 +14,10 @@ from torch.utils import _pytree as pytree
 import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore import calls, context, strict
-from shardwise.mindspore.layout import Layout, Layouts, as_counts
+from shardwise.mindspore.layout import AXIS, Layout, Layouts, as_counts
+from shardwise.mindspore.library import axes_of_counts
 from shardwise.mindspore.named import WithSettings
-
-Strategy = tuple[tuple[int, ...], ...]
-Shapes = tuple[tuple[int, ...], ...]
+from shardwise.mindspore.strict import Shapes, Strategy
 
 _HOST_OPERANDS: ContextVar[list[torch.Tensor] | None] = ContextVar("shardwise_host_operands", default=None)
 
@@ -75,6 +74,14 @@ def counted(x: torch.Tensor, counts: tuple[int, ...]) -> torch.Tensor:
 def laid(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """Constrain a value to a layout by names."""
     return sw.constrain(x, layout.text(tuple(x.shape), context.options().stage_devices))
+
+
+def notation(counts: dict[str, int], lengths: dict[str, str] | None = None) -> str:
+    """Return split counts of named dims in the library's notation, with the axes of each. ``lengths``: suffixes."""
+    choices = axes_of_counts(counts, sw.Mesh({AXIS: context.options().stage_devices}))
+    ends, axes = lengths or {}, {name: [axis for axis in choices if choices[axis] == name] for name in counts}
+    used = [name for name in counts if axes[name] or name in ends]
+    return " ".join(f"{name}@({','.join(axes[name])}){ends.get(name, '')}" for name in used)
 
 
 class Primitive:

@@ -61,28 +61,38 @@ def _unpadded(indices: Any, pairs: Sequence[tuple[int, int]], sizes: Sequence[in
     return places
 
 
+def grown(
+    size: int, reach: int, stride: int, mode: str, sides: Sequence[int] = (0, 0), more: int = 0
+) -> tuple[int, int]:
+    """Return the first element and the number of elements of a dim that a transposed convolution makes of ``size``. In
+    mode "same" it grows by the stride. In mode "pad" ``sides`` are cropped before and behind, and ``more`` is added
+    behind. ``reach``: elements that a window spans."""
+    if mode == "same":
+        return same_padding(size * stride, reach, stride)[0], size * stride
+    if mode == "pad":
+        return sides[0], (size - 1) * stride + reach - sum(sides) + more
+    return 0, size * stride + max(reach - stride, 0)
+
+
+def fitted(x: Any, dim: int, begin: int, length: int) -> Any:
+    """Return ``length`` elements of a dim from ``begin``, with zeros behind its end."""
+    missing = max(begin + length - x.shape[dim], 0)
+    x = F.pad(x, (0, 0) * (x.dim() - 1 - dim) + (0, missing)) if missing else x
+    return x.narrow(dim, begin, length)
+
+
 def transposed(
     x: Any, weight: Any, stride: Any, mode: str, sides: Sequence[int], more: Any, dilation: Any, group: int
 ) -> Any:
-    """Compute a transposed convolution (N, C, ...) with a weight of (in, out / group, ...). In mode "same" each dim
-    grows by the stride. In mode "pad" ``sides`` are cropped before and behind each dim and ``more`` is added behind,
-    which equals the padded result."""
+    """Compute a transposed convolution (N, C, ...) with a weight of (in, out / group, ...) without padding, and crop it
+    (``grown``), which equals the padded result."""
     dims = weight.dim() - 2
     stride, more, dilation = (_each(value, dims) for value in (stride, more, dilation))
     function = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3d}[dims]
     whole = function(x, weight, None, stride, 0, 0, group, dilation)
     for dim in range(dims):
-        size, reach = x.shape[2 + dim], (weight.shape[2 + dim] - 1) * dilation[dim] + 1
-        begin, length = 0, size * stride[dim] + max(reach - stride[dim], 0)
-        if mode == "same":
-            length = size * stride[dim]
-            begin = same_padding(length, reach, stride[dim])[0]
-        elif mode == "pad":
-            begin = sides[2 * dim]
-            length = (size - 1) * stride[dim] + reach - begin - sides[2 * dim + 1] + more[dim]
-        missing = max(begin + length - whole.shape[2 + dim], 0)
-        whole = F.pad(whole, (0, 0) * (dims - 1 - dim) + (0, missing)) if missing else whole
-        whole = whole.narrow(2 + dim, begin, length)
+        reach, around = (weight.shape[2 + dim] - 1) * dilation[dim] + 1, sides[2 * dim : 2 * dim + 2]
+        whole = fitted(whole, 2 + dim, *grown(x.shape[2 + dim], reach, stride[dim], mode, around, more[dim]))
     return whole
 
 

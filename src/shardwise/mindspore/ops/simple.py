@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from shardwise.errors import CaptureError, problem
 from shardwise.mindspore import overflow
-from shardwise.mindspore.amp import init_status
+from shardwise.mindspore.loss_scale import init_status
 from shardwise.mindspore.named import Function, classes_of, parameters_of
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.ops.attention import attention
@@ -68,7 +68,6 @@ def _unwritten(name: Any, value: Any) -> None:
 
 
 def _flat(paddings: Any) -> list[int]:
-    """Return the padding pairs per dim in torch's order: last dim first."""
     return [n for pair in reversed(pairs_of(paddings)) for n in pair]
 
 
@@ -90,7 +89,6 @@ _OF_FUNCTIONS = {
     "wh_ratio_clip=0.016", "BoundingBoxEncode": "bounding_box_encode means=(0.0,0.0,0.0,0.0) stds=(1.0,1.0,1.0,1.0)",
     "IOU": "iou mode='iou'", "AccumulateNV2": "accumulate_n", "ApproximateEqual": "approximate_equal tolerance=1e-5",
     "Cross": "cross dim=None", "DynamicShape": "dyn_shape",
-
     "MatrixInverse": "inverse", "LogMatrixDeterminant": "log_matrix_determinant", "Trace": "trace",
     "ReverseSequence": "reverse_sequence seq_dim batch_dim=0",
     "IndexAdd": "index_add axis", "InplaceAdd": "inplace_add indices", "InplaceSub": "inplace_sub indices",

@@ -14,7 +14,6 @@ from shardwise.mindspore.options import ParallelMode
 
 
 def _get_parallel_mode() -> str:
-    """Return the option parallel_mode."""
     return context.options().parallel_mode
 
 
@@ -25,7 +24,6 @@ def _get_device_num() -> int:
 
 
 def _get_global_rank() -> int:
-    """Return this process's global rank, or the option global_rank of a single process."""
     return 0 if _get_parallel_mode() == ParallelMode.STAND_ALONE else context.options().rank
 
 
@@ -39,7 +37,6 @@ _get_gradients_mean, _get_full_batch, _get_pipeline_stages, _get_parameter_broad
 
 
 def _is_in_auto_parallel_mode() -> bool:
-    """Return whether operators are split: in semi-auto or auto mode."""
     return context.options().distributed
 
 
@@ -50,7 +47,6 @@ def _is_sharding_propagation() -> bool:
 
 
 def _is_in_data_parallel_mode() -> bool:
-    """Return whether every rank has the whole network and a part of the batch."""
     return _get_parallel_mode() == ParallelMode.DATA_PARALLEL
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,11 @@ MODES: dict[str, dict[str, str]] = {
     "sharding_propagation": {"parallel_mode": "auto_parallel", "search_mode": "sharding_propagation"},
     "recursive_programming": {"parallel_mode": "auto_parallel", "search_mode": "recursive_programming"},
 }
+
+
+def _switch(**values: Any) -> Callable[..., None]:
+    """Return a method that sets options to fixed values."""
+    return lambda self: context.set_auto_parallel_context(**values)
 
 
 class AutoParallel(PipelineCell):
@@ -95,20 +101,11 @@ class AutoParallel(PipelineCell):
     def set_group_ckpt_save_file(self, file_path: str) -> None:
         context.set_auto_parallel_context(group_ckpt_save_file=file_path)
 
-    def enable_gradients_mean(self) -> None:
-        context.set_auto_parallel_context(gradients_mean=True)
-
-    def enable_fp32_communication(self) -> None:
-        context.set_auto_parallel_context(force_fp32_communication=True)
-
-    def disable_gradient_fp32_sync(self) -> None:
-        context.set_auto_parallel_context(gradient_fp32_sync=False)
-
-    def disable_loss_repeated_mean(self) -> None:
-        context.set_auto_parallel_context(loss_repeated_mean=False)
-
-    def disable_strategy_file_only_for_trainable_params(self) -> None:
-        context.set_auto_parallel_context(strategy_ckpt_config={"only_trainable_params": False})
+    enable_gradients_mean = _switch(gradients_mean=True)
+    enable_fp32_communication = _switch(force_fp32_communication=True)
+    disable_gradient_fp32_sync = _switch(gradient_fp32_sync=False)
+    disable_loss_repeated_mean = _switch(loss_repeated_mean=False)
+    disable_strategy_file_only_for_trainable_params = _switch(strategy_ckpt_config={"only_trainable_params": False})
 
     def no_init_parameters_in_compile(self) -> None:
         """Do nothing; kept for programs that call it. Parameters have their values before anything is split."""

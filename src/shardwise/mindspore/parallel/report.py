@@ -21,7 +21,6 @@ PARTS = {
 
 
 def _plan_of(network: Any) -> sw.Plan:
-    """Return a plan itself, or the plan of a cell that has been split."""
     if isinstance(network, sw.Plan):
         return network
     return engine.plan_of(network)

@@ -1,6 +1,6 @@
 """Training: ``Model``, callbacks, metrics and checkpoints."""
 
-from shardwise.mindspore.amp import DynamicLossScaleManager, FixedLossScaleManager, LossScaleManager
+from shardwise.mindspore.loss_scale import DynamicLossScaleManager, FixedLossScaleManager, LossScaleManager
 from shardwise.mindspore.named import absent
 from shardwise.mindspore.train import callback, metrics, model, recording, serialization, transforms
 from shardwise.mindspore.train.callback import *

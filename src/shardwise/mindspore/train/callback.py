@@ -6,7 +6,7 @@ import glob
 import os
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -50,7 +50,6 @@ class CallbackParams:
     metrics: dict[str, Any] = field(default_factory=dict)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return an attribute by its name, like a dictionary."""
         return getattr(self, name, default)
 
     def __getitem__(self, name: str) -> Any:
@@ -77,6 +76,11 @@ class RunContext:
         return self._stop
 
 
+def _old_name(name: str) -> Callable[[Any, RunContext], None]:
+    """Return a method that calls the method with this name."""
+    return lambda self, run_context: getattr(self, name)(run_context)
+
+
 class Callback:
     """Base of callbacks: override methods as needed. The new methods call those with old names (``begin``,
     ``epoch_end``). Training and evaluation run inside ``with callback:``, however they end."""
@@ -88,24 +92,9 @@ class Callback:
     def epoch_end(self, run_context: RunContext) -> None: ...
     def end(self, run_context: RunContext) -> None: ...
 
-    def on_train_begin(self, run_context: RunContext) -> None:
-        self.begin(run_context)
-
-    def on_train_epoch_begin(self, run_context: RunContext) -> None:
-        self.epoch_begin(run_context)
-
-    def on_train_step_begin(self, run_context: RunContext) -> None:
-        self.step_begin(run_context)
-
-    def on_train_step_end(self, run_context: RunContext) -> None:
-        self.step_end(run_context)
-
-    def on_train_epoch_end(self, run_context: RunContext) -> None:
-        self.epoch_end(run_context)
-
-    def on_train_end(self, run_context: RunContext) -> None:
-        self.end(run_context)
-
+    on_train_begin, on_train_end = _old_name("begin"), _old_name("end")
+    on_train_epoch_begin, on_train_epoch_end = _old_name("epoch_begin"), _old_name("epoch_end")
+    on_train_step_begin, on_train_step_end = _old_name("step_begin"), _old_name("step_end")
     on_eval_begin, on_eval_end = on_train_begin, on_train_end
     on_eval_step_begin, on_eval_step_end = on_train_step_begin, on_train_step_end
 

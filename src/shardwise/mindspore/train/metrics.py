@@ -12,7 +12,7 @@ import torch
 
 from shardwise.errors import problem
 from shardwise.mindspore.checks import closest, from_on
-from shardwise.mindspore.named import WithSettings
+from shardwise.mindspore.named import Function, WithSettings, classes_of
 
 Array = np.ndarray[Any, Any]
 
@@ -71,9 +71,14 @@ def rearrange_inputs(update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Kept(WithSettings, Metric):
-    """A metric of all updates: it keeps lists of the arrays of ``update``."""
+    """A metric of all updates: ``function`` of every input of ``update``, with batches concatenated, and settings."""
+
+    function: Function
 
     def _settle(self) -> None:
+        for name in self.settings:
+            if name in CHECKS:
+                CHECKS[name](name, getattr(self, name))
         self.clear()
 
     def clear(self) -> None:
@@ -93,36 +98,41 @@ class _Kept(WithSettings, Metric):
         return [np.concatenate([np.atleast_1d(batch) for batch in kept]) for kept in self._seen]
 
     def eval(self) -> Any:
-        return self.of(*self.seen())
-
-    def of(self, *arrays: Array) -> Any:
-        raise NotImplementedError
+        return type(self).function(*self.seen(), **self._chosen())
 
 
-class Loss(_Kept):
-    """The mean of the losses of the batches."""
+class _OfClasses(_Kept):
+    """A score per class; with ``average`` the mean over classes."""
 
-    wants_loss = True
+    def eval(self, average: bool = False) -> Any:
+        score = super().eval()
+        return score.mean() if average else score
+
+
+class _OfBatches(_Kept):
+    """The mean of a function of the batches."""
 
     def update(self, *inputs: Any) -> None:
-        super().update(np.mean(_array(inputs[0])))
+        used = map(_array, inputs[:1] if self.wants_loss else inputs)
+        super().update(type(self).function(*used, **self._chosen()))
 
-    def of(self, *arrays: Array) -> Any:
-        return float(arrays[0].mean())
-
-
-class MAE(_Kept):
-    """The mean absolute difference."""
-
-    def of(self, *arrays: Array) -> Any:
-        return float(np.abs(arrays[0].reshape(arrays[1].shape) - arrays[1]).mean())
+    def eval(self) -> Any:
+        return float(self.seen()[0].mean())
 
 
-class MSE(_Kept):
-    """The mean squared difference."""
+def _overlap(output: Array, label: Array, *, smooth: float = 1e-5) -> Any:
+    """The mean of 2 |both| / (|output| + |label|) over batches."""
+    return (2 * (output * label).sum() + smooth) / (np.square(output).sum() + np.square(label).sum() + smooth)
 
-    def of(self, *arrays: Array) -> Any:
-        return float(np.square(arrays[0].reshape(arrays[1].shape) - arrays[1]).mean())
+
+def _eval_type(name: str, value: Any) -> None:
+    if value not in ("classification", "multilabel"):
+        raise TypeError(problem(f"{name} is {value!r}", fix="classification or multilabel"))
+
+
+def _normalize(name: str, value: Any) -> None:
+    if value not in ("no_norm", "target", "prediction", "all"):
+        raise ValueError(problem(f"{name} is {value!r}", fix="no_norm, target, prediction or all"))
 
 
 def _classes(output: Array, label: Array) -> Array:
@@ -130,179 +140,96 @@ def _classes(output: Array, label: Array) -> Array:
     return label.argmax(1) if label.ndim == output.ndim else label
 
 
-class _Typed(_Kept, eval_type="classification"):
-    """A metric with an ``eval_type``: "classification" (outputs per class; labels as indices or one-hot), or
-    "multilabel" (zeros and ones)."""
-
-    def _settle(self) -> None:
-        if self.eval_type not in ("classification", "multilabel"):
-            raise TypeError(problem(f"eval_type is {self.eval_type!r}", fix="classification or multilabel"))
-        super()._settle()
-
-    def counts(self) -> tuple[Array, Array, Array]:
-        """Return true positives, predictions and labels of each class."""
-        output, label = self.seen()
-        if self.eval_type == "multilabel":
-            dims = tuple(dim for dim in range(output.ndim) if dim != 1)
-            return (output * label).sum(dims), output.sum(dims), label.sum(dims)
-        number, labels = output.shape[1], _classes(output, label).reshape(-1).astype(int)
-        guess = output.argmax(1).reshape(-1)
-        right, every, labels = (np.bincount(x, minlength=number) for x in (guess[guess == labels], guess, labels))
-        return right, every, labels
-
-
-class Accuracy(_Typed):
-    """The fraction of rows that are right."""
-
-    def of(self, *arrays: Array) -> Any:
-        output, label = arrays
-        if self.eval_type == "multilabel":
-            rows = np.moveaxis(output == label, 1, -1).reshape(-1, output.shape[1])
-            return float(rows.all(1).mean())
-        return float((output.argmax(1) == _classes(output, label)).mean())
-
-
 def _ratio(part: Array, whole: Array) -> Array:
     return np.divide(part, whole, out=np.zeros(part.shape), where=whole != 0)
 
 
-class _OfClasses(_Typed):
-    """A score per class from true positives, predictions and labels; with ``average`` the mean over classes."""
+def _counts(output: Array, label: Array, eval_type: str = "classification") -> tuple[Array, Array, Array]:
+    if eval_type == "multilabel":
+        dims = tuple(dim for dim in range(output.ndim) if dim != 1)
+        return (output * label).sum(dims), output.sum(dims), label.sum(dims)
+    labels, guess = _classes(output, label).reshape(-1).astype(int), output.argmax(1).reshape(-1)
+    right, every, labels = (
+        np.bincount(x, minlength=output.shape[1]) for x in (guess[guess == labels], guess, labels)
+    )  # fmt: skip
+    return right, every, labels
 
-    def eval(self, average: bool = False) -> Any:
-        score = self.score(*self.counts())
-        return score.mean() if average else score
 
-    def score(self, right: Array, predicted: Array, labels: Array) -> Array:
-        raise NotImplementedError
+def _accuracy(output: Array, label: Array, *, eval_type: str = "classification") -> float:
+    """The fraction of rows that are right."""
+    if eval_type == "multilabel":
+        return float(np.moveaxis(output == label, 1, -1).reshape(-1, output.shape[1]).all(1).mean())
+    return float((output.argmax(1) == _classes(output, label)).mean())
 
 
-class Precision(_OfClasses):
+def _precision(output: Array, label: Array, *, eval_type: str = "classification") -> Array:
     """The fraction of each class's predictions that are right; with ``average`` the mean over classes."""
+    right, predicted, _ = _counts(output, label, eval_type)
+    return _ratio(right, predicted)
 
-    def score(self, right: Array, predicted: Array, labels: Array) -> Array:
-        return _ratio(right, predicted)
 
-
-class Recall(_OfClasses):
+def _recall(output: Array, label: Array, *, eval_type: str = "classification") -> Array:
     """The fraction of each class's labels that were predicted; with ``average`` the mean over classes."""
+    right, _, labels = _counts(output, label, eval_type)
+    return _ratio(right, labels)
 
-    def score(self, right: Array, predicted: Array, labels: Array) -> Array:
-        return _ratio(right, labels)
 
-
-class Fbeta(_OfClasses, beta=...):
+def _f_score(output: Array, label: Array, *, beta: float) -> Array:
     """(1 + beta^2) precision recall / (beta^2 precision + recall) of each class, or the mean."""
-
-    eval_type = "classification"
-
-    def score(self, right: Array, predicted: Array, labels: Array) -> Array:
-        return _ratio((1 + self.beta**2) * right, self.beta**2 * labels + predicted)
+    right, predicted, labels = _counts(output, label)
+    return _ratio((1 + beta**2) * right, beta**2 * labels + predicted)
 
 
-class F1(Fbeta):
-    """Fbeta with beta 1."""
-
-    def __init__(self) -> None:
-        super().__init__(1.0)
-
-
-class TopKCategoricalAccuracy(_Kept, k=...):
+def _in_top(output: Array, label: Array, *, k: int) -> float:
     """The fraction of rows whose label is among the k largest outputs."""
-
-    def _settle(self) -> None:
-        from_on("k", self.k, 1)
-        super()._settle()
-
-    def of(self, *arrays: Array) -> Any:
-        output, label = arrays
-        best = np.argsort(-output, 1, kind="stable")[:, : self.k]
-        return float((best == _classes(output, label).reshape(-1, 1)).any(1).mean())
+    best = np.argsort(-output, 1, kind="stable")[:, :k]
+    return float((best == _classes(output, label).reshape(-1, 1)).any(1).mean())
 
 
-class Top1CategoricalAccuracy(TopKCategoricalAccuracy):
-    """Top-k accuracy with k = 1."""
-
-    def __init__(self) -> None:
-        super().__init__(1)
-
-
-class Top5CategoricalAccuracy(TopKCategoricalAccuracy):
-    """Top-k accuracy with k = 5."""
-
-    def __init__(self) -> None:
-        super().__init__(5)
-
-
-class Perplexity(_Kept, ignore_label=None):
+def _perplexity(output: Array, label: Array, *, ignore_label: Any = None) -> float:
     """The exponential of the mean negative log-probability of the labels. ``ignore_label``: a label that is not
     counted."""
-
-    def of(self, *arrays: Array) -> Any:
-        output, label = arrays[0].reshape(-1, arrays[0].shape[-1]), arrays[1].reshape(-1).astype(int)
-        counted = np.ones(label.shape, bool) if self.ignore_label is None else label != self.ignore_label
-        chosen = output[np.arange(len(label)), np.where(counted, label, 0)][counted]
-        return float(np.exp(-np.log(np.maximum(chosen, 1e-10)).mean()))
+    output, label = output.reshape(-1, output.shape[-1]), label.reshape(-1).astype(int)
+    counted = np.ones(label.shape, bool) if ignore_label is None else label != ignore_label
+    chosen = output[np.arange(len(label)), np.where(counted, label, 0)][counted]
+    return float(np.exp(-np.log(np.maximum(chosen, 1e-10)).mean()))
 
 
-class CosineSimilarity(_Kept, similarity="cosine", reduction="none", zero_diagonal=True):
+def _similarities(rows: Array, *others: Array, similarity: Any = "cosine", reduction: Any = "none",
+                  zero_diagonal: Any = True) -> Array:  # fmt: skip
     """The cosines of all pairs of rows. ``similarity``: "cosine" or "dot"; ``reduction``: "none", "sum" or "mean" over
     rows; ``zero_diagonal``: set the similarity of a row with itself to 0."""
-
-    def of(self, *arrays: Array) -> Any:
-        rows = arrays[0]
-        if self.similarity == "cosine":
-            rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-        matrix = rows @ rows.T
-        if self.zero_diagonal:
-            np.fill_diagonal(matrix, 0)
-        return matrix if self.reduction == "none" else getattr(matrix, self.reduction)(-1)
+    if similarity == "cosine":
+        rows = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    matrix = rows @ rows.T
+    if zero_diagonal:
+        np.fill_diagonal(matrix, 0)
+    return matrix if reduction == "none" else getattr(matrix, reduction)(-1)
 
 
-class Dice(_Kept, smooth=1e-5):
-    """The mean of 2 |both| / (|output| + |label|) over batches."""
-
-    def update(self, *inputs: Any) -> None:
-        output, label = (_array(value) for value in inputs)
-        both = 2 * (output * label).sum() + self.smooth
-        super().update(both / (np.square(output).sum() + np.square(label).sum() + self.smooth))
-
-    def of(self, *arrays: Array) -> Any:
-        return float(arrays[0].mean())
-
-
-class ConfusionMatrix(_Kept, num_classes=..., normalize="no_norm", threshold=0.5):
+def _confusion(
+    output: Array, label: Array, *, num_classes: int, normalize: Any = "no_norm", threshold: Any = 0.5
+) -> Any:
     """Counts of (label, prediction). ``normalize``: "no_norm", "target", "prediction" or "all"."""
-
-    def _settle(self) -> None:
-        if self.normalize not in ("no_norm", "target", "prediction", "all"):
-            raise ValueError(problem(f"normalize is {self.normalize!r}", fix="no_norm, target, prediction or all"))
-        super()._settle()
-
-    def of(self, *arrays: Array) -> Any:
-        output, label = arrays
-        if output.ndim == label.ndim + 1:
-            output = output.argmax(1)
-        elif output.dtype.kind == "f":
-            output = output >= self.threshold
-        matrix = np.zeros((self.num_classes,) * 2)
-        np.add.at(matrix, (label.reshape(-1).astype(int), output.reshape(-1).astype(int)), 1)
-        if self.normalize == "no_norm":
-            return matrix
-        axis = {"target": 1, "prediction": 0, "all": None}[self.normalize]
-        return _ratio(matrix, np.broadcast_to(matrix.sum(axis, keepdims=True), matrix.shape))
+    if output.ndim == label.ndim + 1:
+        output = output.argmax(1)
+    elif output.dtype.kind == "f":
+        output = output >= threshold
+    matrix = np.zeros((num_classes,) * 2)
+    np.add.at(matrix, (label.reshape(-1).astype(int), output.reshape(-1).astype(int)), 1)
+    if normalize == "no_norm":
+        return matrix
+    axis = {"target": 1, "prediction": 0, "all": None}[normalize]
+    return _ratio(matrix, np.broadcast_to(matrix.sum(axis, keepdims=True), matrix.shape))
 
 
-class ROC(_Kept, class_num=None, pos_label=None):
+def _roc(output: Array, label: Array, *, class_num: Any = None, pos_label: Any = None) -> Any:
     """The ROC curve of a score: false positive rates, true positive rates, thresholds. ``class_num``: number of
     classes; with several, each result is a list with one entry per class. ``pos_label``: the positive label."""
-
-    def of(self, *arrays: Array) -> Any:
-        output, label = arrays
-        if self.class_num is None or self.class_num < 2 or output.ndim == 1:
-            return _curve(output.reshape(-1), label.reshape(-1) == (1 if self.pos_label is None else self.pos_label))
-        curves = [_curve(output[:, c], label.reshape(-1) == c) for c in range(self.class_num)]
-        return tuple(map(list, zip(*curves, strict=True)))
+    if class_num is None or class_num < 2 or output.ndim == 1:
+        return _curve(output.reshape(-1), label.reshape(-1) == (1 if pos_label is None else pos_label))
+    curves = [_curve(output[:, c], label.reshape(-1) == c) for c in range(class_num)]
+    return tuple(map(list, zip(*curves, strict=True)))
 
 
 def _curve(score: Array, right: Array) -> tuple[Array, Array, Array]:
@@ -324,12 +251,35 @@ def auc(x: Any, y: Any, reorder: bool = False) -> float:
     return float(np.sum(np.diff(x) * (y[1:] + y[:-1]) / 2))
 
 
-NAMES: dict[str, Callable[..., Metric]] = {
-    "loss": Loss, "accuracy": Accuracy, "acc": Accuracy, "mae": MAE, "mse": MSE, "precision": Precision,
-    "recall": Recall, "F1": F1, "f1": F1, "dice": Dice, "roc_curve": ROC, "perplexity": Perplexity,
-    "cosine_similarity": CosineSimilarity, "top_1_accuracy": Top1CategoricalAccuracy,
-    "top_5_accuracy": Top5CategoricalAccuracy, "confusion_matrix": ConfusionMatrix,
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "eval_type": _eval_type, "normalize": _normalize, "k": lambda name, value: from_on(name, value, 1),
 }  # fmt: skip
+CLASSES: dict[str, Any] = {
+    **classes_of({
+        "Accuracy": _accuracy, "ConfusionMatrix": _confusion, "CosineSimilarity": _similarities,
+        "MAE": ("The mean absolute difference.", lambda x, y: float(np.abs(x.reshape(y.shape) - y).mean())),
+        "MSE": ("The mean squared difference.", lambda x, y: float(np.square(x.reshape(y.shape) - y).mean())),
+        "Perplexity": _perplexity, "ROC": _roc, "TopKCategoricalAccuracy": _in_top,
+        "Top1CategoricalAccuracy": ("Top-k accuracy with k = 1.", lambda output, label: _in_top(output, label, k=1)),
+        "Top5CategoricalAccuracy": ("Top-k accuracy with k = 5.", lambda output, label: _in_top(output, label, k=5)),
+    }, _Kept, __name__),
+    **classes_of({
+        "F1": ("Fbeta with beta 1.", lambda output, label: _f_score(output, label, beta=1.0)), "Fbeta": _f_score,
+        "Precision": _precision, "Recall": _recall,
+    }, _OfClasses, __name__),
+    **classes_of({"Dice": _overlap}, _OfBatches, __name__),
+    **classes_of({
+        "Loss": ("The mean of the losses of the batches.", lambda loss: np.mean(loss)),
+    }, _OfBatches, __name__, wants_loss=True),
+}  # fmt: skip
+globals().update(CLASSES)
+_NAMES = """
+    loss=Loss accuracy=Accuracy acc=Accuracy mae=MAE mse=MSE precision=Precision recall=Recall F1=F1 f1=F1 dice=Dice
+    roc_curve=ROC perplexity=Perplexity cosine_similarity=CosineSimilarity top_1_accuracy=Top1CategoricalAccuracy
+    top_5_accuracy=Top5CategoricalAccuracy confusion_matrix=ConfusionMatrix"""
+NAMES: dict[str, Callable[..., Metric]] = {
+    name: CLASSES[kind] for name, _, kind in (row.partition("=") for row in _NAMES.split())
+}
 
 
 def names() -> list[str]:
@@ -360,8 +310,4 @@ def metrics_of(argument: Any) -> dict[str, Metric]:
     return metrics
 
 
-__all__ = [
-    "F1", "MAE", "MSE", "ROC", "Accuracy", "ConfusionMatrix", "CosineSimilarity", "Dice", "Fbeta", "Loss", "Metric",
-    "Perplexity", "Precision", "Recall", "Top1CategoricalAccuracy", "Top5CategoricalAccuracy",
-    "TopKCategoricalAccuracy", "auc", "get_metric_fn", "names", "rearrange_inputs",
-]  # fmt: skip
+__all__ = ["Metric", "auc", "get_metric_fn", "names", "rearrange_inputs", *CLASSES]

@@ -17,7 +17,7 @@ from shardwise.mindspore.checks import from_on
 from shardwise.mindspore.context import ParallelMode as ParallelMode  # programs import this name from here
 from shardwise.mindspore.engine import layouts_of
 from shardwise.mindspore.nn.optimizer import Optimizer
-from shardwise.mindspore.nn.wrap import TrainOneStepCell, TrainOneStepWithLossScaleCell, WithEvalCell, WithLossCell
+from shardwise.mindspore.nn.wrap import WithEvalCell, WithLossCell, training_cell
 from shardwise.mindspore.train.callback import Callback, CallbackParams, RunContext, WhileTraining, callbacks_of, notify
 from shardwise.mindspore.train.metrics import metrics_of
 from shardwise.mindspore.train.rows import size_of, steps_of
@@ -41,17 +41,10 @@ class Model:
     """
 
     def __init__(
-        self,
-        network: nn.Module,
-        loss_fn: Any = None,
-        optimizer: Any = None,
-        metrics: Any = None,
-        eval_network: nn.Module | None = None,
-        eval_indexes: Any = None,
-        amp_level: str = "O0",
-        loss_scale_manager: Any = None,
-        **settings: Any,
-    ) -> None:
+        self, network: nn.Module, loss_fn: Any = None, optimizer: Any = None, metrics: Any = None,
+        eval_network: nn.Module | None = None, eval_indexes: Any = None, amp_level: str = "O0",
+        loss_scale_manager: Any = None, **settings: Any,
+    ) -> None:  # fmt: skip
         if isinstance(loss_fn, Optimizer) or (optimizer is not None and not isinstance(optimizer, Optimizer)):
             loss_fn, optimizer = optimizer, loss_fn
         order = "Model(net, loss_fn=loss, optimizer=opt)"
@@ -95,14 +88,9 @@ class Model:
         return self._eval_network
 
     def train(
-        self,
-        epoch: int,
-        train_dataset: Any,
-        callbacks: Any = None,
-        dataset_sink_mode: bool = False,
-        sink_size: int = -1,
-        initial_epoch: int = 0,
-    ) -> None:
+        self, epoch: int, train_dataset: Any, callbacks: Any = None, dataset_sink_mode: bool = False,
+        sink_size: int = -1, initial_epoch: int = 0,
+    ) -> None:  # fmt: skip
         """Train the network.
 
         Args:
@@ -113,17 +101,10 @@ class Model:
         self._run(epoch, train_dataset, callbacks, dataset_sink_mode, sink_size, initial_epoch, None)
 
     def fit(
-        self,
-        epoch: int,
-        train_dataset: Any,
-        valid_dataset: Any = None,
-        valid_frequency: int | Sequence[int] = 1,
-        callbacks: Any = None,
-        dataset_sink_mode: bool = False,
-        valid_dataset_sink_mode: bool = False,
-        sink_size: int = -1,
-        initial_epoch: int = 0,
-    ) -> None:
+        self, epoch: int, train_dataset: Any, valid_dataset: Any = None, valid_frequency: int | Sequence[int] = 1,
+        callbacks: Any = None, dataset_sink_mode: bool = False, valid_dataset_sink_mode: bool = False,
+        sink_size: int = -1, initial_epoch: int = 0,
+    ) -> None:  # fmt: skip
         """Train, and evaluate on ``valid_dataset`` after every ``valid_frequency`` epochs, or after those listed.
         Callbacks read the metrics as ``eval_results`` of their parameters."""
         if valid_dataset is not None and self._eval_network is None:
@@ -138,15 +119,9 @@ class Model:
         self._run(epoch, train_dataset, callbacks, dataset_sink_mode, sink_size, initial_epoch, evaluated)
 
     def _run(
-        self,
-        epoch: int,
-        train_dataset: Any,
-        callbacks: Any,
-        dataset_sink_mode: bool,
-        sink_size: int,
-        initial_epoch: int,
-        evaluated: tuple[Any, Callable[[int], bool]] | None,
-    ) -> None:
+        self, epoch: int, train_dataset: Any, callbacks: Any, dataset_sink_mode: bool, sink_size: int,
+        initial_epoch: int, evaluated: tuple[Any, Callable[[int], bool]] | None,
+    ) -> None:  # fmt: skip
         if self._train_network is None:
             raise ValueError(problem("Model.train needs an optimizer", fix="Model(net, loss_fn=loss, optimizer=opt)"))
         from_on("epoch", epoch, 1)
@@ -276,15 +251,6 @@ def data_sink(fn: Callable[..., Any], dataset: Any, sink_size: int = 1, **settin
 
 def _description(argument: Any) -> str:
     return type(argument).__name__ if isinstance(argument, (Optimizer, nn.Module)) else repr(argument)
-
-
-def training_cell(network: nn.Module, optimizer: Optimizer, manager: Any) -> TrainOneStepCell:
-    """Return the training cell of a network that returns its loss. ``manager``: a loss scale manager or None."""
-    if manager is None:
-        return TrainOneStepCell(network, optimizer)
-    if manager.get_drop_overflow_update():
-        return TrainOneStepWithLossScaleCell(network, optimizer, manager)
-    return TrainOneStepCell(network, optimizer, float(manager.get_loss_scale()))
 
 
 __all__ = ["Model", "data_sink"]

@@ -83,15 +83,10 @@ class SummaryCollector(Callback):
     """
 
     def __init__(
-        self,
-        summary_dir: str,
-        collect_freq: int = 10,
-        num_process: int = 32,
-        collect_specified_data: dict[str, Any] | None = None,
-        keep_default_action: bool = True,
-        custom_lineage_data: dict[str, Any] | None = None,
-        **settings: Any,
-    ) -> None:
+        self, summary_dir: str, collect_freq: int = 10, num_process: int = 32,
+        collect_specified_data: dict[str, Any] | None = None, keep_default_action: bool = True,
+        custom_lineage_data: dict[str, Any] | None = None, **settings: Any,
+    ) -> None:  # fmt: skip
         self._every, self._wanted = from_on("collect_freq", collect_freq, 1), collect_specified_data or {}
         self._default = keep_default_action
         self._folder = Path(summary_dir) if rank() == 0 else Path(summary_dir) / f"rank_{rank()}"

@@ -15,12 +15,12 @@ from torch import nn
 from shardwise import Mesh, rank
 from shardwise.errors import problem
 from shardwise.mindspore import calls, context
-from shardwise.mindspore.dataset.values import unknown_words
+from shardwise.mindspore.checks import unknown_words
 from shardwise.mindspore.holding import Held, gathered, hold, holding_of, is_elsewhere, joined, own_shard
 from shardwise.mindspore.library import format_layout, load_exported, parse_layout, save_exported
-from shardwise.mindspore.nn.cell import checkpoint_buffers, checkpoint_names
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.notes import note
+from shardwise.mindspore.parameter_names import checkpoint_buffers, checkpoint_names, unwrapped
 from shardwise.mindspore.tensor import Parameter, as_torch
 
 FORMAT = "shardwise-rank-checkpoint"
@@ -36,17 +36,10 @@ class Slice(Parameter):
 
 
 def save_checkpoint(
-    save_obj: nn.Module | dict[str, Any] | list[dict[str, Any]],
-    ckpt_file_name: str,
-    integrated_save: bool = False,
-    async_save: bool = False,
-    append_dict: dict[str, Any] | None = None,
-    optimizer: Optimizer | None = None,
-    *,
-    choice_func: Callable[[str], bool] | None = None,
-    format: str = "ckpt",
-    **settings: Any,
-) -> None:
+    save_obj: nn.Module | dict[str, Any] | list[dict[str, Any]], ckpt_file_name: str, integrated_save: bool = False,
+    async_save: bool = False, append_dict: dict[str, Any] | None = None, optimizer: Optimizer | None = None, *,
+    choice_func: Callable[[str], bool] | None = None, format: str = "ckpt", **settings: Any,
+) -> None:  # fmt: skip
     """Write the parameters of a cell to the checkpoint of this rank.
 
     Buffers (running statistics) are saved too, and the states of an optimizer: of ``optimizer``, or of a training cell
@@ -127,18 +120,7 @@ def write(path: Path, entries: dict[str, dict[str, Any]], info: dict[str, Any], 
         raise
 
 
-# Attributes in which cells hold the wrapped network: they lengthen its paths.
-WRAPPING = ("network", "_backbone", "_network")
-
-
-def unwrapped(path: str) -> str:
-    """Return a path in a network without the cells around it."""
-    first, _, rest = path.partition(".")
-    return unwrapped(rest) if first in WRAPPING and rest else path
-
-
 def _paths(module: nn.Module) -> dict[int, str]:
-    """Return the path of each parameter or buffer by its identity."""
     named = (*module.named_parameters(), *module.named_buffers())
     return {id(tensor): unwrapped(path) for path, tensor in named}
 
@@ -156,14 +138,10 @@ def entry_of(tensor: torch.Tensor, holding: Held | None) -> dict[str, Any]:
 
 
 def load_checkpoint(
-    ckpt_file_name: str,
-    net: nn.Module | None = None,
-    strict_load: bool = False,
-    filter_prefix: str | Sequence[str] | None = None,
-    specify_prefix: str | Sequence[str] | None = None,
-    choice_func: Callable[[str], bool] | None = None,
-    **settings: Any,
-) -> dict[str, Any]:
+    ckpt_file_name: str, net: nn.Module | None = None, strict_load: bool = False,
+    filter_prefix: str | Sequence[str] | None = None, specify_prefix: str | Sequence[str] | None = None,
+    choice_func: Callable[[str], bool] | None = None, **settings: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Return the parameters of a checkpoint by name, with the values of ``append_info``.
 
     Args:
@@ -241,12 +219,9 @@ def _is_entry(entry: Any) -> bool:
 
 
 def load_distributed_checkpoint(
-    network: Any,
-    checkpoint_filenames: Sequence[str],
-    predict_strategy: Any = None,
-    train_strategy_filename: str | None = None,
-    strict_load: bool = False,
-) -> dict[str, Any]:
+    network: Any, checkpoint_filenames: Sequence[str], predict_strategy: Any = None,
+    train_strategy_filename: str | None = None, strict_load: bool = False,
+) -> dict[str, Any]:  # fmt: skip
     """Join the files of all ranks, whatever their number was, and return the whole parameters.
 
     Args:
@@ -353,8 +328,6 @@ def load_param_into_net(
 
 
 def _without_prefix(entries: dict[str, Any], missing: list[str]) -> dict[str, Any]:
-    """Remove a prefix from entries that the network lacks: the prefix of the first name that ends with a missing
-    name."""
     own_names = [name for name, entry in entries.items() if not getattr(entry, "is_state", False)]
     ends = ((full_name, name) for name in missing for full_name in own_names if full_name.endswith(f".{name}"))
     full_name, name = next(ends, ("", ""))

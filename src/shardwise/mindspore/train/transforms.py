@@ -13,8 +13,9 @@ import torch
 import shardwise as sw
 from shardwise.errors import listed, problem
 from shardwise.mindspore.holding import Held
-from shardwise.mindspore.library import Box, boxes, shard
-from shardwise.mindspore.train.serialization import Slice, entry_of, joined_files, of_parts, unwrapped, write
+from shardwise.mindspore.library import Box, shard
+from shardwise.mindspore.storage import boxes_of, held_by
+from shardwise.mindspore.train.serialization import Slice, entry_of, joined_files, of_parts, write
 
 
 def build_searched_strategy(strategy_filename: str) -> sw.Plan:
@@ -45,30 +46,20 @@ def rank_list_for_transform(
     source, target = _holdings(src_strategy_file), _holdings(dst_strategy_file)
     needed: set[int] = set()
     for path, holding in source.items():
-        target_boxes = _boxes(_matching(path, target) if target else None, rank_id, holding)
+        target_boxes = boxes_of(_matching(path, target) if target else None, rank_id, holding)
         covered: set[tuple[Box, ...]] = set()
         for rank in holding.ranks:
-            parts = _boxes(holding, rank, holding)
+            parts = boxes_of(holding, rank, holding)
             if parts not in covered and any(a.common(b.offsets, b.sizes) for a in parts for b in target_boxes):
                 covered.add(parts)
                 needed.add(rank)
     return sorted(needed)
 
 
-def _boxes(holding: Held | None, rank: int, like: Held) -> tuple[Box, ...]:
-    """Return a rank's boxes of a parameter. Without a distribution it is the whole parameter."""
-    if holding is None:
-        return (Box.whole(like.shape),)
-    return boxes(holding.layout, holding.coordinates(rank)) if rank in holding.ranks else ()
-
-
 def transform_checkpoint_by_rank(
-    rank_id: int,
-    checkpoint_files_map: Mapping[int, str],
-    save_checkpoint_file_name: str,
-    src_strategy_file: str | None = None,
-    dst_strategy_file: str | None = None,
-) -> None:
+    rank_id: int, checkpoint_files_map: Mapping[int, str], save_checkpoint_file_name: str,
+    src_strategy_file: str | None = None, dst_strategy_file: str | None = None,
+) -> None:  # fmt: skip
     """Write the file of one rank of the target side from the files of the source side, given by their ranks. Raises
     RuntimeError if a part is missing."""
     if not save_checkpoint_file_name.endswith(".ckpt"):
@@ -78,14 +69,9 @@ def transform_checkpoint_by_rank(
 
 
 def transform_checkpoints(
-    src_checkpoints_dir: str,
-    dst_checkpoints_dir: str,
-    ckpt_prefix: str,
-    src_strategy_file: str | None = None,
-    dst_strategy_file: str | None = None,
-    process_num: int = 1,
-    output_format: str = "ckpt",
-) -> None:
+    src_checkpoints_dir: str, dst_checkpoints_dir: str, ckpt_prefix: str, src_strategy_file: str | None = None,
+    dst_strategy_file: str | None = None, process_num: int = 1, output_format: str = "ckpt",
+) -> None:  # fmt: skip
     """Convert the newest files in ``rank_0``, ``rank_1``, ... for the ranks of ``dst_strategy_file``:
     ``<dst>/rank_<i>/<ckpt_prefix><i>.ckpt``; without it to one whole file in ``rank_0``. ``process_num`` has no effect.
     Raises RuntimeError if a part is missing."""
@@ -126,17 +112,7 @@ def _write_part(
 
 
 def _ranks(strategy: str | None) -> int:
-    """Return the number of ranks of a strategy file; 0 without a file."""
     return 0 if strategy is None else sw.Plan.load(strategy).num_ranks
-
-
-def save_group(plan: sw.Plan, rank: int, file: str) -> None:
-    """Write the ranks with the same parts as this one, whose checkpoints can replace its own if that is lost."""
-    holdings = _held_by(plan).values()
-    parts = {other: [_boxes(holding, other, holding) for holding in holdings] for stage in plan.stages
-             for other in stage.placement.ranks}  # fmt: skip
-    Path(file).parent.mkdir(parents=True, exist_ok=True)
-    Path(file).write_text(json.dumps([other for other in sorted(parts) if parts[other] == parts[rank]]))
 
 
 def restore_group_info_list(ckpt_file_name: str) -> list[int]:
@@ -145,16 +121,7 @@ def restore_group_info_list(ckpt_file_name: str) -> list[int]:
 
 
 def _holdings(strategy: str | None) -> dict[str, Held]:
-    """Return the distribution of each parameter by its path in the network."""
-    return {} if strategy is None else _held_by(sw.Plan.load(strategy))
-
-
-def _held_by(plan: sw.Plan) -> dict[str, Held]:
-    return {
-        unwrapped(entry.name): Held(stage.layouts[entry.name], stage.placement.ranks)
-        for stage in reversed(plan.stages)
-        for entry in (*stage.parameters, *stage.buffers)
-    }
+    return {} if strategy is None else held_by(sw.Plan.load(strategy))
 
 
 def _matching(path: str, holdings: dict[str, Held]) -> Held:

@@ -16,7 +16,6 @@ noticed: ``{name: t.clone() for name, t in par.state_dict().items()}``.
 
 from __future__ import annotations
 
-import functools
 import gc
 import sys
 from collections import defaultdict
@@ -37,47 +36,16 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import DefaultStager
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.layouts.boxes import Box, boxes
 from shardwise.layouts.text import format_layout
-from shardwise.runtime.guards.registry import ShardRecord, held_shards, ranks_of_stages
+from shardwise.runtime.guards.registry import Owners, Patch, ShardRecord, held_shards, ranks_of_stages
 from shardwise.runtime.guards.stage_states import Gathering
-from shardwise.runtime.guards.tensor_owners import Owners
 from shardwise.runtime.hooks import gather_whole
 from shardwise.runtime.initial.replay import leaves
 from shardwise.runtime.local_shards import shard
 
-# All of torch's functions use these: save, async_save and save_state_dict; load and load_state_dict; and the six that
-# get and set the states of modules and optimizers.
-_PLACES = (
-    (saver, "_stateful_to_state_dict"),
-    (saver, "_save_state_dict"),
-    (loader, "_load_state_dict"),
-    (of_modules, "_maybe_full_or_cpu_state_dict"),
-    (of_modules, "_distribute_state_dict"),
-    (of_modules, "_broadcast_state_dict"),
-    (of_modules, "_get_model_state_dict"),
-    (of_modules, "_get_optim_state_dict"),
-    (of_modules, "_load_optim_state_dict"),
-)
 Path = tuple[str, ...]  # keys on the way to a leaf of a state dict
-
-
-def missing() -> list[str]:
-    """Return the names that this version of torch lacks."""
-    needed = (*_PLACES, (saver, "async_save"), (saver, "AsyncCheckpointerType"))
-    return [f"{place.__name__}.{name}" for place, name in needed if not hasattr(place, name)]
-
-
-def install() -> None:
-    """Patch torch's functions, once per process."""
-    wrappers = (
-        _telling_stages, _telling_writers, _telling_readers, _gathering, _cutting, _cutting, _of_module, _of_module,
-        _from_rank_0,
-    )  # fmt: skip
-    for (place, name), wrapper in zip(_PLACES, wrappers, strict=True):
-        function = getattr(place, name)
-        setattr(place, name, functools.wraps(function)(wrapper(function)))
 
 
 # ------------------------------------------------------------------------------------------------------ chunk protocol
@@ -124,10 +92,7 @@ class Chunks:
 
     def tensor_shard(self, index: MetadataIndex) -> Tensor:
         (box,) = (box for box in self.boxes if box.offsets == tuple(index.offset or ()))
-        view = self.tensor
-        for dim, (start, size) in enumerate(zip(box.at, box.sizes, strict=True)):
-            view = view.narrow(dim, start, size)
-        return view
+        return self.tensor[box.local_rows]
 
 
 def _telling(tensor: Tensor, record: ShardRecord) -> Tensor:
@@ -178,7 +143,7 @@ def _telling_writers(function: Callable[..., Any]) -> Callable[..., Any]:
             if several is not None:
                 what = f"this writer stores one chunk per name and rank, but ranks hold several chunks of {several}"
                 fix = "sw.save_pretrained(par, folder) writes such files, for any layout"
-                raise ShardwiseError(problem(what, fix=fix))
+                raise ShardwiseError(what, fix=fix)
         return function(tagged, storage_writer, *args, **kwargs)
 
     return save_state_dict
@@ -397,7 +362,7 @@ class ShardIndex:
 
     def refuse(self, what: str, fix: str, record: ShardRecord | None = None) -> NoReturn:
         record = record or self.seen[0]
-        raise ShardwiseError(problem(what, source=f"{record.name}: {format_layout(record.layout)}", fix=fix))
+        raise ShardwiseError(what, source=f"{record.name}: {format_layout(record.layout)}", fix=fix)
 
 
 def _place(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
@@ -421,3 +386,20 @@ def _optimizer_states(shards: Iterable[tuple[Tensor, ShardRecord]]) -> Iterator[
             if record is not None:
                 kept = (leaf for leaf in leaves(state) if isinstance(leaf, Tensor))
                 yield from ((x, record, x.shape == parameter.shape) for x in kept if x.dim() or not parameter.dim())
+
+
+# All of torch's functions use these: save, async_save and save_state_dict; load and load_state_dict; and the six that
+# get and set the states of modules and optimizers.
+PATCHES = (
+    Patch(saver, "_stateful_to_state_dict", _telling_stages),
+    Patch(saver, "_save_state_dict", _telling_writers),
+    Patch(saver, "async_save"),
+    Patch(saver, "AsyncCheckpointerType"),
+    Patch(loader, "_load_state_dict", _telling_readers),
+    Patch(of_modules, "_maybe_full_or_cpu_state_dict", _gathering),
+    Patch(of_modules, "_distribute_state_dict", _cutting),
+    Patch(of_modules, "_broadcast_state_dict", _cutting),
+    Patch(of_modules, "_get_model_state_dict", _of_module),
+    Patch(of_modules, "_get_optim_state_dict", _of_module),
+    Patch(of_modules, "_load_optim_state_dict", _from_rank_0),
+)

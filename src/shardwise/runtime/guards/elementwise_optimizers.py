@@ -49,10 +49,8 @@ def elementwise_optimizer(kind: OptimizerType) -> OptimizerType:
     """
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise ShardwiseError(
-            problem(
-                f"elementwise_optimizer takes a subclass of torch.optim.Optimizer, not {kind!r}",
-                fix="pass the class of the optimizer, not an instance",
-            )
+            f"elementwise_optimizer takes a subclass of torch.optim.Optimizer, not {kind!r}",
+            fix="pass the class of the optimizer, not an instance",
         )
     _declared.add(kind)
     return kind
@@ -122,11 +120,9 @@ def _check_sparse(optimizer: Optimizer) -> None:
     dense = next((list(p.shape) for p in parameters if not p.grad.is_sparse), None)
     if dense:
         raise ShardwiseError(
-            problem(
-                f"torch.optim.SparseAdam needs sparse gradients, but that of a parameter {dense} is dense: under a "
-                "plan all gradients are dense, also those of nn.Embedding(sparse=True)",
-                fix="use torch.optim.Adam or AdamW, which also decay the moments of rows that a batch does not look up",
-            )
+            f"torch.optim.SparseAdam needs sparse gradients, but that of a parameter {dense} is dense: under a "
+            "plan all gradients are dense, also those of nn.Embedding(sparse=True)",
+            fix="use torch.optim.Adam or AdamW, which also decay the moments of rows that a batch does not look up",
         )
 
 

@@ -6,8 +6,6 @@ other ranks' parts. A file is taken as meant for one rank if its path contains `
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import os
 import re
 import sys
@@ -15,46 +13,38 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import ShardwiseError, listed, problem
+from shardwise.errors import ShardwiseError, listed
 from shardwise.runtime.guards.dcp import ShardIndex
+from shardwise.runtime.guards.registry import Patch
 
 _OF_SAFETENSORS = ("_flatten_as_ptr", "_flatten")  # used by save, save_file and save_model; the second in old versions
 _PARTS_ARE_MEANT = ("torch.distributed.checkpoint", "shardwise.")  # they store where in the whole a part lies
 
 
 def missing() -> list[str]:
-    """Return the names that this version of torch lacks."""
+    """Return what this version of torch lacks besides names."""
     is_first = "_check_save_filelike" in torch.save.__code__.co_names and hasattr(
         torch.serialization, "_check_save_filelike"
     )
     return [] if is_first and {"obj", "f"} <= {*torch.save.__code__.co_varnames} else ["the first check in torch.save"]
 
 
-def install() -> None:
-    """Patch functions of torch and safetensors, once per process."""
-    check_file: Any = torch.serialization._check_save_filelike
+def _refusing_files(check_file: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap the first check in ``torch.save``: before the file is opened, so that an existing one is kept."""
 
-    @functools.wraps(check_file)
     def check(f: Any) -> None:
-        """Check before the file is opened, so that an existing file of that name is kept."""
         frame = sys._getframe(1)
         _check(frame.f_locals["obj"], f, frame)
         check_file(f)
 
-    torch.serialization._check_save_filelike = check
-    if importlib.util.find_spec("safetensors") is not None:
-        import safetensors.torch as tensors
-
-        for name in _OF_SAFETENSORS:
-            if hasattr(tensors, name):
-                setattr(tensors, name, _refusing_parts(getattr(tensors, name)))
+    return check
 
 
 def _refusing_parts(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
     def flatten(value: Any, *args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
         _check(value, frame.f_locals.get("filename"), frame)
@@ -73,16 +63,19 @@ def _check(value: Any, file: Any, saves: FrameType) -> None:
     rank = dist.get_rank() if names else 0
     if names and not re.search(rf"rank[\W_]?0*{rank}(?!\d)", path, re.IGNORECASE):
         raise ShardwiseError(
-            problem(
-                f"rank {rank} would save its shards of {listed(names)} under the names of whole tensors, without "
-                "the shards of other ranks",
-                fix="call get_model_state_dict(par, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) "
-                "of torch.distributed.checkpoint.state_dict on every rank and save the result of rank 0; or call "
-                "sw.save_checkpoint or sw.save_pretrained on every rank; for one file per rank, loaded by the same "
-                f"rank, put the rank into the path (part-rank{rank}.pt)",
-                section="saving-shards",
-            )
+            f"rank {rank} would save its shards of {listed(names)} under the names of whole tensors, without "
+            "the shards of other ranks",
+            fix="call get_model_state_dict(par, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) "
+            "of torch.distributed.checkpoint.state_dict on every rank and save the result of rank 0; or call "
+            "sw.save_checkpoint or sw.save_pretrained on every rank; for one file per rank, loaded by the same "
+            f"rank, put the rank into the path (part-rank{rank}.pt)",
+            section="saving-shards",
         )
 
 
-__all__ = ["install", "missing"]
+PATCHES = (
+    Patch(torch.serialization, "_check_save_filelike", _refusing_files),
+    *(Patch(safetensors.torch, n, _refusing_parts) for n in _OF_SAFETENSORS if hasattr(safetensors.torch, n)),
+)
+
+__all__ = ["PATCHES", "missing"]

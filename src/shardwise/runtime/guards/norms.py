@@ -13,7 +13,7 @@ from functools import reduce
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.runtime.cpu_embedding import device_of
 from shardwise.runtime.guards.registry import ShardRecord, held_parameters
 
@@ -78,10 +78,8 @@ def total_norm(
     order = float(norm_type)
     if not order > 0:
         raise ShardwiseError(
-            problem(
-                f"norms of sharded gradients need a positive order, got {norm_type!r}",
-                fix="use norm_type=2.0, any other p > 0, or float('inf')",
-            )
+            f"norms of sharded gradients need a positive order, got {norm_type!r}",
+            fix="use norm_type=2.0, any other p > 0, or float('inf')",
         )
     counted = [tensor for tensor, record in tensors if record is not None and record.is_shard and record.counts]
     whole = [tensor for tensor, record in tensors if record is None or not record.is_shard]
@@ -143,11 +141,9 @@ def _check_equal(norms: torch.Tensor, count: int) -> None:
     if others:
         shown = ", ".join(f"{of_ranks[rank]:.6g} on rank {rank}" for rank in others[:3])
         raise ShardwiseError(
-            problem(
-                f"{count} of the tensors do not belong to a parallelized module, and ranks disagree on the norm of "
-                f"the tensors that are whole on every rank: {of_ranks[0]:.6g} on rank 0, {shown}",
-                fix="average their gradients over the ranks before clipping, or clip them in a separate call",
-            )
+            f"{count} of the tensors do not belong to a parallelized module, and ranks disagree on the norm of "
+            f"the tensors that are whole on every rank: {of_ranks[0]:.6g} on rank 0, {shown}",
+            fix="average their gradients over the ranks before clipping, or clip them in a separate call",
         )
 
 

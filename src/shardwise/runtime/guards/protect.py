@@ -9,7 +9,7 @@ when the first module with shards is created (the optimizer hook with the first 
 * a hook that checks every optimizer before its step (``elementwise_optimizers.before_step``);
 * ``state_dict`` of optimizers, which records whose shards the states belong to, and ``load_state_dict``, which checks;
 * ``DistributedDataParallel``, which refuses a module with shards in it;
-* the functions of ``torch.nn.init`` that draw or depend on positions, which refuse shards (``initial_values``);
+* the functions of ``torch.nn.init`` that draw or depend on positions, which refuse shards;
 * the functions of ``torch.distributed.checkpoint``, which learn what part of the whole a shard is (``dcp``);
 * ``torch.save`` and safetensors, which refuse files of one rank's part under the names of the whole (``file_writers``).
 
@@ -28,18 +28,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.cpu_embedding import device_of
-from shardwise.runtime.guards import dcp, file_writers, initial_values
+from shardwise.runtime.guards import dcp, file_writers
 from shardwise.runtime.guards.elementwise_optimizers import before_step
 from shardwise.runtime.guards.norms import total_norm
-from shardwise.runtime.guards.registry import ShardRecord, held_parameters, register_module
-from shardwise.runtime.guards.tensor_owners import Owners
+from shardwise.runtime.guards.registry import Owners, Patch, ShardRecord, held_parameters, held_shards, register_module
 from shardwise.runtime.hooks import foreign_wrapper_error
 from shardwise.runtime.state_dict_entries import KEY, check_entries, shard_metadata
 
@@ -57,7 +57,6 @@ def protect(parallel: nn.Module, records: Mapping[str, ShardRecord], everyone: C
 
 @cache
 def _watch_optimizers() -> None:
-    """Hook every optimizer before its step, once."""
     register_optimizer_step_pre_hook(before_step)
 
 
@@ -65,41 +64,47 @@ def _watch_optimizers() -> None:
 def _install() -> None:
     """Patch torch, all places or none, once."""
     body = _norm_body()
-    methods = ("unscale_", "_check_inf_per_device")
-    missing = [f"GradScaler.{name}" for name in methods if not hasattr(GradScaler, name)]
-    if body is None:
-        missing.insert(0, "the body of torch.nn.utils.get_total_norm")
-    missing += initial_values.missing() + dcp.missing() + file_writers.missing()
-    if missing:
+    patches = (*_PATCHES, *dcp.PATCHES, *file_writers.PATCHES)
+    missing = ["the body of torch.nn.utils.get_total_norm"] * (body is None)
+    missing += [f"{place.__name__}.{name}" for place, name, _ in patches if not hasattr(place, name)]
+    if missing := [*missing, *file_writers.missing()]:
         raise ShardwiseError(
-            problem(
-                f"this version of shardwise does not support torch {torch.__version__}: {', '.join(missing)} has "
-                "moved; gradient clipping, loss scaling or checkpoints of shards could be silently wrong",
-                fix="use torch 2.11 to 2.14, or a newer shardwise",
-            )
+            f"this version of shardwise does not support torch {torch.__version__}: {', '.join(missing)} has "
+            "moved; gradient clipping, loss scaling or checkpoints of shards could be silently wrong",
+            fix="use torch 2.11 to 2.14, or a newer shardwise",
         )
     assert body is not None
     body.cell_contents = _norm_knowing_shards(body.cell_contents)
-    changes: list[tuple[type, str, Callable[..., Any]]] = [
-        (GradScaler, name, _agreeing_on_infinities) for name in methods
-    ]
-    changes += [(Optimizer, "state_dict", _telling_states), (Optimizer, "load_state_dict", _checking_states)]
-    for kind, name, change in (*changes, (DistributedDataParallel, "__init__", _refusing_shards)):
-        setattr(kind, name, change(getattr(kind, name)))
-    initial_values.install()
-    dcp.install()
-    file_writers.install()
+    for place, name, wrap in patches:
+        if wrap is not None:
+            function = getattr(place, name)
+            setattr(place, name, functools.wraps(function)(wrap(function)))
 
 
 def _refusing_shards(init: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``DistributedDataParallel.__init__``, which would give every rank the shards of rank 0."""
 
-    @functools.wraps(init)
     def checked(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         parameters = {id(parameter) for parameter in module.parameters()}
         if any(record.is_shard and id(parameter) in parameters for parameter, record in held_parameters()):
             raise foreign_wrapper_error("DistributedDataParallel")
         init(self, module, *args, **kwargs)
+
+    return checked
+
+
+def _refusing_draws(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function of ``torch.nn.init``, whose values would follow from the shape of the shard."""
+
+    def checked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        has_data = not (tensor.is_meta or is_fake(tensor)) and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        record = Owners(held_shards()).of(tensor) if has_data else None
+        if record is not None:
+            raise ShardwiseError(
+                f"torch.nn.init on a shard of {record.name}: values would be drawn for the shape of the shard",
+                fix="initialise the model before sw.parallelize, or pass init= to sw.parallelize",
+            )
+        return function(tensor, *args, **kwargs)
 
     return checked
 
@@ -110,7 +115,6 @@ def _refusing_shards(init: Callable[..., None]) -> Callable[..., None]:
 def _telling_states(state_dict: Callable[[Optimizer], dict[str, Any]]) -> Callable[[Optimizer], dict[str, Any]]:
     """Wrap ``Optimizer.state_dict`` to record whose shards the states belong to."""
 
-    @functools.wraps(state_dict)
     def told_state(self: Optimizer) -> dict[str, Any]:
         shards = _shards_of(self)
         shard_of = {index: (record.layout, record.ranks.coordinates) for index, record in shards.items()}
@@ -122,7 +126,6 @@ def _telling_states(state_dict: Callable[[Optimizer], dict[str, Any]]) -> Callab
 def _checking_states(load_state_dict: Callable[..., None]) -> Callable[..., None]:
     """Wrap ``Optimizer.load_state_dict`` to refuse the states of another rank's shards."""
 
-    @functools.wraps(load_state_dict)
     def checked(self: Optimizer, state_dict: dict[str, Any]) -> None:
         shards = _shards_of(self) if KEY in state_dict else {}
         shard_of = {index: (record.layout, record.ranks.coordinates) for index, record in shards.items()}
@@ -215,10 +218,8 @@ def _check_strangers(
         record = owners.of(tensor)
         if record is not None:
             raise ShardwiseError(
-                problem(
-                    f"this tensor is a view of a shard of {record.name}: its norm would cover only this rank",
-                    fix="pass the parameters or their gradients themselves: [p.grad for p in par.parameters()]",
-                )
+                f"this tensor is a view of a shard of {record.name}: its norm would cover only this rank",
+                fix="pass the parameters or their gradients themselves: [p.grad for p in par.parameters()]",
             )
 
 
@@ -228,7 +229,6 @@ def _check_strangers(
 def _agreeing_on_infinities(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a GradScaler method so that an infinity found by one rank is found by all."""
 
-    @functools.wraps(method)
     def look(self: GradScaler, optimizer: torch.optim.Optimizer) -> Any:
         result = method(self, optimizer)
         if self.is_enabled():
@@ -252,5 +252,18 @@ def _agree(optimizer: torch.optim.Optimizer, flags: list[torch.Tensor]) -> None:
     for device_flag in flags:
         device_flag.copy_(flag)
 
+
+# Functions that draw (their inner helpers), and those that depend on positions. Constants are the same in all parts.
+_DRAWING = ("_no_grad_uniform_", "_no_grad_normal_", "_no_grad_trunc_normal_", "_calculate_fan_in_and_fan_out")
+_PLACING = ("dirac_", "eye_", "orthogonal_", "sparse_")
+
+_PATCHES = (
+    Patch(GradScaler, "unscale_", _agreeing_on_infinities),
+    Patch(GradScaler, "_check_inf_per_device", _agreeing_on_infinities),
+    Patch(Optimizer, "state_dict", _telling_states),
+    Patch(Optimizer, "load_state_dict", _checking_states),
+    Patch(DistributedDataParallel, "__init__", _refusing_shards),
+    *(Patch(torch.nn.init, name, _refusing_draws) for name in (*_DRAWING, *_PLACING)),
+)
 
 __all__ = ["protect"]

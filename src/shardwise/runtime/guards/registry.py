@@ -7,15 +7,25 @@ module (``par.to(...)``) may hold new Parameter objects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from shardwise.layouts.layout import Layout
 from shardwise.runtime.communicator import Communicator
+
+
+class Patch(NamedTuple):
+    """A function of torch that ``wrap(function)`` replaces for the rest of the process; None: it only has to exist."""
+
+    place: Any
+    name: str
+    wrap: Callable[[Any], Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +109,28 @@ def held_shards() -> Iterator[tuple[torch.Tensor, ShardRecord]]:
 def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters and buffers, tied ones under each of their names."""
     return chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+
+
+class Owners:
+    """An index of the memory of tensors, to recognize a ``detach()``, a view or an entry of a ``state_dict()``."""
+
+    def __init__(self, tensors: Iterable[tuple[torch.Tensor, ShardRecord]]) -> None:
+        places = [(*_extent(tensor), record) for tensor, record in tensors if tensor.numel()]
+        self._places = sorted(places, key=lambda place: place[0])
+        self._starts = [start for start, _, _ in self._places]
+
+    def of(self, tensor: torch.Tensor) -> ShardRecord | None:
+        """Return the record of the given tensor that shares memory with a tensor, if any."""
+        if not tensor.numel():
+            return None
+        start, end = _extent(tensor)
+        before = bisect_left(self._starts, end) - 1  # the last one that begins before the tensor ends
+        if before >= 0 and self._places[before][1] > start:
+            return self._places[before][2]
+        return None
+
+
+def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses at which a tensor starts and ends. Gradients of one bucket share one storage."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

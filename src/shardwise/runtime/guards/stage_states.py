@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.runtime.agree import gather_objects
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.guards.registry import ShardRecord
@@ -122,7 +122,7 @@ def _merged(nodes: Sequence[tuple[int, Any]], path: Path) -> Any:
         what = f"rank {differing[0]} has a different value than rank {rank}" if differing else ""
     if what:
         fix = "create the same optimizer on every rank, and call its step and scheduler on all ranks"
-        raise ShardwiseError(problem(f"ranks disagree on {'.'.join(path)} of the whole state: {what}", fix=fix))
+        raise ShardwiseError(f"ranks disagree on {'.'.join(path)} of the whole state: {what}", fix=fix)
     return first
 
 

@@ -22,7 +22,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,8 +35,8 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from shardwise.dispatch_mode import DispatchMode
-from shardwise.errors import ShardwiseError, problem
-from shardwise.runtime.initial.partial_values import Regions
+from shardwise.errors import ShardwiseError
+from shardwise.runtime.initial.partial_values import FILLS, Regions
 from shardwise.runtime.initial.replay import (
     DEFAULT_GENERATOR,
     SEEDED,
@@ -47,43 +46,21 @@ from shardwise.runtime.initial.replay import (
     StorageRef,
     TapeConstant,
     TapeEntry,
-    flatten_results,
     leaves,
     map_leaves,
+    op_name,
 )
 
 aten = torch.ops.aten
 
 _LINK = "_shardwise_link"  # on a meta storage: (tape, storage index)
-_SLOTS = "_shardwise_slots"  # on a module: its parameters and buffers when the context ended
+_SLOTS = "_shardwise_slots"  # on a module: (tape, its parameters and buffers when the context ended)
 _MARK = 0x5348_4152_4400_0000  # seed that stands for "draw 0"; draw i is _MARK + 1 + i
 _CONSTANT_COPY_BYTES = 1 << 20  # real tensors up to this size are copied onto the tape, larger ones are referred to
 
 # Operators that overwrite their whole first tensor, whatever it held before.
-_FILLS = frozenset(
-    {
-        "normal_",
-        "uniform_",
-        "random_",
-        "exponential_",
-        "log_normal_",
-        "cauchy_",
-        "geometric_",
-        "bernoulli_",
-        "zero_",
-        "fill_",
-        "copy_",
-    }
-)
+_OVERWRITES = FILLS | {"zero_", "fill_", "copy_"}
 _EMPTY = frozenset({"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided"})
-
-
-@dataclass(frozen=True, slots=True)
-class RecordedTensors:
-    """The recorded tensors of one module, by attribute name."""
-
-    tape: InitTape
-    refs: Mapping[str, StorageRef]
 
 
 @contextmanager
@@ -132,7 +109,7 @@ def deferred(seed: int = 0, *, values: Literal["parallel", "cpu"] = "parallel") 
         refs = {
             name: record[1] for name, tensor in owned.items() if tensor is not None and (record := find_record(tensor))
         }
-        module.__dict__[_SLOTS] = RecordedTensors(tape, refs)
+        module.__dict__[_SLOTS] = tape, refs
 
 
 def find_record(tensor: torch.Tensor) -> tuple[InitTape, StorageRef] | None:
@@ -146,8 +123,8 @@ def find_recorded_attribute(module: nn.Module, name: str) -> tuple[InitTape, Sto
 
     Finds tensors that ``module.to(dtype)`` or ``copy.deepcopy(module)`` have replaced since.
     """
-    slots = module.__dict__.get(_SLOTS)
-    return (slots.tape, slots.refs[name]) if isinstance(slots, RecordedTensors) and name in slots.refs else None
+    tape, refs = module.__dict__.get(_SLOTS, (None, {}))
+    return (tape, refs[name]) if name in refs else None
 
 
 class TapeRecorder(DispatchMode):
@@ -185,12 +162,7 @@ class TapeRecorder(DispatchMode):
             whole = _ref(tensor, link[1])
             if not whole.covers:
                 whole = StorageRef(link[1], tensor.dtype, 0, (storage.nbytes() // tensor.dtype.itemsize,), (1,), True)
-            self._append(
-                aten.empty_strided.default,
-                (whole.shape, whole.stride),
-                {"dtype": tensor.dtype, "device": torch.device("cpu")},
-                (whole,),
-            )
+            self._append_empty(whole)
         return _ref(tensor, link[1])
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -226,11 +198,16 @@ class TapeRecorder(DispatchMode):
             return func(*args, **kwargs)
         written = _written(func, args, kwargs)
         if any(not tensor.is_meta and _link(tensor) is None for tensor in written) or not _returns_tensors(func):
-            return func(
-                *map_leaves(args, self._value_leaf),
-                **{key: map_leaves(arg, self._value_leaf) for key, arg in kwargs.items()},
-            )
+            return self._run(func, args, kwargs)
         return self._record(func, args, kwargs, written)
+
+    def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator on the current values of its operands."""
+
+        def real(leaf: Any) -> Any:
+            return self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+        return func(*map_leaves(args, real), **{key: map_leaves(arg, real) for key, arg in kwargs.items()})
 
     def _from_outside(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
@@ -279,28 +256,25 @@ class TapeRecorder(DispatchMode):
                 raise _problem(
                     func, "changes a tensor and has no meta kernel", "make this change to the values with init="
                 ) from error
-            real = func(
-                *map_leaves(args, self._value_leaf),
-                **{key: map_leaves(arg, self._value_leaf) for key, arg in kwargs.items()},
-            )
             return map_leaves(
-                real,
-                lambda leaf: (
-                    self._record(aten.clone.default, (leaf,), {}, []) if isinstance(leaf, torch.Tensor) else leaf
-                ),
+                self._run(func, args, kwargs),
+                lambda x: self._record(aten.clone.default, (x,), {}, []) if isinstance(x, torch.Tensor) else x,
             )
         results = tuple(
             self._new(leaf) if isinstance(leaf, torch.Tensor) and id(leaf) not in originals else None
-            for leaf in flatten_results(out)
+            for leaf in leaves(out)
         )
-        if _name(func) in _EMPTY and not written:
-            for ref, tensor in zip(results, flatten_results(out), strict=True):
+        if op_name(func) in _EMPTY and not written:
+            for ref in results:
                 assert ref is not None
-                layout = {"dtype": tensor.dtype, "device": torch.device("cpu")}
-                self._append(aten.empty_strided.default, (tuple(tensor.shape), tensor.stride()), layout, (ref,))
+                self._append_empty(ref)
         else:
             self._append(func, *before, results, frozenset(ref.storage for ref in map(self._leaf, written)))
         return map_leaves(out, lambda leaf: originals.get(id(leaf), leaf))
+
+    def _append_empty(self, ref: StorageRef) -> None:
+        layout = {"dtype": ref.dtype, "device": torch.device("cpu")}
+        self._append(aten.empty_strided.default, (ref.shape, ref.stride), layout, (ref,))
 
     def _append(
         self,
@@ -311,7 +285,7 @@ class TapeRecorder(DispatchMode):
         writes: frozenset[int] = frozenset(),
     ) -> None:
         refs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, StorageRef)]
-        fills = _name(func) in _FILLS and args and isinstance(args[0], StorageRef) and args[0].covers
+        fills = op_name(func) in _OVERWRITES and args and isinstance(args[0], StorageRef) and args[0].covers
         overwrites = frozenset({args[0].storage}) if fills else frozenset()
         reads = frozenset(ref.storage for position, ref in enumerate(refs) if not (fills and position == 0))
         draw = self._draw(kwargs) if _is_random(func) else None
@@ -345,11 +319,9 @@ class TapeRecorder(DispatchMode):
             return _ref(leaf, link[1])
         if leaf.is_meta:
             raise ShardwiseError(
-                problem(
-                    f"a meta tensor of shape {list(leaf.shape)} is used to initialise the model, but it has no values",
-                    source=_user_line(),
-                    fix="create it inside sw.deferred()",
-                )
+                f"a meta tensor of shape {list(leaf.shape)} is used to initialise the model, but it has no values",
+                source=_user_line(),
+                fix="create it inside sw.deferred()",
             )
         kept = leaf.clone() if leaf.untyped_storage().nbytes() <= _CONSTANT_COPY_BYTES else leaf
         return TapeConstant(kept, kept._version)
@@ -362,15 +334,10 @@ class TapeRecorder(DispatchMode):
         setattr(tensor.untyped_storage(), _LINK, (self.tape, index))
         return _ref(tensor, index)
 
-    def _value_leaf(self, leaf: Any) -> Any:
-        return self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf
-
     def _check_tape(self, link: tuple[InitTape, int]) -> tuple[InitTape, int]:
         if link[0] is not self.tape:
             what = "a tensor recorded in one deferred() context is used in another"
-            raise ShardwiseError(
-                problem(what, source=_user_line(), fix="build the whole model in one sw.deferred() context")
-            )
+            raise ShardwiseError(what, source=_user_line(), fix="build the whole model in one sw.deferred() context")
         return link
 
 
@@ -423,7 +390,7 @@ def _require_cpu(func: Callable[..., Any], device: torch.device | str | int | No
 
 def _problem(func: Callable[..., Any], what: str, fix: str) -> ShardwiseError:
     name = str(func) if isinstance(func, OpOverload) else getattr(func, "__name__", str(func))
-    return ShardwiseError(problem(f"deferred() cannot record {name}: it {what}", source=_user_line(), fix=fix))
+    return ShardwiseError(f"deferred() cannot record {name}: it {what}", source=_user_line(), fix=fix)
 
 
 def _link(tensor: torch.Tensor) -> tuple[InitTape, int] | None:
@@ -450,10 +417,6 @@ def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     return True
 
 
-def _name(func: OpOverload) -> str:
-    return func._schema.name.removeprefix("aten::")
-
-
 def _is_random(func: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in func.tags or any(
         argument.name == "generator" for argument in func._schema.arguments
@@ -465,7 +428,6 @@ def _returns_tensors(func: OpOverload) -> bool:
 
 
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that the operator changes."""
     if not func._schema.is_mutable:
         return []
     values = {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}

@@ -14,12 +14,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from itertools import product
-from math import prod
 from typing import TypeVar
 
 import torch
+
+from shardwise.layouts.boxes import Box, index_of
 
 T = TypeVar("T")
 
@@ -31,21 +31,8 @@ _MOST = _TILE * _LAST
 _IN_FLOAT = (torch.bfloat16, torch.float16)  # drawn as float32, which torch's kernels support best, and rounded
 
 
-@dataclass(slots=True)
-class DrawCounter:
-    """Counts the elements that were drawn."""
-
-    num_drawn: int = field(default=0)
-
-
 def draw_box(
-    key: str,
-    fill: Fill,
-    shape: Sequence[int],
-    start: Sequence[int],
-    sizes: Sequence[int],
-    dtype: torch.dtype,
-    tally: DrawCounter,
+    key: str, fill: Fill, shape: Sequence[int], start: Sequence[int], sizes: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
     """Return rows ``[start, start + size)`` of every dim of a drawn tensor of the given shape."""
     drawn = torch.empty(tuple(sizes), dtype=dtype)
@@ -54,7 +41,6 @@ def draw_box(
     tile = _tile_of(shape)
     first_seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
     tiles = list(_tiles(shape, tile, start, sizes))
-    tally.num_drawn += sum(prod(sizes) for _, _, sizes in tiles)
 
     def draw(some: Sequence[tuple[int, tuple[int, ...], tuple[int, ...]]]) -> None:
         generator = torch.Generator()
@@ -63,12 +49,10 @@ def draw_box(
                 generator.manual_seed((first_seed + number) % 2**32)
                 numbers = torch.empty(tile_sizes, dtype=torch.float32 if dtype in _IN_FLOAT else dtype)
                 fill(numbers, generator)
-                target = drawn
-                for dim, (at, size, begin, count) in enumerate(zip(offsets, tile_sizes, start, sizes, strict=True)):
-                    low, high = max(at, begin), min(at + size, begin + count)
-                    target = target.narrow(dim, low - begin, high - low)
-                    numbers = numbers.narrow(dim, low - at, high - low)
-                target.copy_(numbers)
+                common = Box(offsets, tile_sizes, (0,) * len(offsets)).common(start, sizes)
+                assert common is not None, "the box touches the tile"
+                target = index_of([low - begin for low, begin in zip(common.offsets, start, strict=True)], common.sizes)
+                drawn[target].copy_(numbers[common.local_rows])
 
     in_threads(draw, tiles)
     return drawn
@@ -113,4 +97,4 @@ def _tiles(
         yield number, offsets, tuple(map(min, tile, (s - at for s, at in zip(shape, offsets, strict=True))))
 
 
-__all__ = ["DrawCounter", "Fill", "draw_box", "in_threads"]
+__all__ = ["Fill", "draw_box", "in_threads"]

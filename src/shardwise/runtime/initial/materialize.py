@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.layouts.text import format_dtype
 from shardwise.runtime.initial.deferred import TapeRecorder, find_record, find_recorded_attribute
 from shardwise.runtime.initial.partial_values import NotByParts, Regions
@@ -98,10 +98,8 @@ def initial_values(
     if init is not None:
         if real and not empty and not known:
             raise ShardwiseError(
-                problem(
-                    f"init= would never be called: all {len(real)} parameters and buffers of the module have values",
-                    fix='build the module under sw.deferred() or torch.device("meta"), or omit init=',
-                )
+                f"init= would never be called: all {len(real)} parameters and buffers of the module have values",
+                fix='build the module under sw.deferred() or torch.device("meta"), or omit init=',
             )
         left = {}
         for name, (tensor, recording) in empty.items():
@@ -119,7 +117,6 @@ def initial_values(
 def _own_values(
     module: nn.Module, empty: Empty, seed: int | None
 ) -> Iterator[tuple[str, torch.Tensor | PartialTensor]]:
-    """Yield the values that the module's own code gives to tensors without values."""
     tapes: dict[InitTape, dict[str, StorageRef]] = {}
     plain: dict[str, torch.Tensor] = {}
     for name, (tensor, recording) in empty.items():
@@ -144,7 +141,6 @@ def _own_values(
 
 
 def _seed_of(recording: tuple[InitTape, StorageRef] | None, seed: int | None) -> int:
-    """Return the given seed, else the seed of a recording, else 0."""
     if seed is not None:
         return seed
     return 0 if recording is None else recording[0].seed
@@ -152,15 +148,11 @@ def _seed_of(recording: tuple[InitTape, StorageRef] | None, seed: int | None) ->
 
 def _owned_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Tensor]]:
     """Yield (canonical name, owning module, tensor): parameters, then buffers, each tensor once."""
-    named: tuple[Callable[[nn.Module], dict[str, Any]], ...] = (
-        lambda owner: owner._parameters,
-        lambda owner: owner._buffers,
-    )
     seen: set[torch.Tensor] = set()
     lazy: list[str] = []
-    for owned in named:
+    for owned in ("_parameters", "_buffers"):
         for path, owner in module.named_modules():
-            for key, tensor in owned(owner).items():
+            for key, tensor in getattr(owner, owned).items():
                 if tensor is None or tensor in seen:
                     continue
                 seen.add(tensor)
@@ -171,16 +163,12 @@ def _owned_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Te
                     yield name, owner, tensor
     if lazy:
         raise ShardwiseError(
-            problem(
-                f"these parameters have no shape yet: {', '.join(lazy)}",
-                fix="run the lazy modules once on an example input, or construct them with their sizes",
-            )
+            f"these parameters have no shape yet: {', '.join(lazy)}",
+            fix="run the lazy modules once on an example input, or construct them with their sizes",
         )
 
 
 def _recorded(name: str, owner: nn.Module, tensor: torch.Tensor) -> tuple[InitTape, StorageRef] | None:
-    if not tensor.is_meta:
-        return None
     record = find_record(tensor)
     if record is not None:
         return record
@@ -215,10 +203,8 @@ def _record_initialisers(
     missing = [name for name, ref in storage_refs.items() if ref.storage not in filled]
     if missing:
         raise ShardwiseError(
-            problem(
-                f"nothing initialises {len(missing)} of the module's meta tensors: {', '.join(missing)}",
-                fix="build the model under sw.deferred(), or on the CPU, or pass init=, a callable (name, tensor)",
-            )
+            f"nothing initialises {len(missing)} of the module's meta tensors: {', '.join(missing)}",
+            fix="build the model under sw.deferred(), or on the CPU, or pass init=, a callable (name, tensor)",
         )
     return tape, storage_refs
 
@@ -265,10 +251,8 @@ def _filled(init: Init, name: str, meta: torch.Tensor, seed: int) -> torch.Tenso
             value = init(name, tensor)
     except LookupError as error:
         raise ShardwiseError(
-            problem(
-                f"init= failed for {name}: {type(error).__name__}: {error}",
-                fix="let it return NotImplemented for unknown tensors, which then get the module's own values",
-            )
+            f"init= failed for {name}: {type(error).__name__}: {error}",
+            fix="let it return NotImplemented for unknown tensors, which then get the module's own values",
         ) from error
     finally:
         torch.default_generator.set_state(state)
@@ -276,21 +260,16 @@ def _filled(init: Init, name: str, meta: torch.Tensor, seed: int) -> torch.Tenso
         return None
     if value is not None and not isinstance(value, torch.Tensor):
         raise ShardwiseError(
-            problem(
-                f"init= returned a {type(value).__name__} for {name}",
-                fix="fill the tensor passed to it, return a tensor, or return NotImplemented for the module's value",
-            )
+            f"init= returned a {type(value).__name__} for {name}",
+            fix="fill the tensor passed to it, return a tensor, or return NotImplemented for the module's value",
         )
     if value is not None and value.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
         tensor = value.detach()  # not a view of the given tensor
     if (tensor.shape, tensor.dtype) != (meta.shape, meta.dtype):
         raise ShardwiseError(
-            problem(
-                f"init= returned {name} as {format_dtype(tensor.dtype)}{list(tensor.shape)}, but the module has it as "
-                f"{format_dtype(meta.dtype)}{list(meta.shape)}",
-                fix=f"return that shape and dtype (value.to({meta.dtype})), or NotImplemented for the module's "
-                "own value",
-            )
+            f"init= returned {name} as {format_dtype(tensor.dtype)}{list(tensor.shape)}, but the module has it as "
+            f"{format_dtype(meta.dtype)}{list(meta.shape)}",
+            fix=f"return that shape and dtype (value.to({meta.dtype})), or NotImplemented for the module's own value",
         )
     return tensor
 

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from shardwise.graph.switches import default_dtype
-from shardwise.layouts.boxes import Box
+from shardwise.layouts.boxes import Box, index_of
 from shardwise.runtime.initial.bitwise_elementwise import apply_elementwise
-from shardwise.runtime.initial.draws import DrawCounter, Fill, draw_box
+from shardwise.runtime.initial.draws import Fill, draw_box
 from shardwise.runtime.initial.replay import (
     SEEDED,
     Draw,
@@ -37,10 +37,11 @@ from shardwise.runtime.initial.replay import (
     TapeEntry,
     leaves,
     map_leaves,
+    op_name,
 )
 
 # Draws whose elements are independent and identically distributed, by the operator that fills a tensor with them.
-_FILLS = frozenset(
+FILLS = frozenset(
     {"normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_"}
 )
 _MADE_NORMAL = frozenset({"randn", "randn_like"})
@@ -69,10 +70,10 @@ class _StorageBox:
 
 
 class Regions:
-    """Values of a tape's tensors for one seed. ``tally`` counts the elements that were drawn."""
+    """Values of a tape's tensors for one seed."""
 
     def __init__(self, tape: InitTape, seed: int) -> None:
-        self.tape, self.seed, self.tally = tape, seed, DrawCounter()
+        self.tape, self.seed = tape, seed
         self._keys: dict[int, tuple[str, int]] = {}  # draw -> seed of its generator, draws since
         self._writers: dict[int, list[int]] = {}
         self._depth = self._num_reads = 0
@@ -96,7 +97,7 @@ class Regions:
         if fill is None or window is None:
             return None
         zeros = (0,) * len(window.shape)
-        return draw_box(self.key(index), fill, window.shape, zeros, window.shape, window.dtype, self.tally)
+        return draw_box(self.key(index), fill, window.shape, zeros, window.shape, window.dtype)
 
     def key(self, index: int) -> str:
         """Return a key for the position of a draw: equal for draws to which torch would give the same numbers."""
@@ -176,10 +177,8 @@ class Regions:
             if box is None:
                 box = part
                 continue
-            place = box
-            for dim, (at, size, first) in enumerate(zip(common.offsets, common.sizes, wanted.offsets, strict=True)):
-                place = place.narrow(dim, at - first, size)
-            place.copy_(part)
+            starts = [at - first for at, first in zip(common.offsets, wanted.offsets, strict=True)]
+            box[index_of(starts, common.sizes)].copy_(part)
         assert box is not None, "a box that is covered was written"
         return box
 
@@ -187,12 +186,12 @@ class Regions:
         self, index: int, entry: TapeEntry, target: StorageRef, offsets: Sequence[int], sizes: Sequence[int]
     ) -> torch.Tensor:
         """Return a box of the values that an entry writes into ``target``, in memory of its own."""
-        name = _name(entry)
+        name = op_name(entry.target)
         if entry.draw is not None:
             fill = _fill_of(entry)
             if fill is None:
                 raise NotByParts(f"{entry.target} draws numbers that depend on each other")
-            return draw_box(self.key(index), fill, target.shape, offsets, sizes, target.dtype, self.tally)
+            return draw_box(self.key(index), fill, target.shape, offsets, sizes, target.dtype)
         if name in _BLANK:
             return torch.zeros(tuple(sizes), dtype=target.dtype)
         if name in ("ones", "ones_like", "new_ones"):
@@ -232,11 +231,9 @@ class Regions:
             whole_result: torch.Tensor = entry.target(
                 *map_leaves(entry.args, whole), **{key: map_leaves(arg, whole) for key, arg in entry.kwargs.items()}
             )
-        rows = tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-        return whole_result[rows].clone(memory_format=torch.contiguous_format)
+        return whole_result[index_of(offsets, sizes)].clone(memory_format=torch.contiguous_format)
 
     def _joined(self, index: int, entry: TapeEntry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """Return a box of a concatenation."""
         dim = (entry.args[1] if len(entry.args) > 1 else 0) % len(sizes)
         parts, at = [], 0
         for part in entry.args[0]:
@@ -270,12 +267,7 @@ class Regions:
         counts = [min(extent, count) for extent, count in zip(shape, sizes[lead:], strict=True)]
         if isinstance(arg, StorageRef):
             return self._part(arg, index, starts, counts)
-        rows = tuple(slice(start, start + count) for start, count in zip(starts, counts, strict=True))
-        return arg.value()[rows].clone()
-
-
-def _name(entry: TapeEntry) -> str:
-    return entry.target._schema.name.removeprefix("aten::")
+        return arg.value()[index_of(starts, counts)].clone()
 
 
 def _written(entry: TapeEntry) -> StorageRef | None:
@@ -289,7 +281,7 @@ def _written(entry: TapeEntry) -> StorageRef | None:
 
 def _fill_of(entry: TapeEntry) -> Fill | None:
     """Return the function that fills a tensor like a draw; None if its elements are not identically distributed."""
-    name = _name(entry)
+    name = op_name(entry.target)
     if name in _MADE_NORMAL:
         return lambda tensor, generator: tensor.normal_(generator=generator)
     if name in _MADE_UNIFORM:
@@ -299,7 +291,7 @@ def _fill_of(entry: TapeEntry) -> Fill | None:
         low, high = (0, bounds[0]) if len(bounds) == 1 else bounds
         return lambda tensor, generator: tensor.random_(low, high, generator=generator)
     numbers = entry.args[1:]
-    if name not in _FILLS or any(
+    if name not in FILLS or any(
         isinstance(leaf, (StorageRef, TapeConstant)) for leaf in leaves((numbers, entry.kwargs))
     ):
         return None
@@ -368,4 +360,4 @@ def _as_window(value: torch.Tensor, window: _StorageBox, sizes: Sequence[int]) -
     return value.expand(tuple(sizes)).contiguous() if window.repeats else value
 
 
-__all__ = ["NotByParts", "Regions"]
+__all__ = ["FILLS", "NotByParts", "Regions"]

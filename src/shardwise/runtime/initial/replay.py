@@ -29,7 +29,7 @@ from typing import Any, Protocol
 import torch
 from torch._ops import OpOverload
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.runtime.initial.bitwise_elementwise import apply_elementwise
 
 DEFAULT_GENERATOR = 0  # the index of torch's global CPU generator on every tape
@@ -66,11 +66,9 @@ class TapeConstant:
         """Return the tensor. Raises ShardwiseError if it was written to since it was recorded."""
         if self.tensor._version != self.version:
             raise ShardwiseError(
-                problem(
-                    f"a tensor of shape {list(self.tensor.shape)} that initialises the model "
-                    "was changed after it was recorded",
-                    fix="pass the constructor a copy: tensor.clone()",
-                )
+                f"a tensor of shape {list(self.tensor.shape)} that initialises the model "
+                "was changed after it was recorded",
+                fix="pass the constructor a copy: tensor.clone()",
             )
         return self.tensor.detach()
 
@@ -166,11 +164,9 @@ class InitTape:
         from the recorded one."""
         if seed not in (None, self.seed) and self.observed:
             raise ShardwiseError(
-                problem(
-                    f"cannot replay with seed {seed} a recording with seed {self.seed}: the constructor read random "
-                    "values while it was recorded, and may act differently on other values",
-                    fix=f"build the model under sw.deferred(seed={seed})",
-                )
+                f"cannot replay with seed {seed} a recording with seed {self.seed}: the constructor read random "
+                "values while it was recorded, and may act differently on other values",
+                fix=f"build the model under sw.deferred(seed={seed})",
             )
         return self.seed if seed is None else seed
 
@@ -303,11 +299,11 @@ class _TapeRun:
             inputs = {
                 leaf.untyped_storage().data_ptr() for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
             }
-            for ref, tensor in zip(entry.results, flatten_results(out), strict=True):
+            for ref, tensor in zip(entry.results, leaves(out), strict=True):
                 if ref is not None:
-                    self.storages[ref.storage] = _fitted(
-                        tensor, ref, inputs, cleared=_leaves_memory_as_it_is(entry.target)
-                    )
+                    # torch.empty, as it is recorded: zeros, so that all ranks agree
+                    cleared = entry.target is torch.ops.aten.empty_strided.default
+                    self.storages[ref.storage] = _fitted(tensor, ref, inputs, cleared=cleared)
         if entry.draw is not None:
             self.at[entry.draw.generator] = index
             if save:
@@ -398,14 +394,9 @@ def _fitted(tensor: torch.Tensor, ref: StorageRef, inputs: set[int], cleared: bo
     return untyped
 
 
-def _leaves_memory_as_it_is(target: OpOverload) -> bool:
-    """Return whether this is ``torch.empty`` as recorded. Replay fills it with zeros, so that all ranks agree."""
-    return target is torch.ops.aten.empty_strided.default
-
-
-def flatten_results(out: Any) -> tuple[Any, ...]:
-    """Return the results of an operator in order, with lists of tensors flattened."""
-    return tuple(leaves(out))
+def op_name(func: OpOverload) -> str:
+    """Return the name of a PyTorch operator, such as ``normal_``."""
+    return func._schema.name.removeprefix("aten::")
 
 
 def leaves(tree: Any) -> Iterator[Any]:

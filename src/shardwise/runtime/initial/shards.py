@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from shardwise.errors import PlanWarning, listed
+from shardwise.errors import PlanWarning, listed, warn_user
 from shardwise.graph.step_precision import Precision
 from shardwise.layouts.boxes import boxes
 from shardwise.layouts.layout import Layout
@@ -19,7 +18,7 @@ from shardwise.runtime.initial.materialize import Init, PartialTensor, initial_v
 from shardwise.runtime.initial.partial_values import NotByParts
 from shardwise.runtime.initial.weights import WeightFiles
 from shardwise.runtime.local_shards import shard
-from shardwise.runtime.replicas import Fingerprint
+from shardwise.runtime.replicas import fingerprint_on
 
 # Size in each dim of the box by which ranks compare a tensor that none of them has whole.
 _PRINTED = 64
@@ -75,7 +74,6 @@ class InitialShards:
                 self.prints |= files.prints
             if self._holder.everyone.rank == 0:
                 files.announce()
-        fingerprints: dict[torch.device, Fingerprint] = {}
         whole: list[str] = []
         for name, value in initial_values(module, seed, init, known=known):
             layout = self._holder.layout(name, tensors[name])
@@ -88,16 +86,14 @@ class InitialShards:
                     whole += [name] if full.numel() >= _LARGE else []
             else:
                 part, printed = by_parts
-            if printed.device not in fingerprints:
-                fingerprints[printed.device] = Fingerprint(printed.device)
-            self.prints[name] = int(fingerprints[printed.device](printed))
+            self.prints[name] = int(fingerprint_on(printed.device)(printed))
             if self._holder.has(name):
                 self.parts[name] = part.to(self._device_of(name), dtypes[name]).clone()
 
         if whole and self._holder.everyone.rank == 0:
             what = f"every rank computes these whole initial values to get its shard: {listed(whole)}"
             fix = "their initialiser is not element-wise; init= can provide the values instead"
-            warnings.warn(f"{what} ({fix})", PlanWarning, stacklevel=6)
+            warn_user(f"{what} ({fix})", PlanWarning)
 
     def _parts(self, name: str, value: PartialTensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return (this rank's part of a tensor, its first elements, which are equal on all ranks); None if it cannot be
@@ -107,10 +103,7 @@ class InitialShards:
             first = value.box((0,) * len(shape), tuple(min(size, _PRINTED) for size in shape))
             part = torch.empty(layout.local_shape(coordinates), dtype=value.dtype)
             for box in boxes(layout, coordinates) if self._holder.has(name) else ():
-                target = part
-                for dim, (start, size) in enumerate(zip(box.at, box.sizes, strict=True)):
-                    target = target.narrow(dim, start, size)
-                target.copy_(value.box(box.offsets, box.sizes))
+                part[box.local_rows].copy_(value.box(box.offsets, box.sizes))
         except NotByParts:
             return None
         return part, first

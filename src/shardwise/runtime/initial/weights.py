@@ -7,9 +7,8 @@ maps names to files. Names are those of the module, possibly without (or with) t
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
 from contextlib import ExitStack
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from shardwise.errors import PlanWarning, ShardwiseError, listed, problem
+from shardwise.errors import PlanWarning, ShardwiseError, listed, warn_user
 from shardwise.layouts.boxes import Box
 from shardwise.layouts.text import format_dtype
 from shardwise.untrusted_text import MAX_FILE, read_json, read_text
@@ -49,7 +48,7 @@ class WeightFiles:
         except (OSError, SafetensorError) as error:
             self._open.close()
             what = f"the weights in {self.path} cannot be read: {error}"
-            raise ShardwiseError(problem(what, fix="pass a safetensors file or the folder of a saved model")) from error
+            raise ShardwiseError(what, fix="pass a safetensors file or the folder of a saved model") from error
         except ShardwiseError:
             self._open.close()
             raise
@@ -65,12 +64,9 @@ class WeightFiles:
         stored = self.stored_names[name]
         with torch.no_grad():
             for box in boxes:
-                target = local
-                for dim, (start, size) in enumerate(zip(box.at, box.sizes, strict=True)):
-                    target = target.narrow(dim, start, size)
-                rows = tuple(slice(start, start + size) for start, size in zip(box.offsets, box.sizes, strict=True))
                 file = self._files[stored]
-                target.copy_(file.get_slice(stored)[rows] if rows else file.get_tensor(stored))
+                value = file.get_slice(stored)[box.rows] if box.rows else file.get_tensor(stored)
+                local[box.local_rows].copy_(value)
         return local
 
     @property
@@ -83,7 +79,8 @@ class WeightFiles:
         prefix = f"{getattr(module, 'base_model_prefix', '') or ''}."
         names: dict[int, list[str]] = {}
         tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in _named(module):
+        named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+        for name, tensor in chain(*named):
             names.setdefault(id(tensor), []).append(name)
             tensors.setdefault(names[id(tensor)][0], tensor)
         used: set[str] = set()
@@ -105,12 +102,10 @@ class WeightFiles:
         empty = [name for name in self.missing if tensors[name].is_meta]
         if not self.stored_names or (empty and complete):
             raise ShardwiseError(
-                problem(
-                    f"{self.path} does not have {len(self.missing)} of the module's {len(tensors)} tensors: "
-                    f"{listed(self.missing)}",
-                    facts=[("there", f"{len(self.unexpected)} names that the module lacks: {listed(self.unexpected)}")],
-                    fix="pass the weights of this model, or init=, a callable (name, tensor), for new tensors",
-                )
+                f"{self.path} does not have {len(self.missing)} of the module's {len(tensors)} tensors: "
+                f"{listed(self.missing)}",
+                facts=[("there", f"{len(self.unexpected)} names that the module lacks: {listed(self.unexpected)}")],
+                fix="pass the weights of this model, or init=, a callable (name, tensor), for new tensors",
             )
 
     def _misfit(self, name: str, tensor: torch.Tensor, stored: str) -> list[str]:
@@ -131,7 +126,7 @@ class WeightFiles:
         if self.unexpected:
             notes.append(f"the module lacks {listed(self.unexpected)} ({len(self.unexpected)})")
         if notes:
-            warnings.warn(f"the weights in {self.path}: {'; '.join(notes)}", PlanWarning, stacklevel=6)
+            warn_user(f"the weights in {self.path}: {'; '.join(notes)}", PlanWarning)
 
 
 def _is_computed(module: torch.nn.Module, name: str) -> bool:
@@ -150,15 +145,13 @@ def _files_of(path: Path) -> list[Path]:
             files = sorted({Path(str(place)).name for place in places})
         except (ShardwiseError, ValueError, TypeError, KeyError, AttributeError) as error:
             what = f"{index} is not an index of safetensors files"
-            raise ShardwiseError(problem(what, fix="copy the model's folder again")) from error
+            raise ShardwiseError(what, fix="copy the model's folder again") from error
         return [path / name for name in files]
     files_here = sorted(path.glob("*.safetensors"))
     if not files_here:
         raise ShardwiseError(
-            problem(
-                f"there are no safetensors files in {path}",
-                fix="pass a safetensors file or a folder with them; model.save_pretrained(folder) writes one",
-            )
+            f"there are no safetensors files in {path}",
+            fix="pass a safetensors file or a folder with them; model.save_pretrained(folder) writes one",
         )
     return files_here
 
@@ -167,11 +160,6 @@ def _spelled(name: str, prefix: str) -> tuple[str, ...]:
     if len(prefix) == 1:
         return (name,)
     return (name, name.removeprefix(prefix)) if name.startswith(prefix) else (name, prefix + name)
-
-
-def _named(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    yield from module.named_buffers(remove_duplicate=False)
 
 
 __all__ = ["WeightFiles"]

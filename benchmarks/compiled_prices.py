@@ -5,11 +5,14 @@ come before it) is one kernel with those that it exchanges values with, or with 
 reads what comes from outside once and writes what others read. Sums over rows are in the kernel of what makes them and
 of what reads them, as in a norm; sums over columns (gradients of weights and biases) end a kernel. So Inductor's
 scheduler fuses, but for its limits on the size of a kernel.
+
+``price_section`` makes programs whose sections were priced instead of compiled: for the time and memory of a compiled
+step on a machine without the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -115,3 +118,20 @@ def _work(node: fx.Node) -> KernelWork:
     kwargs = tuple((key, fx.map_arg(value, ref)) for key, value in node.kwargs.items())
     operands = [form for operand in node.all_input_nodes for form in _forms(operand)]
     return work_of(KernelCall(node.target, tuple(args), kwargs), operands, _forms(node))
+
+
+@dataclass(frozen=True)
+class PricedSection:
+    """A section that cannot run: the work its kernels would do."""
+
+    works: tuple[KernelWork, ...]
+
+    def __call__(self, operands: list[Tensor]) -> Sequence[Tensor]:
+        raise AssertionError("a section that was only priced cannot be run")
+
+
+def price_section(
+    module: fx.GraphModule, operands: Sequence[Tensor], fixed: Sequence[int]
+) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]]:
+    """Return the work of the kernels that Inductor would make."""
+    return PricedSection(fused_works(module)), [None] * len(module.graph.output_node().args[0])

@@ -1,0 +1,24 @@
+"""Every test of the dialect begins with the default context and no note printed, and leaves the context so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+import shardwise.mindspore as ms
+from shardwise.mindspore import notes
+
+
+def _reset() -> None:
+    ms.reset_context()
+    ms.reset_auto_parallel_context()
+    ms.reset_algo_parameters()
+
+
+@pytest.fixture(autouse=True)
+def _default_context(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(notes, "_told", set())
+    _reset()
+    yield
+    _reset()
