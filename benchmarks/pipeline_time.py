@@ -36,9 +36,8 @@ import shardwise as sw
 from shardwise.costs.pipeline_simulation import StageSeconds, simulate_pipeline
 from shardwise.graph.capture import capture
 from shardwise.plans.bind_stages import bound, step_graph
-from shardwise.plans.schedule import SCHEDULES, schedule_of
+from shardwise.plans.schedule import SCHEDULES, order_of, schedule_of
 from shardwise.runtime.stage import StageWorker
-from shardwise.runtime.torch_schedules import order_of
 
 TARGET = 1.05
 BUBBLE_STEPS = 5

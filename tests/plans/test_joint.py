@@ -23,9 +23,8 @@ from shardwise.costs.pipeline_simulation import StageSeconds, simulate_pipeline
 from shardwise.graph.capture import capture
 from shardwise.plans import auto_stages, stage_planner
 from shardwise.plans.auto_stages import AutoStagesReport, LowerBound, StageConfig, least_share
-from shardwise.plans.schedule import schedule_of
+from shardwise.plans.schedule import order_of, schedule_of
 from shardwise.rules.attention_bands import Band
-from shardwise.runtime.torch_schedules import order_of
 from shardwise.search.fit_memory import fit_memory
 
 BATCH = staged_batch(8)

@@ -22,12 +22,11 @@ from shardwise.graph.capture import capture
 from shardwise.graph.cut import cut_apart
 from shardwise.graph.stage_marks import with_stages
 from shardwise.plans import pipelines
-from shardwise.plans.schedule import SCHEDULES, schedule_of
+from shardwise.plans.schedule import SCHEDULES, order_of, schedule_of
 from shardwise.plans.stage_timing import StageTiming
 from shardwise.programs.spmd import SpmdProgram
 from shardwise.proof.ranks import VirtualRanks, VirtualStep
 from shardwise.runtime.local_shards import shard
-from shardwise.runtime.torch_schedules import order_of
 from shardwise.search.stage_partition import StageCut, StagePartition
 
 BATCH = staged_batch(8)

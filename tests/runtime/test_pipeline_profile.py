@@ -17,8 +17,7 @@ from raising import raises
 from runtime.staged_model import Staged, staged_batch
 from shardwise.costs.pipeline_simulation import simulate_pipeline
 from shardwise.plans.quantities import format_seconds
-from shardwise.plans.schedule import SCHEDULES
-from shardwise.runtime.torch_schedules import order_of
+from shardwise.plans.schedule import SCHEDULES, order_of
 
 RunRanks = Callable[..., list[Any]]
 

@@ -9,8 +9,7 @@ import pytest
 
 from raising import raises
 from shardwise.costs.pipeline_simulation import Action, Order, StageSeconds, simulate_pipeline
-from shardwise.plans.schedule import SCHEDULES, SOLVED, check_order, format_order, schedule_of
-from shardwise.runtime.torch_schedules import order_of
+from shardwise.plans.schedule import SCHEDULES, SOLVED, check_order, format_order, order_of, schedule_of
 from shardwise.search.orders import OrderProblem, least_seconds, solve_order
 
 V = SCHEDULES[SOLVED]

@@ -34,9 +34,8 @@ from shardwise.plans.stage_estimator import StageEstimator, estimated_policies_o
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.vjp import VjpCache
 from shardwise.progress import report_progress
-from shardwise.report.search_reports import AutoStagesSearchReport, MeshReport, PipelineReport
+from shardwise.report.search_reports import MeshReport, PipelineReport
 from shardwise.runtime.agree import report_alive, show_progress_once
-from shardwise.runtime.torch_schedules import order_of
 from shardwise.search.auto import PRICED_SEARCHES, MeshSearch
 from shardwise.search.config import SearchConfig
 from shardwise.search.decide import decide
@@ -129,7 +128,7 @@ class Planning:
         if parallel.stages is None and parallel.schedule is None:
             return self.without_stages()
         pipeline = plan_captured_pipeline(
-            self.call, self.captured, self.request, self.config, self.template, by_price=self.by_price, order=order_of
+            self.call, self.captured, self.request, self.config, self.template, by_price=self.by_price
         )
         return PlanningResult(pipeline.plan, PipelineReport.of(pipeline))
 
@@ -240,7 +239,7 @@ class Planning:
         )
         report = chosen.search_report
         assert isinstance(report, MeshReport | PipelineReport), "it was chosen by price"
-        return PlanningResult(chosen.plan, AutoStagesSearchReport(chosen.plan, compared, report))
+        return PlanningResult(chosen.plan, replace(report, settings=compared))
 
     @cached_property
     def _estimator(self) -> StageEstimator:

@@ -29,7 +29,7 @@ from shardwise.plans.price_scope import prices_of
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.plans.request import PlanRequest
 from shardwise.plans.result import PlanningResult
-from shardwise.report.search_reports import AutoStagesSearchReport, MeshReport, PipelineReport
+from shardwise.report.search_reports import MeshReport, PipelineReport
 from shardwise.report.stage_passes import fullest_place, stage_peak, step_interval
 from shardwise.untrusted_text import is_number
 
@@ -297,8 +297,6 @@ def fits(
 def _step(request: PlanRequest, found: PlanningResult) -> StepSummary:
     """Return the time and memory of a step of the plan."""
     plan, report, cluster = found.plan, found.search_report, request.cluster
-    if isinstance(report, AutoStagesSearchReport):
-        report = report.chosen
     if isinstance(report, PipelineReport):
         passes = report.passes()
         peaks = tuple(stage_peak(plan, number, stage_pass.step) for number, stage_pass in enumerate(passes))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.costs.cluster import Cluster
-from shardwise.costs.pipeline_simulation import Order
 from shardwise.graph.annotate import Annotation
 from shardwise.graph.segments import How, Segment
 from shardwise.layouts.mesh import Mesh
@@ -15,17 +14,14 @@ from shardwise.plans.schedule import Schedule
 from shardwise.search.config import SearchConfig
 from shardwise.search.memory_policy import Offload, ReshardMode
 
-# Returns the actions of a schedule for a number of pipeline ranks and of micro-batches.
-OrderOf = Callable[[Schedule, int, int], Order]
-
 
 @dataclass(frozen=True)
 class PipelineConfig:
     """Configuration of the planning of a pipeline. ``marks``: path of a module -> its stage; None: stages are balanced.
     ``cluster``: all devices; ``stage_cluster``: the devices of one stage; ``meshes``: the candidates for a stage.
     ``by_price``: whether layouts are searched; ``recompute``, ``offload``: as in ``sw.plan``; ``reshard_mode``: None
-    where the user left it free; ``fits_itself``: choose recomputation if nothing fits. ``order``: see ``OrderOf``;
-    ``chooses_mesh``: the user gave no mesh, so axes are named by role."""
+    where the user left it free; ``fits_itself``: choose recomputation if nothing fits; ``chooses_mesh``: the
+    user gave no mesh, so axes are named by role."""
 
     num_stages: int
     schedule: Schedule
@@ -42,7 +38,6 @@ class PipelineConfig:
     recompute: How | None
     reshard_mode: ReshardMode | None
     offload: Offload
-    order: OrderOf
     chooses_mesh: bool
 
     @property
@@ -62,4 +57,4 @@ class PipelineConfig:
         return Placement(mesh, tuple(range(first, first + size)))
 
 
-__all__ = ["OrderOf", "PipelineConfig"]
+__all__ = ["PipelineConfig"]

@@ -44,11 +44,11 @@ from shardwise.plans.bind_stages import check_last, cut_for_stages, delivered_la
 from shardwise.plans.entries import PricingEntry, Stage, TensorEntry
 from shardwise.plans.listing import stage_of
 from shardwise.plans.micro_batch_search import Example, announce_statistics
-from shardwise.plans.pipeline_config import OrderOf, PipelineConfig
+from shardwise.plans.pipeline_config import PipelineConfig
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes
 from shardwise.plans.request import PlanRequest, TrainingConfig
-from shardwise.plans.schedule import SCHEDULES, Schedule, format_order, schedule_of
+from shardwise.plans.schedule import SCHEDULES, Schedule, format_order, order_of, schedule_of
 from shardwise.plans.stage_planner import (
     KnownStages,
     StagePlan,
@@ -85,7 +85,6 @@ def plan_captured_pipeline(
     template: Plan,
     *,
     by_price: bool,
-    order: OrderOf,
 ) -> PipelineResult:
     """Return the plan of a pipeline for a captured call; of several micro-batch sizes the one with the shortest
     predicted step. ``template``: a plan with all settings. Raises PlanError for what cannot be cut, divided or
@@ -124,7 +123,6 @@ def plan_captured_pipeline(
         None if parallel.recompute == "auto" else parallel.recompute,
         None if parallel.zero_config is None else parallel.zero_config.reshard_mode,
         parallel.offload,
-        order,
         by_price and parallel.mesh is None,
     )
     MemoryPolicy.of(
@@ -269,7 +267,7 @@ class PipelinePlanner:
             raise PlanError(
                 problem(fault, fix="choose a smaller micro_batch, or another schedule (GPipe takes any number)")
             )
-        return config.order(config.schedule, config.num_places, self.num_passes)
+        return order_of(config.schedule, config.num_places, self.num_passes)
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
@@ -549,7 +547,7 @@ def _solved(config: PipelineConfig, stages: Sequence[StageTiming], num_passes: i
     """Return the schedule with an order solved for these stages, from torch's orders for the same placement."""
     others = [s for s in SCHEDULES.values() if s.folded and not s.is_solved]
     others = [schedule for schedule in others if not schedule.fault(config.num_places, num_passes)]
-    orders = [config.order(schedule, config.num_places, num_passes) for schedule in others]
+    orders = [order_of(schedule, config.num_places, num_passes) for schedule in others]
     work = _work(config, stages, num_passes, () if config.by_price else orders)
     return replace(config.schedule, actions=solve_order(work, orders).order)
 

@@ -1,20 +1,26 @@
 """Schedules of a pipeline by name: the stages of a pipeline rank, and the micro-batches that each schedule needs.
 
-The orders are those of ``torch.distributed.pipelining`` (``runtime.torch_schedules``), except for ``Solved``: its order
-is computed for the given stages (``search.orders``), and the plan keeps it.
+The orders are those of ``torch.distributed.pipelining`` (``order_of``), except for ``Solved``: its order is computed
+for the given stages (``search.orders``), and the plan keeps it.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from shardwise.costs.pipeline_simulation import Action, Kind, Order, StageSeconds, simulate_pipeline
 from shardwise.errors import PlanError, problem
 from shardwise.untrusted_text import shorten_repr
 
-_LETTERS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
+_KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +125,7 @@ def _with_stages(schedule: Schedule, number: str) -> Schedule:
 def format_order(order: Order) -> tuple[str, ...]:
     """Format an order, a line per pipeline rank, in torch's notation: ``1F0 1I0 1W0`` is forward, input and weight part
     of micro-batch 0 in stage 1."""
-    letters = {kind: letter for letter, kind in _LETTERS.items()}
+    letters = {kind: letter for letter, kind in _KINDS.items()}
     return tuple(" ".join(f"{a.stage}{letters[a.kind]}{a.micro_batch}" for a in actions) for actions in order)
 
 
@@ -129,7 +135,7 @@ def _parsed(line: str) -> tuple[Action, ...]:
         match = re.fullmatch(r"(\d{1,6})([FBIW])(\d{1,6})", text, re.ASCII)
         if match is None:
             raise PlanError(f"order has {shorten_repr(text)}, which is no action (as 0F3, 1I0, 1W0)")
-        actions.append(Action(int(match[1]), _LETTERS[match[2]], int(match[3])))
+        actions.append(Action(int(match[1]), _KINDS[match[2]], int(match[3])))
     return tuple(actions)
 
 
@@ -162,6 +168,60 @@ def check_order(schedule: Schedule, num_places: int, num_micro_batches: int) -> 
         raise PlanError(f"order: {error}") from error
 
 
+def order_of(schedule: Schedule | None, num_places: int, num_micro_batches: int) -> Order:
+    """Return the actions of every pipeline rank, in the solved order or in torch's. Until an order is solved, the
+    schedule that replaces it counts. Without a schedule there is one stage: forward and backward of each micro-batch.
+    Needs no process group."""
+    if schedule is None:
+        kinds: tuple[Kind, ...] = "forward", "backward"
+        return (tuple(Action(0, kind, number) for number in range(num_micro_batches) for kind in kinds),)
+    if schedule.actions:
+        return schedule.actions
+    if schedule.is_solved:
+        schedule = schedule_of(schedule.instead)
+    places: list[tuple[Action, ...]] = []
+    num_stages = num_places * schedule.stages_per_place
+    stages = [
+        SimpleNamespace(
+            num_stages=num_stages,
+            group_size=num_places,
+            group_rank=0,
+            stage_index=number,
+            is_last=number == num_stages - 1,
+            submod=torch.nn.Module(),
+        )
+        for number in range(schedule.stages_per_place)
+    ]
+    stages_or_one: Any = stages if schedule.stages_per_place > 1 else stages[0]
+    schedule_of_torch: Any = get_schedule_class(schedule.base)(stages_or_one, num_micro_batches)
+    for place in range(num_places):
+        actions: list[Action] = []
+        for action in schedule_of_torch.pipeline_order[place]:
+            actions += _actions(action)
+        places.append(tuple(actions if schedule.stages_per_place > 1 else _numbered(actions)))
+    return tuple(places)
+
+
+def _actions(action: Any) -> list[Action]:
+    if action is None:
+        return []
+    if action.sub_actions:
+        return [action_of_part for part in action.sub_actions for action_of_part in _actions(part)]
+    kind = _KINDS.get(action.computation_type.value)
+    return [] if kind is None else [Action(action.stage_index, kind, action.microbatch_index)]
+
+
+def _numbered(actions: Sequence[Action]) -> list[Action]:
+    """Number the actions of the only stage of a pipeline rank, which takes micro-batches in order. (torch's table of
+    1F1B, which is for pictures, numbers the last rank's forwards from 1.)"""
+    seen: Counter[Kind] = Counter()
+    numbered = []
+    for action in actions:
+        numbered.append(replace(action, micro_batch=seen[action.kind]))
+        seen[action.kind] += 1
+    return numbered
+
+
 _SOLVED_KINDS: tuple[Kind, ...] = ("forward", "input", "weight")
 
-__all__ = ["SCHEDULES", "SOLVED", "Schedule", "check_order", "format_order", "schedule_of"]
+__all__ = ["SCHEDULES", "SOLVED", "Schedule", "check_order", "format_order", "order_of", "schedule_of"]

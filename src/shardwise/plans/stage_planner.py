@@ -143,6 +143,13 @@ class StagePlanner:
         """Return the choice for a part; of the least memory if nothing fits. ``limit``: the bytes of a device for it;
         ``following``: the choice for the next part, in whose layouts values are sent."""
         form = GraphForm.of(part)
+        first, chosen = self._first(form, part, in_flight, limit, following)
+        return chosen if first.ops == form.ops else self._renamed(chosen, first, form, part)
+
+    def _first(
+        self, form: GraphForm, part: Graph, in_flight: int, limit: float, following: StagePlan | None
+    ) -> tuple[GraphForm, StagePlan]:
+        """Return the first part that is planned as ``of`` plans a part, and its choice."""
         sources = {} if following is None else following.choice.sources
         taken = {name: boundary_layout(sources[name]) for name in part.cotangents or () if name in sources}
         place = {name: number for number, name in enumerate(form.ops)}
@@ -160,12 +167,9 @@ class StagePlanner:
             settings = replace(self.config.settings, in_flight=in_flight, turns=turns, taken=taken, together=together)
             config = replace(self.config, settings=settings, annotations=annotations)
             chosen = _choose(config, part, limit, self.vjp_cache)
-            if limit and chosen.excess(limit):
-                chosen = self.of(part, in_flight, 0.0, None)
-            self.known[key] = form, chosen
-            return chosen
-        first, chosen = self.known[key]
-        return chosen if first.ops == form.ops else self._renamed(chosen, first, form, part)
+            is_taken = not limit or not chosen.excess(limit)
+            self.known[key] = (form, chosen) if is_taken else self._first(form, part, in_flight, 0.0, None)
+        return self.known[key]
 
     def _annotations(self, part: Graph) -> tuple[Annotation, ...]:
         """Return the user's annotations of operators of a part."""

@@ -26,7 +26,7 @@ from shardwise.layouts.conversions import Collective
 from shardwise.layouts.layout import Layout
 from shardwise.plans.bind_stages import BoundStages, only_read
 from shardwise.plans.plan import Plan
-from shardwise.plans.schedule import schedule_of
+from shardwise.plans.schedule import order_of, schedule_of
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.grad_accum_program import GradAccumProgram, repeated
 from shardwise.programs.instructions import sent_by
@@ -45,7 +45,6 @@ from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
 from shardwise.runtime.local_shards import shard
 from shardwise.runtime.memory_of_outputs import alias_buffers, separate_memory, whole_buffers, write_buffers
 from shardwise.runtime.stage import rows_of_pass, with_samples_in
-from shardwise.runtime.torch_schedules import order_of
 
 CPU = torch.device("cpu")
 Held = list[dict[str, Tensor]]  # per device of a stage, by name

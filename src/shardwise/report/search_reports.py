@@ -61,9 +61,11 @@ class MicroBatches:
 
 
 class SearchReport:
-    """The report of a search, whatever was searched. ``plan``: the plan that was chosen."""
+    """The report of a search, whatever was searched. ``plan``: the plan that was chosen; ``settings``: the numbers of
+    stages, schedules and micro-batches that it was compared with, if these were chosen."""
 
     plan: Plan
+    settings: AutoStagesReport | None
 
     def stage_figures(self) -> tuple[StageFigures, ...]:
         """Return the figures of a simulated pass of every stage, for a page."""
@@ -100,21 +102,25 @@ class MeshReport(SearchReport):
     finished_search: MeshSearch
     peak: Peak
     tried: tuple[MicroBatchOutcome, ...] = ()
+    settings: AutoStagesReport | None = None
 
     @staticmethod
     def of(plan: Plan, finished_search: MeshSearch, peak: Peak) -> MeshReport:
         """Make the report with the plan's axis names."""
         return MeshReport(plan, replace(finished_search, called=plan.mesh), peak)
 
-    def explain(self, name: str) -> Explanation | MicroBatches:
+    def explain(self, name: str) -> AutoStagesReport | Explanation | MicroBatches:
         """Explain one choice: its alternatives with their prices, term by term, and the neighbour that made the choice.
 
         Args:
-            name: An operator or a parameter, as the plan prints it; or ``"micro_batch"`` for the sizes that were tried.
+            name: An operator or a parameter, as the plan prints it; ``"micro_batch"`` for the sizes that were tried;
+                ``"stages"`` for the settings that were compared, if ``sw.plan`` chose the stages.
 
         Raises:
             PlanError: The name is unknown.
         """
+        if name == "stages" and self.settings is not None:
+            return self.settings
         if name == "micro_batch":
             return MicroBatches(self.tried, self.plan.micro_batch)
         return explain(self.finished_search, name)
@@ -194,6 +200,7 @@ class PipelineReport(SearchReport):
     plan: Plan
     searched: tuple[StageSearchResult | None, ...]
     found: PipelineResult
+    settings: AutoStagesReport | None = None
 
     @staticmethod
     def of(found: PipelineResult) -> PipelineReport:
@@ -210,8 +217,8 @@ class PipelineReport(SearchReport):
         )
         return PipelineReport(plan, searches, found)
 
-    def explain(self, name: str) -> StageExplanation:
-        """Explain one choice in its stage, as ``MeshReport.explain`` does.
+    def explain(self, name: str) -> AutoStagesReport | StageExplanation:
+        """Explain one choice in its stage, or ``"stages"``, as ``MeshReport.explain`` does.
 
         The layouts of values between stages, and of parameters in several stages, were unified after the search.
 
@@ -221,6 +228,8 @@ class PipelineReport(SearchReport):
         Raises:
             PlanError: The name is unknown, or no stage was chosen by price.
         """
+        if name == "stages" and self.settings is not None:
+            return self.settings
         number, searched = self._home(name)
         called = searched.names[name]
         return StageExplanation(number, "" if called == name else called, explain(searched.search, called))
@@ -248,20 +257,19 @@ class PipelineReport(SearchReport):
         changed = tuple(change._replace(name=in_stage(change.name)) for change in answer.changed)
         return StageWhatIf(number, replace(answer, changed=changed))
 
-    def top(self, k: int = 5, *, joint: AutoStagesReport | None = None) -> PipelineRanking:
+    def top(self, k: int = 5) -> PipelineRanking:
         """Return the best ``k`` of the pipelines that are close to this one.
 
-        Each cut is moved by a block (by an operator, if there are no blocks), and the other micro-batch sizes that were
-        tried are taken. Each pipeline is planned and simulated as the chosen one was.
+        Each cut is moved by a block (by an operator, if there are no blocks), and the other micro-batch sizes and
+        settings that were tried are taken. Each pipeline is planned and simulated as the chosen one was.
 
         Args:
             k: The number of pipelines, 1 to ``MOST_PLANS``.
-            joint: The settings of a joint search, which are compared as well.
 
         Raises:
             PlanError: No stage was chosen by price.
         """
-        return PipelineRanking(*rank_pipelines(self.found, _checked_count(k), joint))
+        return PipelineRanking(*rank_pipelines(self.found, _checked_count(k), self.settings))
 
     def _home(self, name: str) -> tuple[int, StageSearchResult]:
         """Return the stage that has an operator or a parameter, and its search."""
@@ -326,44 +334,6 @@ class PipelineReport(SearchReport):
             if searched is not None and searched.names.get(name) in searched.search.cost.domains.graph.op_by_name:
                 return searched, searched.names[name]
         return None
-
-
-@dataclass(frozen=True, eq=False)
-class AutoStagesSearchReport(SearchReport):
-    """The report of a search over numbers of stages, schedules and micro-batches. ``settings``: those that were
-    compared; ``chosen``: the report of the setting that was taken."""
-
-    plan: Plan
-    settings: AutoStagesReport
-    chosen: MeshReport | PipelineReport
-
-    def explain(self, name: str) -> AutoStagesReport | Explanation | MicroBatches | StageExplanation:
-        """Return what was compared and why this setting was taken for ``"stages"``; for other names what the report of
-        that setting returns. Raises PlanError for an unknown name."""
-        return self.settings if name == "stages" else self.chosen.explain(name)
-
-    def what_if(self, name: str, choice: str) -> WhatIf | StageWhatIf:
-        """Return what the report of the setting that was taken returns."""
-        return self.chosen.what_if(name, choice)
-
-    def top(self, k: int = 5) -> PlanRanking | PipelineRanking:
-        """Return the best ``k`` plans of the setting that was taken; with stages the best pipelines, those of the other
-        settings among them (``PipelineReport.top``)."""
-        if isinstance(self.chosen, PipelineReport):
-            return self.chosen.top(k, joint=self.settings)
-        return self.chosen.top(k)
-
-    def cost_graph(self, path: str | Path) -> None:
-        """Write the cost graph of the setting that was taken."""
-        self.chosen.cost_graph(path)
-
-    def trace(self, path: str | Path) -> None:
-        """Write the trace of the setting that was taken."""
-        self.chosen.trace(path)
-
-    def stage_figures(self) -> tuple[StageFigures, ...]:
-        """Return the figures of the stages of the setting that was taken."""
-        return self.chosen.stage_figures()
 
 
 def _types_and_reads(graph: Graph, program: RankProgram) -> tuple[OperatorLookup, OperatorLookup]:

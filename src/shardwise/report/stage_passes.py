@@ -20,10 +20,9 @@ from shardwise.graph.ir import Graph
 from shardwise.plans.bind_stages import bound
 from shardwise.plans.plan import Plan
 from shardwise.plans.price_scope import prices_of
-from shardwise.plans.schedule import schedule_of
+from shardwise.plans.schedule import order_of, schedule_of
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.vjp import VjpCache
-from shardwise.runtime.torch_schedules import order_of
 from shardwise.search.orders import OrderProblem
 
 

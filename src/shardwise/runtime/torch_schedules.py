@@ -5,8 +5,8 @@ stage is called for the forward, the backward, or half of the backward of a micr
 without autograd.
 
 Private parts of torch that are used: ``forward_maybe_with_nosync`` and ``backward_maybe_with_nosync`` of
-``PipelineStage``, which run a stage; the preparation of its messages in torch 2.11; ``pipeline_order`` of schedules;
-and ``_PipelineScheduleRuntime``, which runs a given order. Only this file depends on them.
+``PipelineStage``, which run a stage; the preparation of its messages in torch 2.11; and ``_PipelineScheduleRuntime``,
+which runs a given order. Only this file depends on them, and ``plans.schedule`` on ``pipeline_order`` of schedules.
 
 While torch runs a schedule, a rank either works on its stages or waits for messages. All time outside stages is
 therefore recorded as waiting in the rank's heartbeat file (``runtime.collective_tracker``).
@@ -15,11 +15,10 @@ therefore recorded as waiting in the rank's heartbeat file (``runtime.collective
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -28,12 +27,11 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, _utils
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, get_schedule_class
 
-from shardwise.costs.pipeline_simulation import Action, Kind, Order
-from shardwise.plans.schedule import Schedule, format_order, schedule_of
+from shardwise.costs.pipeline_simulation import Action, Kind
+from shardwise.plans.schedule import Schedule, format_order, order_of
 from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import new_group
 
-_KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
 _PARTS: dict[str, Kind] = {"full": "backward", "input": "input", "weight": "weight"}
 
 
@@ -299,60 +297,6 @@ def _is_loss(output: Tensor, target: Tensor) -> Tensor:
     return output
 
 
-def order_of(schedule: Schedule | None, num_places: int, num_micro_batches: int) -> Order:
-    """Return the actions of every pipeline rank, in the solved order or in torch's. Until an order is solved, the
-    schedule that replaces it counts. Without a schedule there is one stage: forward and backward of each micro-batch.
-    Needs no process group."""
-    if schedule is None:
-        kinds: tuple[Kind, ...] = "forward", "backward"
-        return (tuple(Action(0, kind, number) for number in range(num_micro_batches) for kind in kinds),)
-    if schedule.actions:
-        return schedule.actions
-    if schedule.is_solved:
-        schedule = schedule_of(schedule.instead)
-    places: list[tuple[Action, ...]] = []
-    num_stages = num_places * schedule.stages_per_place
-    stages = [
-        SimpleNamespace(
-            num_stages=num_stages,
-            group_size=num_places,
-            group_rank=0,
-            stage_index=number,
-            is_last=number == num_stages - 1,
-            submod=torch.nn.Module(),
-        )
-        for number in range(schedule.stages_per_place)
-    ]
-    stages_or_one: Any = stages if schedule.stages_per_place > 1 else stages[0]
-    schedule_of_torch: Any = get_schedule_class(schedule.base)(stages_or_one, num_micro_batches)
-    for place in range(num_places):
-        actions: list[Action] = []
-        for action in schedule_of_torch.pipeline_order[place]:
-            actions += _actions(action)
-        places.append(tuple(actions if schedule.stages_per_place > 1 else _numbered(actions)))
-    return tuple(places)
-
-
-def _actions(action: Any) -> list[Action]:
-    if action is None:
-        return []
-    if action.sub_actions:
-        return [action_of_part for part in action.sub_actions for action_of_part in _actions(part)]
-    kind = _KINDS.get(action.computation_type.value)
-    return [] if kind is None else [Action(action.stage_index, kind, action.microbatch_index)]
-
-
-def _numbered(actions: Sequence[Action]) -> list[Action]:
-    """Number the actions of the only stage of a pipeline rank, which takes micro-batches in order. (torch's table of
-    1F1B, which is for pictures, numbers the last rank's forwards from 1.)"""
-    seen: Counter[Kind] = Counter()
-    numbered = []
-    for action in actions:
-        numbered.append(replace(action, micro_batch=seen[action.kind]))
-        seen[action.kind] += 1
-    return numbered
-
-
 def position_groups(places: Sequence[Sequence[int]], backend: str | None = None) -> list[Any]:
     """Create, per position, the group of the ranks at it in every pipeline rank; all ranks create all groups.
     ``backend``: if other than the default group's."""
@@ -360,4 +304,4 @@ def position_groups(places: Sequence[Sequence[int]], backend: str | None = None)
     return [new_group(sorted(ranks), backend) for ranks in positions]
 
 
-__all__ = ["Scheduled", "TimedAction", "Worker", "order_of", "position_groups"]
+__all__ = ["Scheduled", "TimedAction", "Worker", "position_groups"]
