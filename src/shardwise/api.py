@@ -13,7 +13,7 @@ from shardwise.costs.collectives import Links
 from shardwise.costs.memory import MemoryEstimate, memory_of
 from shardwise.costs.prices import Prices
 from shardwise.costs.timeline import simulate
-from shardwise.errors import PlanError, ShardwiseError, problem
+from shardwise.errors import PlanError, ShardwiseError
 from shardwise.graph.call_arguments import call_arguments
 from shardwise.graph.segments import Recompute
 from shardwise.graph.step_precision import Precision
@@ -163,9 +163,7 @@ def compare(
         ShardwiseError: ``searches`` is not a list or tuple, or ``sw.plan`` raises an error other than PlanError.
     """
     if not isinstance(searches, list | tuple):
-        raise ShardwiseError(
-            problem(f"searches is {shorten_repr(searches)}", fix=f"a list of some of {', '.join(SEARCHES)}")
-        )
+        raise ShardwiseError(f"searches is {shorten_repr(searches)}", fix=f"a list of some of {', '.join(SEARCHES)}")
     given = PlanRequest.of(module, example_inputs, cluster, kwargs=kwargs, loss=loss, **settings)
     vjp_cache, rows = VjpCache(), []
     for search in searches:

@@ -25,6 +25,3 @@ class OpRecorder(DispatchMode):
         returned = func(*args, **kwargs)
         self.record(func, args, kwargs, returned)
         return returned
-
-
-__all__ = ["DispatchMode", "OpRecorder"]

@@ -85,6 +85,3 @@ def describe_progress(what: str, done: int, total: int, seconds: float) -> str:
         return what
     left = f", about {seconds / done * (total - done):.0f} s left" if done else ""
     return f"{what}: {done + 1} of {total}{left}"
-
-
-__all__ = ["describe_progress", "each", "report_progress", "show_progress"]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.costs.units import Figures, format_quantity
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 
 # A dtype without a figure of its own runs at that of the next one (converted, as V100 runs bfloat16 through float32).
 _RUNS_AS = {"f8": "f16", "bf16": "f32", "f16": "f32", "tf32": "f32", "f64": "f32", "f32": "f64"}
@@ -124,7 +124,7 @@ class Device:
         listed = rate_dtype(dtype, self.flops)
         if not listed:
             what = f"{self.name} has no figure for {dtype} or a similar dtype"
-            raise ShardwiseError(problem(what, fix=f"add [device.flops] {dtype} to the cluster file"))
+            raise ShardwiseError(what, fix=f"add [device.flops] {dtype} to the cluster file")
         return listed
 
 
@@ -238,7 +238,7 @@ class Cluster:
         if isinstance(cluster, int):
             return Cluster.local(cluster)
         fix = 'pass a Cluster, a name ("h100-1x8", or a TOML file), or a number of devices'
-        raise ShardwiseError(problem(f"the cluster is {cluster!r}"[:200], fix=fix))
+        raise ShardwiseError(f"the cluster is {cluster!r}"[:200], fix=fix)
 
     @staticmethod
     def local(num_devices: int) -> Cluster:
@@ -276,7 +276,7 @@ class Cluster:
         sizes = self._filled(self.levels[:-1], num_devices)
         if num_devices > self.num_devices:
             what = f"{self.name} cannot have {num_devices} devices: it has {self.num_devices}"
-            raise ShardwiseError(problem(what, fix="load a larger one (h100-16x8: 16 nodes of 8)"))
+            raise ShardwiseError(what, fix="load a larger one (h100-16x8: 16 nodes of 8)")
         return self.resized((*sizes, num_devices // prod(sizes))).renamed(f"{self.name} with {num_devices} devices")
 
     def with_nodes(self, num_nodes: int, devices_per_node: int) -> Cluster:
@@ -296,7 +296,7 @@ class Cluster:
         most = prod(level.size for level in inside)
         if not (1 <= devices_per_node <= most and 1 <= num_nodes <= nodes):
             what = f"{num_nodes} nodes of {devices_per_node}: {self.name} describes 1 to {nodes} nodes of 1 to {most}"
-            raise ShardwiseError(problem(what, fix="choose numbers in this range, or write a cluster file"))
+            raise ShardwiseError(what, fix="choose numbers in this range, or write a cluster file")
         sizes = self._filled(inside, devices_per_node)
         return self.resized((*sizes, num_nodes) if len(self.levels) > 1 else sizes)
 
@@ -304,7 +304,7 @@ class Cluster:
         """Sizes of inner levels with which they make ``num_devices`` or a part of it."""
         if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
             what = f"a cluster has a whole number of devices from 1, not {num_devices!r}"
-            raise ShardwiseError(problem(what, fix="such as 8; shardwise clusters lists described ones"))
+            raise ShardwiseError(what, fix="such as 8; shardwise clusters lists described ones")
         sizes: list[int] = []
         rest = num_devices
         for level in levels:
@@ -313,7 +313,7 @@ class Cluster:
                 what = (
                     f"{self.name} cannot have {num_devices} devices: {rest} is not a multiple of {size} ({level.name})"
                 )
-                raise ShardwiseError(problem(what, fix=f"choose at most {size}, or a multiple of it"))
+                raise ShardwiseError(what, fix=f"choose at most {size}, or a multiple of it")
             sizes.append(size)
             rest //= size
         return tuple(sizes)
@@ -333,7 +333,7 @@ class Cluster:
         if self.mixed and prod(sizes) != self.num_devices:
             kinds = ", ".join(f"{count} x {name}" for name, count in self.mixed)
             what = f"{self.name} has {kinds}: the kinds of {prod(sizes)} devices are not known"
-            raise ShardwiseError(problem(what, fix="write a cluster file with these devices"))
+            raise ShardwiseError(what, fix="write a cluster file with these devices")
         levels = [replace(level, size=size) for level, size in zip(self.levels, sizes, strict=True)]
         while len(levels) > 1 and levels[-1].size == 1:
             levels.pop()

@@ -22,7 +22,7 @@ from shardwise.costs.cluster import Cluster, Device, Level, slowest_device
 from shardwise.costs.collectives import KINDS
 from shardwise.costs.kernels import MOVES, PRODUCTS
 from shardwise.costs.units import RANGES, Figures, format_quantity, parse_quantity
-from shardwise.errors import ShardwiseError, page, problem
+from shardwise.errors import ShardwiseError, page
 from shardwise.hosts import read_hostfile, read_rank_table
 from shardwise.untrusted_text import MAX_DEVICES, check_texts, is_line, read_text, shorten_repr
 
@@ -77,7 +77,7 @@ def load(name: str | Path, hosts: str | Path | None = None) -> Cluster:
             if lacking := assumed_figures(content):
                 print_note_once(f"{text} has no {'; '.join(lacking)}; {MEASURE}")
         except (OSError, UnicodeDecodeError) as error:
-            raise ShardwiseError(problem(f"cannot read the cluster file: {error}", fix="pass its path")) from error
+            raise ShardwiseError(f"cannot read the cluster file: {error}", fix="pass its path") from error
     else:
         cluster = family(text) if hosts is not None and text in families() else _bundled(text)
     return cluster if hosts is None else on_hosts(cluster, hosts)
@@ -102,7 +102,7 @@ def _bundled(name: str) -> Cluster:
     if chosen not in families():
         what = f"unknown cluster {shorten_repr(name)}"
         facts = [("bundled", ", ".join(families()))]
-        raise ShardwiseError(problem(what, facts=facts, fix="pass a name (h100-16x8: 16 nodes of 8) or a .toml file"))
+        raise ShardwiseError(what, facts=facts, fix="pass a name (h100-16x8: 16 nodes of 8) or a .toml file")
     largest = family(chosen)
     most = prod(level.size for level in largest.levels[:-1]) if len(largest.levels) > 1 else largest.num_devices
     nodes, devices = (int(sized["nodes"]), int(sized["devices"])) if sized else (1, most)
@@ -118,14 +118,12 @@ def on_hosts(cluster: Cluster, path: str | Path) -> Cluster:
     counts = {len(host.ranks) for host in hosts}
     if len(counts) > 1:
         listed = ", ".join(f"{host.name}: {len(host.ranks)}" for host in hosts[:8])
-        raise ShardwiseError(
-            problem(f"the hosts of {path} have different numbers of ranks ({listed})", fix="use one number")
-        )
+        raise ShardwiseError(f"the hosts of {path} have different numbers of ranks ({listed})", fix="use one number")
     ordered = sorted(hosts, key=lambda host: host.ranks)
     scattered = [host for host in ordered if host.ranks != tuple(range(host.ranks[0], host.ranks[-1] + 1))]
     if scattered:
         what = f"host {scattered[0].name} of {path} has the ranks {', '.join(map(str, scattered[0].ranks[:8]))}"
-        raise ShardwiseError(problem(what, fix="use consecutive ranks on each host: the mesh takes them for close"))
+        raise ShardwiseError(what, fix="use consecutive ranks on each host: the mesh takes them for close")
     devices, nodes = len(ordered[0].ranks), len(ordered)
     return cluster.with_nodes(nodes, devices).renamed(f"{cluster.name} on {nodes} hosts of {devices}")
 
@@ -247,7 +245,7 @@ class _FigureReader:
             )
             more = [("and", f"{len(self.wrong) - _NUM_SHOWN} more")] if len(self.wrong) > _NUM_SHOWN else []
             fix = f"correct them; the format is described in {page('clusters')}"
-            raise ShardwiseError(problem(what, source=self.path, facts=[*self.wrong[:_NUM_SHOWN], *more], fix=fix))
+            raise ShardwiseError(what, source=self.path, facts=[*self.wrong[:_NUM_SHOWN], *more], fix=fix)
 
 
 def _key(name: str) -> str:
@@ -271,7 +269,7 @@ def _content(text: str, path: str) -> dict[str, Any]:
         check_texts(content)
     except (ValueError, RecursionError) as error:  # the reader goes down with the nesting
         why = "it is nested too deep" if isinstance(error, RecursionError) else _key(str(error))
-        raise ShardwiseError(problem(f"the cluster file is not TOML: {why}", source=path, fix="correct it")) from None
+        raise ShardwiseError(f"the cluster file is not TOML: {why}", source=path, fix="correct it") from None
     return content
 
 

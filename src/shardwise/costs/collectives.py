@@ -41,7 +41,7 @@ from math import log2, prod
 
 from shardwise.costs.cluster import Cluster, Level
 from shardwise.costs.units import Figures
-from shardwise.errors import PlanError, problem
+from shardwise.errors import PlanError
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 
@@ -124,12 +124,12 @@ class Links:
                 )
                 what += f"none for {len(absent)} of them from rank {absent[0]} on"
                 fix = f"use ranks from 0 to {self.cluster.num_devices - 1}, or describe a larger cluster"
-                raise PlanError(problem(what, fix=fix))
+                raise PlanError(what, fix=fix)
         elif self.mesh.num_devices != self.cluster.num_devices:
             sizes = " x ".join(str(size) for _, size in self.mesh.axes) or "1"
             what = f"{self.mesh} has {sizes} = {self.mesh.num_devices} devices, {self.cluster.name} has"
             what += f" {self.cluster.num_devices}"
-            raise PlanError(problem(what, fix=f"choose axes whose sizes multiply to {self.cluster.num_devices}"))
+            raise PlanError(what, fix=f"choose axes whose sizes multiply to {self.cluster.num_devices}")
 
     def seconds(self, kind: str, axes: tuple[str, ...], num_bytes: float) -> float:
         """Return the seconds of a collective over the product of sub-axes, by the fastest algorithm.

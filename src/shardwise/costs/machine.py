@@ -17,7 +17,7 @@ from shardwise.costs.assumed_figures import MEASURE, print_note_once
 from shardwise.costs.cluster import Cluster, Device, Level, slowest_device
 from shardwise.costs.cluster_file import family
 from shardwise.costs.units import format_quantity
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 
 # The first whose words are all in the name of a GPU (as torch and nvidia-smi write it) is its family. A100 on PCIe
 # differ from those on SXM by 5 % of the bandwidth of their memory, and by their links, which the topology tells.
@@ -55,7 +55,7 @@ def local(num_devices: int) -> Cluster:
     """See ``Cluster.local``."""
     if isinstance(num_devices, bool) or not isinstance(num_devices, int) or num_devices < 1:
         what = f"a cluster has a whole number of devices from 1, not {num_devices!r}"
-        raise ShardwiseError(problem(what, fix="such as 8, or a cluster by name: h100-1x8"))
+        raise ShardwiseError(what, fix="such as 8, or a cluster by name: h100-1x8")
     gpus = probe.gpus()
     cluster, assumed = _of_gpus(gpus, num_devices) if gpus else _of_cpus(num_devices)
     print_note_once(f"Cluster.local({num_devices}): {'; '.join(assumed)}; {MEASURE}")
@@ -93,7 +93,7 @@ def _of_gpus(gpus: Sequence[probe.Gpu], num_devices: int) -> tuple[Cluster, list
     if num_devices % inside:
         what = f"{num_devices} devices: this machine has {inside} GPUs, and {num_devices} is not a multiple"
         fix = f"choose at most {inside}, or a multiple; CPU ranks: sw.Cluster.load('local').with_devices({num_devices})"
-        raise ShardwiseError(problem(what, fix=fix))
+        raise ShardwiseError(what, fix=fix)
     listed = probe.smi_gpus()
     used = gpus[:inside]
     assumed: list[str] = []
@@ -145,7 +145,7 @@ def _device(gpu: probe.Gpu, name: str, seen: probe.SmiGpu | None, place: int, as
     if reserve >= whole:
         what = f"GPU {place} ({gpu.name}, {format_quantity(whole, 'B')}) has no memory left for a plan"
         fix = f"end its processes (see nvidia-smi), or choose other GPUs: CUDA_VISIBLE_DEVICES; {'; '.join(assumed)}"
-        raise ShardwiseError(problem(what, fix=fix))
+        raise ShardwiseError(what, fix=fix)
     return replace(like, name=gpu.name, memory_bytes=whole, reserve_bytes=reserve)
 
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 
 VARIANTS = ("foreach", "single", "fused")
 ON_HOST = " on host"
@@ -78,19 +78,19 @@ def parse_optimizer(optimizer: str) -> tuple[str, str]:
         name = "momentum" if getattr(optimizer, "defaults", {}).get("momentum") else kind.__name__.lower()
         fix = f"optimizer={name!r}" if name in HELD else f"pass a name such as 'adamw': {', '.join(HELD)}"
         what = f"optimizer is the name of an optimizer, not an object of {kind.__name__}"
-        raise ShardwiseError(problem(what, fix=fix))
+        raise ShardwiseError(what, fix=fix)
     name, _, variant = optimizer.removesuffix(ON_HOST).partition(" ")
     if name not in HELD:
         what = f"the memory of optimizer {optimizer!r} is not known"
-        raise ShardwiseError(problem(what, fix=f"one of {', '.join(HELD)}"))
+        raise ShardwiseError(what, fix=f"one of {', '.join(HELD)}")
     if (variant and variant not in VARIANTS) or optimizer.endswith(" "):
         what = f"{variant!r} of optimizer {optimizer!r} is not an update variant"
         fix = (
             f"one of {', '.join(VARIANTS)}, as in '{name} fused', or only the name; add ' on host' for offloaded states"
         )
-        raise ShardwiseError(problem(what, fix=fix))
+        raise ShardwiseError(what, fix=fix)
     if is_on_host(optimizer) and not HELD[name].states:
-        raise ShardwiseError(problem(f"{name} has no states to offload to the host", fix=f"optimizer={name!r}"))
+        raise ShardwiseError(f"{name} has no states to offload to the host", fix=f"optimizer={name!r}")
     return name, variant
 
 

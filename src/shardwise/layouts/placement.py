@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from shardwise.errors import LayoutError, problem
+from shardwise.errors import LayoutError
 from shardwise.layouts.mesh import Mesh
 
 
@@ -25,7 +25,7 @@ class Placement:
         if len(self.ranks) != self.mesh.num_devices:
             what = f"{self.mesh} has {self.mesh.num_devices} devices, the placement names {len(self.ranks)} ranks: "
             fix = "list one global rank for every device of the mesh, in row-major order of its axes"
-            raise LayoutError(problem(what + _shown(self.ranks), fix=fix))
+            raise LayoutError(what + _shown(self.ranks), fix=fix)
         for before, rank in pairwise((-1, *self.ranks)):
             if rank > before:
                 continue
@@ -36,7 +36,7 @@ class Placement:
             else:
                 what = f"rank {rank} comes after rank {before}"
                 fix = "list ranks in ascending order; reorder the axes of the mesh to rearrange devices"
-            raise LayoutError(problem(f"{what} in the placement {_shown(self.ranks)} of {self.mesh}", fix=fix))
+            raise LayoutError(f"{what} in the placement {_shown(self.ranks)} of {self.mesh}", fix=fix)
 
     def __str__(self) -> str:
         return f"{self.mesh} on ranks {_shown(self.ranks)}"
@@ -50,7 +50,7 @@ class Placement:
         """Return the position in the mesh of a global rank. Raises LayoutError for a rank that is elsewhere."""
         device = bisect_left(self.ranks, rank)
         if self.ranks[device : device + 1] != (rank,):
-            raise LayoutError(problem(f"rank {rank} is not in {self}", fix="call this on one of these ranks"))
+            raise LayoutError(f"rank {rank} is not in {self}", fix="call this on one of these ranks")
         return device
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -66,7 +66,7 @@ def check_placements(placements: Sequence[Placement], num_ranks: int) -> None:
     """Two stages of one plan have the same ranks or none in common, and all stages together have all ranks. Raises
     LayoutError naming stages and ranks."""
     if not placements:
-        raise LayoutError(problem("the plan has no stages", fix="add at least one stage with a placement"))
+        raise LayoutError("the plan has no stages", fix="add at least one stage with a placement")
     for stage, placement in enumerate(placements):
         absent = [rank for rank in placement.ranks if rank >= num_ranks]
         if absent:
@@ -75,7 +75,7 @@ def check_placements(placements: Sequence[Placement], num_ranks: int) -> None:
                 "the job: "
             )
             fix = f"start {absent[-1] + 1} ranks, or use ranks from 0 to {num_ranks - 1}"
-            raise LayoutError(problem(what + _shown(absent), fix=fix))
+            raise LayoutError(what + _shown(absent), fix=fix)
     stage_of: dict[int, int] = {}  # rank -> the first stage that has it
     for number, second in enumerate(placements):
         for before in sorted({stage_of.setdefault(rank, number) for rank in second.ranks} - {number}):
@@ -85,11 +85,11 @@ def check_placements(placements: Sequence[Placement], num_ranks: int) -> None:
             common = sorted(set(first.ranks) & set(second.ranks))
             what = f"stages {before} and {number} share {_counted(common)}, but not all: stage {before} has "
             what += f"{_shown(first.ranks)}, stage {number} has {_shown(second.ranks)}"
-            raise LayoutError(problem(what, fix="give them the same ranks or separate ranks"))
+            raise LayoutError(what, fix="give them the same ranks or separate ranks")
     missing = sorted(set(range(num_ranks)).difference(stage_of))
     if missing:
         what = f"{len(missing)} of {num_ranks} ranks are in no stage: {_shown(missing)}"
-        raise LayoutError(problem(what, fix="add them to the placement of a stage, or start fewer ranks"))
+        raise LayoutError(what, fix="add them to the placement of a stage, or start fewer ranks")
 
 
 def _counted(ranks: Sequence[int]) -> str:

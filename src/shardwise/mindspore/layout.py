@@ -65,11 +65,11 @@ class Layout:
                 taken.append(left.pop(0))
             if mesh.size_of(taken) != size:
                 what = f"the device matrix {self.device_matrix} is not {devices} devices in rows of {mesh.sizes}"
-                raise LayoutError(problem(what, fix=f"numbers whose product is {devices}"))
+                raise LayoutError(what, fix=f"numbers whose product is {devices}")
             axes[name] = taken
         if left or len(shape) != len(self.counts):
             what = f"{self} is for {prod(self.device_matrix)} devices and {len(self.counts)} dims"
-            raise LayoutError(problem(f"{what}; there are {devices}, and the shape {list(shape)}", fix="as many"))
+            raise LayoutError(f"{what}; there are {devices}, and the shape {list(shape)}", fix="as many")
         dims = (
             (Atom(size, tuple(axis for name in names for axis in axes[name])),)
             for size, names in zip(shape, self.tensor_map or (), strict=True)

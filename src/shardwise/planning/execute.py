@@ -290,6 +290,3 @@ def _pricing(cluster: Cluster, memory_bytes: float | None, search: MeshSearch, c
         if len(mesh.expand(name)) > 1 and mesh.expand(name) not in groups
     )
     return PricingEntry.of(cluster, memory_bytes, separate)
-
-
-__all__ = ["execute"]

@@ -17,7 +17,7 @@ from shardwise.costs.kernels import DTYPE_NAMES
 from shardwise.costs.ledger import Peak
 from shardwise.costs.memory import memory_of
 from shardwise.costs.prediction import Interval
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.graph.ir import Graph
 from shardwise.graph.trees import flatten
 from shardwise.planning.suggestions import NUM_SHOWN, Option, plan_variants, suggest_changes, suggest_fixes, try_request
@@ -262,19 +262,17 @@ def fits(
         ShardwiseError: As ``sw.plan`` raises it, except that a model that does not fit is an answer.
     """
     if not (is_number(seconds) and seconds >= 0):
-        raise ShardwiseError(problem(f"seconds is {seconds!r}", fix="seconds for planning suggestions, 0 or more"))
+        raise ShardwiseError(f"seconds is {seconds!r}", fix="seconds for planning suggestions, 0 or more")
     if price_per_hour is not None and not (is_number(price_per_hour) and 0 <= price_per_hour < inf):
         fix = "what a device costs in an hour, from 0; or leave it out"
-        raise ShardwiseError(problem(f"the price of a device and hour is {price_per_hour!r}", fix=fix))
+        raise ShardwiseError(f"the price of a device and hour is {price_per_hour!r}", fix=fix)
     request = PlanRequest.of(module, example_inputs, cluster, kwargs=kwargs, loss=loss, **settings)
     asked = try_request(request)
     if asked.plan is not None and asked.plan.predicted is None and asked.plan.pipeline is None:
         raise ShardwiseError(
-            problem(
-                "sw.fits answers from prices. Stages have no prices under a mode, or if strategies are completed "
-                "without a search",
-                fix='leave them out, or add search="dynamic_programming"',
-            )
+            "sw.fits answers from prices. Stages have no prices under a mode, or if strategies are completed "
+            "without a search",
+            fix='leave them out, or add search="dynamic_programming"',
         )
     step = None
     found = asked.found

@@ -22,7 +22,7 @@ import torch
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.flops import FLOPS, flops_of
-from shardwise.errors import PlanError, listed, problem
+from shardwise.errors import PlanError, listed
 from shardwise.graph.attention_within import ATTENTION_WITHIN, num_pairs
 from shardwise.graph.cut import free_values
 from shardwise.graph.ir import Graph, Op, Ref
@@ -279,17 +279,13 @@ def check_joint(module: torch.nn.Module, *, by_price: bool) -> None:
     """Raise PlanError if there is nothing to choose: no prices, or stages that are marked."""
     if not by_price:
         raise PlanError(
-            problem(
-                'stages="auto" compares plans by price, and this mode or search has none',
-                fix='mode="auto" with search="dynamic_programming", or a number of stages',
-            )
+            'stages="auto" compares plans by price, and this mode or search has none',
+            fix='mode="auto" with search="dynamic_programming", or a number of stages',
         )
     if marks := marks_of(module):
         raise PlanError(
-            problem(
-                f'stages="auto" chooses the cuts, but modules are marked: {listed(list(marks))}',
-                fix='stages="marked", or leave out the marks',
-            )
+            f'stages="auto" chooses the cuts, but modules are marked: {listed(list(marks))}',
+            fix='stages="marked", or leave out the marks',
         )
 
 
@@ -393,7 +389,7 @@ def joint_search(
             best = seconds, setting, plan
     if best is None:
         raise failure or PlanError(
-            problem("there is no setting to plan", fix="give a mesh whose number of devices divides the cluster's")
+            "there is no setting to plan", fix="give a mesh whose number of devices divides the cluster's"
         )
     return best[2], AutoStagesReport(tuple(seen), best[1])
 

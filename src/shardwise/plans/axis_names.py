@@ -174,6 +174,3 @@ def name_axes_by_role(stages: Sequence[Stage], of: Sequence[AxisUsage]) -> tuple
         usages = (usage for stage, usage in zip(stages, of, strict=True) if stage.mesh == mesh)
         renamed_entries[mesh] = _RenamedEntries(Renaming(mesh, mesh_by_roles(mesh, usages)))
     return tuple(renamed_entries[stage.mesh].stage(stage) for stage in stages)
-
-
-__all__ = ["AxisUsage", "mesh_by_roles", "name_axes_by_role"]

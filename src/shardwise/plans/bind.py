@@ -103,9 +103,7 @@ def program_of_choice(
             spmd = with_buckets(spmd, _listed_buckets(stage, spmd))
         except LayoutError as error:
             fix = "make the plan again with sw.plan"
-            raise PlanError(
-                problem(f"the buckets that the plan lists do not fit its program: {error}", fix=fix)
-            ) from error
+            raise PlanError(f"the buckets that the plan lists do not fit its program: {error}", fix=fix) from error
     else:
         gathers_again = any(entry.again for entry in stage.parameters)
         spmd = fill(spmd, plan.bucket_bytes, original, by_block=gathers_again)
@@ -185,7 +183,7 @@ def _with_once(stage: Stage, spmd: SpmdProgram, graph: Graph, *, listed: bool) -
             f"the plan converts {', '.join(left[:3])} once a step, which is used in several layouts or gathered again"
         )
         fix = 'write "once": false there, or make the plan again with sw.plan'
-        raise PlanError(problem(what, facts=[("count", str(len(left)))], fix=fix))
+        raise PlanError(what, facts=[("count", str(len(left)))], fix=fix)
     return replace(spmd, lifetimes=replace(spmd.lifetimes, once=once))
 
 
@@ -277,10 +275,8 @@ def _stored_as_planned(choice: Choice, plan: Plan, graph: Graph) -> Choice:
         layout = sources[source.value]
         if any(layout.dims[cut.dim] != planned.dims[cut.dim] for cut in planned.windows):
             raise PlanError(
-                problem(
-                    f"{source.names[0]} is kept as {planned}, but the model divides it as {layout}",
-                    fix="split a dim by hand only where no view divides it",
-                )
+                f"{source.names[0]} is kept as {planned}, but the model divides it as {layout}",
+                fix="split a dim by hand only where no view divides it",
             )
         sources[source.value] = replace(layout, windows=planned.windows)
     return replace(choice, sources=sources)
@@ -387,7 +383,7 @@ def _raise_faults(faults: list[str]) -> None:
         shown = sorted(faults)[:_NUM_SHOWN]
         more = [f"  and {len(faults) - len(shown)} more"] if len(faults) > len(shown) else []
         what = "\n".join(["the plan is for another model or other inputs:", *(f"  {f}" for f in shown), *more])
-        raise PlanError(problem(what, fix="make a plan for this model and these inputs with sw.plan"))
+        raise PlanError(what, fix="make a plan for this model and these inputs with sw.plan")
 
 
 def input_faults(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.errors import LayoutError, PlanError, problem
+from shardwise.errors import LayoutError, PlanError
 from shardwise.graph.cut import GraphCut, cut_apart
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.ir import Graph, Ref, Source, refs
@@ -46,10 +46,8 @@ def step_graph(graph: Graph) -> Graph:
     Raises PlanError if there is no loss."""
     if graph.loss is None:
         raise PlanError(
-            problem(
-                "stages need a loss, which the module does not return",
-                fix="return the loss first, or give loss= to plan and parallelize",
-            )
+            "stages need a loss, which the module does not return",
+            fix="return the loss first, or give loss= to plan and parallelize",
         )
     return eliminate_dead_code(replace(graph, outputs=(Ref(graph.loss),)))
 
@@ -87,11 +85,9 @@ def check_last(cut: GraphCut, graph: Graph) -> None:
     if home != len(cut.parts) - 1:
         op = graph.producer.get(graph.loss or "")
         raise PlanError(
-            problem(
-                f"the loss is computed in stage {home}, and the last stage is {len(cut.parts) - 1}",
-                op="" if op is None else op.name,
-                fix="cut earlier, so that the loss is in the last stage",
-            )
+            f"the loss is computed in stage {home}, and the last stage is {len(cut.parts) - 1}",
+            op="" if op is None else op.name,
+            fix="cut earlier, so that the loss is in the last stage",
         )
 
 
@@ -149,11 +145,9 @@ def _check_sends(stage: Stage, number: int, cut: GraphCut, spmd: SpmdProgram) ->
     if differing:
         name = differing[0]
         raise PlanError(
-            problem(
-                f"the program is not the one that the plan lists: stage {number} sends {name} "
-                f"{sent.get(name, 'nowhere')}, and lists {listed.get(name, 'none')}",
-                fix="make the plan again with sw.plan, or derive conversions again with Plan.load(path, edited=True)",
-            )
+            f"the program is not the one that the plan lists: stage {number} sends {name} "
+            f"{sent.get(name, 'nowhere')}, and lists {listed.get(name, 'none')}",
+            fix="make the plan again with sw.plan, or derive conversions again with Plan.load(path, edited=True)",
         )
 
 
@@ -194,16 +188,3 @@ def refined(layout: Layout, atoms: tuple[tuple[int, ...], ...]) -> Layout | None
         return layout_of(where_of(layout.canonical().refine(atoms)), atoms, layout.mesh)
     except LayoutError:
         return None
-
-
-__all__ = [
-    "BoundStages",
-    "bound",
-    "check_last",
-    "cut_for_stages",
-    "delivered_layouts",
-    "meeting",
-    "only_read",
-    "refined",
-    "step_graph",
-]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shardwise.errors import PlanError, problem
+from shardwise.errors import PlanError
 from shardwise.layouts.routes import Floats
 from shardwise.search.auto import MeshSearch
 from shardwise.search.elimination import Problem, Solution, TooWide, solve
@@ -22,8 +22,6 @@ def minimum_by_value(table: Problem, last: int | None = None) -> Solution:
         return solve(table, last=last)
     except TooWide as error:
         raise PlanError(
-            problem(
-                f"the plan cannot be explained: the model is too densely connected ({error})",
-                fix="compare plans in which the operator has other strategies: sw.plan(..., strategies=...)",
-            )
+            f"the plan cannot be explained: the model is too densely connected ({error})",
+            fix="compare plans in which the operator has other strategies: sw.plan(..., strategies=...)",
         ) from error

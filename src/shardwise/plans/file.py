@@ -21,7 +21,7 @@ from typing import Any
 
 from shardwise.costs.pipeline_simulation import PipelinePrediction, StagePrediction
 from shardwise.costs.prediction import PassedOver, Prediction
-from shardwise.errors import PlanError, ShardwiseError, problem
+from shardwise.errors import PlanError, ShardwiseError
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.plans.entries import (
@@ -150,27 +150,23 @@ def checked_body(text: str, name: str, edited: bool) -> dict[str, Any]:
         data = read_json(text)
     except ShardwiseError as error:
         raise PlanError(
-            problem(f"{name} cannot be read: {error}", fix="the file may be truncated: save the plan again")
+            f"{name} cannot be read: {error}", fix="the file may be truncated: save the plan again"
         ) from error
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise PlanError(f'{name} is not a shardwise plan: it has no "format": "{FORMAT}"')
     if type(data.get("version")) is not int or data["version"] not in _READABLE:
         raise PlanError(
-            problem(
-                f"{name} has plan version {shorten_repr(data.get('version'))}; this shardwise reads versions "
-                f"{BEFORE_STAGES} to {VERSION}",
-                fix="make the plan again with sw.plan",
-            )
+            f"{name} has plan version {shorten_repr(data.get('version'))}; this shardwise reads versions "
+            f"{BEFORE_STAGES} to {VERSION}",
+            fix="make the plan again with sw.plan",
         )
     body = {key: value for key, value in data.items() if key not in ("format", "version", "digest")}
     listed_digest = str(data.get("digest"))[:12]
     if not edited and data.get("digest") != plan_digest(body):
         raise PlanError(
-            problem(
-                f"{name} was changed after it was saved: its content has digest {plan_digest(body)[:12]}, it says "
-                f"{listed_digest if is_line(listed_digest) else shorten_repr(listed_digest)}",
-                fix="if you edited it on purpose, load it with Plan.load(path, edited=True); otherwise save it again",
-            )
+            f"{name} was changed after it was saved: its content has digest {plan_digest(body)[:12]}, it says "
+            f"{listed_digest if is_line(listed_digest) else shorten_repr(listed_digest)}",
+            fix="if you edited it on purpose, load it with Plan.load(path, edited=True); otherwise save it again",
         )
     if data["version"] == BEFORE_STAGES:
         body = _with_stages(body, name, edited)
@@ -203,12 +199,10 @@ def _with_stages(body: dict[str, Any], name: str, edited: bool) -> dict[str, Any
     """Return the content of a file of version 4 in the form of this version."""
     if body.get("pricing") is not None and not edited:
         raise PlanError(
-            problem(
-                f"{name} has plan version {BEFORE_STAGES}: it does not list the paths of its conversions, which were "
-                "chosen by price",
-                fix="make the plan again with sw.plan, or derive its conversions again, by the bytes they send, with "
-                "Plan.load(path, edited=True)",
-            )
+            f"{name} has plan version {BEFORE_STAGES}: it does not list the paths of its conversions, which were "
+            "chosen by price",
+            fix="make the plan again with sw.plan, or derive its conversions again, by the bytes they send, with "
+            "Plan.load(path, edited=True)",
         )
     stage = {key: body[key] for key in _STAGE_KEYS if key in body}
     if isinstance(stage.get("conversions"), list):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from shardwise.errors import PlanError, problem
+from shardwise.errors import PlanError
 from shardwise.graph.ir import Graph, Source
 from shardwise.graph.naming import value_name
 from shardwise.graph.normalize_random import SEED
@@ -122,13 +122,11 @@ def check_program(stage: Stage, spmd: SpmdProgram, *, widened: bool) -> None:
     source = next((entry.source for entry in stage.operators if entry.name == op), "")
     more = [("more", f"{len(differences) - 1} more differ")] if len(differences) > 1 else []
     raise PlanError(
-        problem(
-            f"the program is not the one that the plan lists: {len(differences)} of {len(listed)} conversions differ",
-            op=op,
-            source=source,
-            facts=[*first, *more],
-            fix="make the plan again with sw.plan, or derive its conversions again with Plan.load(path, edited=True)",
-        )
+        f"the program is not the one that the plan lists: {len(differences)} of {len(listed)} conversions differ",
+        op=op,
+        source=source,
+        facts=[*first, *more],
+        fix="make the plan again with sw.plan, or derive its conversions again with Plan.load(path, edited=True)",
     )
 
 

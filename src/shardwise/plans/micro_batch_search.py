@@ -182,6 +182,3 @@ def announce_statistics(buffers: list[str]) -> None:
             "as in gradient accumulation on one device: results differ from those of one pass over the whole batch",
             PlanWarning,
         )
-
-
-__all__ = ["Example", "MicroBatchSearch", "announce_statistics", "planned_graph"]

@@ -9,7 +9,7 @@ from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
-from shardwise.errors import PlanError, problem
+from shardwise.errors import PlanError
 from shardwise.graph.cut import free_values
 from shardwise.graph.ir import Graph
 from shardwise.graph.segments import block_of
@@ -39,7 +39,7 @@ def rank_pipelines(
     were impossible. Cuts are moved one by one, by one block (without blocks: one operator), then by two, until there
     are enough. Raises PlanError if nothing was chosen by price."""
     if pipeline.plan.pipeline is None:
-        raise PlanError(problem("no stage was chosen by price", fix='plan with search="dynamic_programming"'))
+        raise PlanError("no stage was chosen by price", fix='plan with search="dynamic_programming"')
     config = pipeline.planner.config  # plan slower ones to the end, too
     planner = replace(pipeline.planner, config=replace(config, settings=replace(config.settings, known=inf)), known={})
     others = [_ranked(plan, _size(plan)) for plan in pipeline.others]
@@ -96,6 +96,3 @@ def _places(graph: Graph) -> list[int]:
     blocks = [block_of(graph.ops[i].name) for i in positions]
     block_starts = [i for i, before, block in zip(positions[1:], blocks, blocks[1:], strict=False) if block != before]
     return block_starts if any(blocks) else positions[1:]
-
-
-__all__ = ["RankedPipeline", "rank_pipelines"]

@@ -55,6 +55,3 @@ class PipelineConfig:
         size = self.stage_cluster.num_devices
         first = size * self.schedule.place_of(stage, self.num_places)
         return Placement(mesh, tuple(range(first, first + size)))
-
-
-__all__ = ["PipelineConfig"]

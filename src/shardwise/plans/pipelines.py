@@ -29,7 +29,7 @@ from shardwise.costs.pipeline_simulation import (
     simulate_pipeline,
 )
 from shardwise.costs.prices import Prices
-from shardwise.errors import NothingFits, PlanError, listed, problem
+from shardwise.errors import NothingFits, PlanError, listed
 from shardwise.graph.batch import num_samples
 from shardwise.graph.capture import Capture
 from shardwise.graph.cut import GraphCut
@@ -96,11 +96,9 @@ def plan_captured_pipeline(
     stage_cluster = _stage_cluster(cluster, num_stages, schedule)
     if parallel.mesh is not None and parallel.mesh.num_devices != stage_cluster.num_devices:
         raise PlanError(
-            problem(
-                f"{parallel.mesh} has {parallel.mesh.num_devices} devices, a stage has {stage_cluster.num_devices} of "
-                f"the cluster's {cluster.num_devices}",
-                fix="with stages, mesh is that of a stage",
-            )
+            f"{parallel.mesh} has {parallel.mesh.num_devices} devices, a stage has {stage_cluster.num_devices} of "
+            f"the cluster's {cluster.num_devices}",
+            fix="with stages, mesh is that of a stage",
         )
     meshes: tuple[Mesh, ...] = (Mesh(dp=stage_cluster.num_devices),)
     if parallel.mesh is not None:
@@ -167,9 +165,7 @@ def step_seconds(plan: Plan) -> float:
 
 def _num_stages(stages: int | str | None, marks: Mapping[str, int]) -> int:
     if stages is None:
-        raise PlanError(
-            problem("a schedule orders stages, and there are none", fix='give stages=4, or stages="marked"')
-        )
+        raise PlanError("a schedule orders stages, and there are none", fix='give stages=4, or stages="marked"')
     if stages == "marked" or marks:
         return check_marks(dict(marks), None if stages == "marked" else _checked(stages))
     return _checked(stages)
@@ -177,7 +173,7 @@ def _num_stages(stages: int | str | None, marks: Mapping[str, int]) -> int:
 
 def _checked(stages: int | str) -> int:
     if isinstance(stages, bool) or not isinstance(stages, int) or stages < 2:
-        raise PlanError(problem(f"stages is {stages!r}", fix='a whole number from 2, "marked" (sw.stage) or "auto"'))
+        raise PlanError(f"stages is {stages!r}", fix='a whole number from 2, "marked" (sw.stage) or "auto"')
     return stages
 
 
@@ -186,19 +182,15 @@ def _stage_cluster(cluster: Cluster, num_stages: int, schedule: Schedule) -> Clu
     places, rest = divmod(num_stages, schedule.stages_per_place)
     if rest or places < 2:
         raise PlanError(
-            problem(
-                f"{schedule.name} has {schedule.stages_per_place} stages on every place: {num_stages} stages are "
-                f"{num_stages / schedule.stages_per_place:g} places",
-                fix=f"choose a multiple of {schedule.stages_per_place}, from {2 * schedule.stages_per_place}",
-            )
+            f"{schedule.name} has {schedule.stages_per_place} stages on every place: {num_stages} stages are "
+            f"{num_stages / schedule.stages_per_place:g} places",
+            fix=f"choose a multiple of {schedule.stages_per_place}, from {2 * schedule.stages_per_place}",
         )
     if cluster.num_devices % places:
         raise PlanError(
-            problem(
-                f"{cluster.num_devices} devices do not divide into {places} equal places: {cluster.num_devices} / "
-                f"{places} = {cluster.num_devices / places:.4g}",
-                fix="choose a number of stages that divides the devices",
-            )
+            f"{cluster.num_devices} devices do not divide into {places} equal places: {cluster.num_devices} / "
+            f"{places} = {cluster.num_devices / places:.4g}",
+            fix="choose a number of stages that divides the devices",
         )
     return cluster.with_devices(cluster.num_devices // places)
 
@@ -264,9 +256,7 @@ class PipelinePlanner:
         """The order of all actions. Raises PlanError if the schedule cannot run so many micro-batches."""
         config = self.config
         if fault := config.schedule.fault(config.num_places, self.num_passes):
-            raise PlanError(
-                problem(fault, fix="choose a smaller micro_batch, or another schedule (GPipe takes any number)")
-            )
+            raise PlanError(fault, fix="choose a smaller micro_batch, or another schedule (GPipe takes any number)")
         return order_of(config.schedule, config.num_places, self.num_passes)
 
     @cached_property
@@ -421,10 +411,8 @@ def _check_parameters(cut: GraphCut) -> None:
         if not any(source.kind == "parameter" for source in part.sources):
             names = [op.name for op in part.ops]
             raise PlanError(
-                problem(
-                    f"stage {number} has no parameters: {listed(names)}",
-                    fix="ask for fewer stages, or mark modules that have parameters",
-                )
+                f"stage {number} has no parameters: {listed(names)}",
+                fix="ask for fewer stages, or mark modules that have parameters",
             )
 
 
@@ -574,6 +562,3 @@ def _predicted(
     bound = min(least_seconds(work), step.seconds)  # their sums round differently
     peaks = [sum(parts) for parts in zip(work.peaks(order), _fixed_bytes(config, timed), strict=True)]
     return PipelinePrediction(step.seconds, step.bubbles, bound, stages, max(peaks))
-
-
-__all__ = ["PipelinePlanner", "PipelineResult", "plan_captured_pipeline", "step_seconds"]

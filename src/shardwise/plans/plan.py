@@ -104,7 +104,7 @@ class Plan:
                 f"stage {i} on ranks {format_ranks(s.placement.ranks)}" for i, s in enumerate(self.stages)
             )
             raise PlanError(
-                problem(f"the plan has {len(self.stages)} stages ({places}), and this needs one", fix="use plan.stages")
+                f"the plan has {len(self.stages)} stages ({places}), and this needs one", fix="use plan.stages"
             )
         return self.stages[0]
 
@@ -197,10 +197,8 @@ class Plan:
         for a plan of stages, and for one of a file without prices."""
         if self.predicted is None:
             raise PlanError(
-                problem(
-                    "the plan has no prediction: it is of stages, or its file has no prices",
-                    fix='plan again with sw.plan(..., search="dynamic_programming"), or ask sw.fits for its step',
-                )
+                "the plan has no prediction: it is of stages, or its file has no prices",
+                fix='plan again with sw.plan(..., search="dynamic_programming"), or ask sw.fits for its step',
             )
         return self.predicted
 
@@ -284,7 +282,7 @@ class Plan:
             text = read_text(path, MAX_FILE)
         except (OSError, UnicodeDecodeError, ShardwiseError) as error:
             fix = "name the file that plan.save(path), or shardwise plan -o, has written"
-            raise PlanError(problem(f"cannot read the plan {path}: {error}", fix=fix)) from error
+            raise PlanError(f"cannot read the plan {path}: {error}", fix=fix) from error
         return Plan.from_json(text, name=str(path), edited=edited)
 
     @staticmethod

@@ -19,7 +19,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from shardwise.costs.optimizers import is_on_host, parse_optimizer, states_of
-from shardwise.errors import PlanError, listed, problem
+from shardwise.errors import PlanError, listed
 from shardwise.layouts.text import DTYPE_NAMES, parse_dtype
 from shardwise.plans.entries import NO_LIMIT, CollectiveEntry, ConversionEntry, Stage, TensorEntry
 from shardwise.plans.file import format_ranks
@@ -311,11 +311,9 @@ def format_entry(plan: Plan, name: str) -> str:
                 return "\n".join([head, f"      {operator.source}", *map(_conversion, conversions)])
     operator_names = [operator.name for operator in plan.operators]
     raise PlanError(
-        problem(
-            f"the plan has no {shorten_repr(name)}",
-            facts=[("it has", listed(operator_names))],
-            fix="print(plan) shows all names",
-        )
+        f"the plan has no {shorten_repr(name)}",
+        facts=[("it has", listed(operator_names))],
+        fix="print(plan) shows all names",
     )
 
 

@@ -16,7 +16,7 @@ import torch
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.optimizers import parse_optimizer
-from shardwise.errors import PlanError, ShardwiseError, problem
+from shardwise.errors import PlanError, ShardwiseError
 from shardwise.graph.batch import num_samples, with_samples
 from shardwise.graph.call_arguments import call_arguments
 from shardwise.graph.segments import Recompute, check_how
@@ -51,23 +51,23 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         if self.offload not in OFFLOADS:
             fix = f"one of {', '.join(map(repr, OFFLOADS))}, or sw.offload(module.layers[3]) for parts"
-            raise ShardwiseError(problem(f"unknown offload={self.offload!r}", fix=fix))
+            raise ShardwiseError(f"unknown offload={self.offload!r}", fix=fix)
         if self.recompute not in ("auto", None):
             check_how(self.recompute, "recompute=", "auto")
         size = self.bucket_bytes
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ShardwiseError(
-                problem(f"bucket_bytes is {size!r}", fix="a whole number of bytes; 0: no buckets; default 25 MiB")
+                f"bucket_bytes is {size!r}", fix="a whole number of bytes; 0: no buckets; default 25 MiB"
             )
         if not isinstance(self.mesh, Mesh | None):
             fix = "sw.Mesh(dp=2, tp=4), or sw.Mesh({'dp': 2, 'tp': 4})"
-            raise ShardwiseError(problem(f"mesh is {self.mesh!r}", fix=fix))
+            raise ShardwiseError(f"mesh is {self.mesh!r}", fix=fix)
         strategies = "{'blocks.*.up': 'n@tp'}: module path patterns to strategies"
         layouts = "{'args[0]': '[32@dp, 512]'}: inputs, parameters or buffers to layouts"
         for name, entries, example in (("strategies", self.strategies, strategies), ("layouts", self.layouts, layouts)):
             is_named = isinstance(entries, Mapping) and all(isinstance(key, str) for key in entries)
             if entries is not None and not is_named:
-                raise ShardwiseError(problem(f"{name} is {shorten_repr(entries)}", fix=f"a dict such as {example}"))
+                raise ShardwiseError(f"{name} is {shorten_repr(entries)}", fix=f"a dict such as {example}")
 
     @cached_property
     def zero_config(self) -> Zero | None:
@@ -88,7 +88,7 @@ class TrainingConfig:
         parse_optimizer(self.optimizer)
         if not isinstance(self.precision, Precision | None):
             fix = "sw.Precision(compute=torch.bfloat16); parameter= and reduce= set the other dtypes"
-            raise ShardwiseError(problem(f"precision is {self.precision!r}", fix=fix))
+            raise ShardwiseError(f"precision is {self.precision!r}", fix=fix)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,13 +102,13 @@ class SearchOptions:
 
     def __post_init__(self) -> None:
         if self.search is not None and self.search not in SEARCHES:
-            raise ShardwiseError(problem(f"unknown search {self.search!r}", fix=f"one of {', '.join(SEARCHES)}"))
+            raise ShardwiseError(f"unknown search {self.search!r}", fix=f"one of {', '.join(SEARCHES)}")
         if self.mode not in MODES:
-            raise ShardwiseError(problem(f"unknown mode {self.mode!r}", fix=f"one of {', '.join(MODES)}"))
+            raise ShardwiseError(f"unknown mode {self.mode!r}", fix=f"one of {', '.join(MODES)}")
         limit = self.memory_bytes
         if limit is not None and not (is_number(limit) and limit > 0):
             fix = "bytes for the tensors of a device, above 0"
-            raise ShardwiseError(problem(f"memory_bytes is {limit!r}", fix=fix))
+            raise ShardwiseError(f"memory_bytes is {limit!r}", fix=fix)
 
 
 _GROUPS = {"parallel": ParallelConfig, "training": TrainingConfig, "search": SearchOptions}
@@ -135,7 +135,7 @@ class PlanRequest:
             needed = f"{product} = {mesh.num_devices}" if len(mesh.axes) > 1 else product
             what = f"{mesh} needs {needed} devices, the cluster has {num_devices}"
             fix = f"choose axes whose sizes multiply to {num_devices}"
-            raise PlanError(problem(what, fix=fix, section="mesh-size"))
+            raise PlanError(what, fix=fix, section="mesh-size")
 
     @staticmethod
     def of(
@@ -194,6 +194,3 @@ def _grouped(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             raise TypeError(f"sw.plan has no setting {name!r}; it has {', '.join(_GROUP_OF)}")
         groups.setdefault(_GROUP_OF[name], {})[name] = value
     return groups
-
-
-__all__ = ["SEARCHES", "ParallelConfig", "PlanRequest", "SearchName", "SearchOptions", "TrainingConfig"]

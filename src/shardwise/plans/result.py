@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardwise.errors import PlanError, problem
+from shardwise.errors import PlanError
 from shardwise.plans.plan import Plan
 
 
@@ -50,7 +50,7 @@ class PlanningResult:
             was_searched = self.plan.is_searched or self.plan.pipeline is not None
             why = "it comes from another process" if was_searched else "it was not chosen by price"
             fix = 'plan here with sw.plan(..., search="dynamic_programming")'
-            raise PlanError(problem(f"the plan cannot be explained: {why}", fix=fix))
+            raise PlanError(f"the plan cannot be explained: {why}", fix=fix)
         return self.search_report
 
     def __getattr__(self, name: str) -> Any:
@@ -74,6 +74,3 @@ class PlanningResult:
 def plan_of(given: Any) -> Any:
     """Return the plan of a result; anything else as it is."""
     return given.plan if isinstance(given, PlanningResult) else given
-
-
-__all__ = ["PlanReport", "PlanningResult", "plan_of"]

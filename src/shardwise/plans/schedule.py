@@ -17,7 +17,7 @@ import torch
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from shardwise.costs.pipeline_simulation import Action, Kind, Order, StageSeconds, simulate_pipeline
-from shardwise.errors import PlanError, problem
+from shardwise.errors import PlanError
 from shardwise.untrusted_text import shorten_repr
 
 _KINDS: dict[str, Kind] = {"F": "forward", "B": "backward", "I": "input", "W": "weight"}
@@ -98,7 +98,7 @@ def schedule_of(name: object, order: Sequence[str] = ()) -> Schedule:
     names = {known_name.lower(): known_name for known_name in SCHEDULES}
     base, colon, number = name.partition(":") if isinstance(name, str) else ("", "", "")
     if base.lower() not in names:
-        raise PlanError(problem(f"unknown schedule {name!r}", fix=f"one of {', '.join(SCHEDULES)}"))
+        raise PlanError(f"unknown schedule {name!r}", fix=f"one of {', '.join(SCHEDULES)}")
     schedule = SCHEDULES[names[base.lower()]]
     if colon:
         schedule = _with_stages(schedule, number)
@@ -110,12 +110,10 @@ def _with_stages(schedule: Schedule, number: str) -> Schedule:
     loops = [other.name for other in SCHEDULES.values() if other.stages_per_place > 1 and not other.folded]
     if schedule.name not in loops:
         what = f"{schedule.name} has {schedule.stages_per_place} stages on every place, and no other number of them"
-        raise PlanError(
-            problem(what, fix=f"leave out :{shorten_repr(number)}; others may have more: {', '.join(loops)}")
-        )
+        raise PlanError(what, fix=f"leave out :{shorten_repr(number)}; others may have more: {', '.join(loops)}")
     if not re.fullmatch("[1-9][0-9]{0,2}", number, re.ASCII) or int(number) < 2:
         what = f"{schedule.name}:{shorten_repr(number)} does not say how many stages a place has"
-        raise PlanError(problem(what, fix=f"a whole number from 2: {schedule.name}:4"))
+        raise PlanError(what, fix=f"a whole number from 2: {schedule.name}:4")
     if int(number) == schedule.stages_per_place:
         return schedule
     instead = f"{schedule.instead}:{number}"
@@ -223,5 +221,3 @@ def _numbered(actions: Sequence[Action]) -> list[Action]:
 
 
 _SOLVED_KINDS: tuple[Kind, ...] = ("forward", "input", "weight")
-
-__all__ = ["SCHEDULES", "SOLVED", "Schedule", "check_order", "format_order", "order_of", "schedule_of"]

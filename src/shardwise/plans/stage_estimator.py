@@ -441,6 +441,3 @@ def in_flight(setting: StageConfig) -> tuple[float, ...]:
         return tuple(float(min(passes, places - place)) for place in range(places))
     most = (2 * (places - 1) + (per_place - 1) * places + 1) / per_place
     return (*(min(float(passes), most),) * (setting.stages - 1), 1.0)
-
-
-__all__ = ["ESTIMATED_POLICIES", "ParetoFront", "StageEstimator", "estimated_policies_of", "in_flight"]

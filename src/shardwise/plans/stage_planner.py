@@ -254,6 +254,3 @@ def _choose(config: PipelineConfig, part: Graph, limit: float, vjp_cache: VjpCac
     called = [*(op.name for op in part.ops), *(source.names[0] for source in part.sources)]
     searched = StageSearchResult(planned.search, {name: name for name in called})
     return StagePlan(planned.factored, planned.choice, planned.spmd, planned.memory_policy, searched, planned.ranking)
-
-
-__all__ = ["KnownStages", "StagePlan", "StagePlanner", "StageSearchResult", "StagesDoNotFit", "annotated_in_parts"]

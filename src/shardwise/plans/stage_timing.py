@@ -84,6 +84,3 @@ def _without_names(part: Graph, choice: Choice, spmd: SpmdProgram) -> Hashable:
         tuple(conversion.result in lifetimes.conversions for conversion in spmd.conversions),
         tuple(source.value in lifetimes.once for source in part.sources),
     )
-
-
-__all__ = ["StageTiming", "timed_stages"]

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from shardwise.costs.cluster_file import parse as parse_cluster
 from shardwise.costs.optimizers import states_of
-from shardwise.errors import PlanError, ShardwiseError, listed, problem
+from shardwise.errors import PlanError, ShardwiseError, listed
 from shardwise.layouts.boxes import boxes
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.placement import Placement
@@ -70,7 +70,7 @@ class Survival:
         every = {rank for machine in self.machines for rank in machine}
         if lost - every:
             what = f"rank {min(lost - every)} is not one of the plan's {len(every)}"
-            raise PlanError(problem(what, fix=f"ask for ranks from 0 to {len(every) - 1}"))
+            raise PlanError(what, fix=f"ask for ranks from 0 to {len(every) - 1}")
         gone = [tensors for holders, tensors in self.held.items() if holders <= lost]
         names = sorted({name for tensors in gone for name in tensors})
         return Loss(tuple(sorted(lost)), sum(sum(tensors.values()) for tensors in gone), tuple(names))
@@ -154,7 +154,7 @@ def survival(plan: Plan, ranks_per_machine: int = 1, *, peer_copies: bool = Fals
     ranks = sorted({rank for stage in plan.stages for rank in stage.placement.ranks})
     if not 1 <= ranks_per_machine <= len(ranks) or len(ranks) % ranks_per_machine:
         what = f"{len(ranks)} ranks are not machines of {ranks_per_machine}"
-        raise PlanError(problem(what, fix="give how many ranks run on each machine"))
+        raise PlanError(what, fix="give how many ranks run on each machine")
     states = states_of(plan.optimizer)
     holders: dict[tuple[str, object], tuple[set[int], int]] = {}
     for stage in plan.stages:
@@ -212,6 +212,3 @@ def _spans(groups: Sequence[Sequence[int]]) -> str:
             spans.append([number])
     text = ", ".join("-".join(map(str, span)) for span in spans)
     return f"rank{'s' * (len(numbers) > 1)} {text}"
-
-
-__all__ = ["ExtraCopy", "Loss", "Survival", "survival"]

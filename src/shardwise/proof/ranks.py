@@ -510,6 +510,3 @@ class VirtualStep:
             for rank, total, rank_reduced in zip(ranks.of_stage[stage], sums, reduced, strict=True):
                 for name, gradient in {**total, **rank_reduced}.items():
                     rank.add(sources[name].names[0], gradient)
-
-
-__all__ = ["DirectionCollectives", "VirtualRanks", "VirtualStep"]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.graph.ir import Graph, Op, Ref, Source, Value
 from shardwise.graph.schema import tensor_results
 from shardwise.layouts.choice import PassSum, Split
@@ -202,9 +202,7 @@ class _SampleCall:
         names = [item.name for item in target._schema.arguments]
         args, kwargs = _positional(target, sample) if isinstance(sample, Mapping) else (tuple(sample), {})
         if len(args) > len(names):
-            raise ShardwiseError(
-                problem(f"{len(args)} arguments for {target._schema}", fix="a list holds several calls")
-            )
+            raise ShardwiseError(f"{len(args)} arguments for {target._schema}", fix="a list holds several calls")
         own_args = tuple(argument(value, name) for name, value in zip(names, args, strict=False))
         own_kwargs = tuple((name, argument(value, name)) for name, value in kwargs.items())
         op = Op(f"/{target._schema.name.rpartition('::')[2]}", target, own_args, own_kwargs, ())
@@ -212,7 +210,7 @@ class _SampleCall:
             results = tuple(tensor_results(_call(op, tensors)))
         except Exception as error:  # operators may raise anything
             text = f"{target} fails on the sample {[list(t.shape) for t in tensors]}: {type(error).__name__}: {error}"
-            raise ShardwiseError(problem(text, fix="pass arguments in the order of its schema")) from error
+            raise ShardwiseError(text, fix="pass arguments in the order of its schema") from error
         op = Op(op.name, target, own_args, own_kwargs, tuple(f"y{i}" for i in range(len(results))))
         values = [Value(f"x{i}", tuple(t.shape), t.dtype, t.requires_grad) for i, t in enumerate(tensors)]
         sources = tuple(Source(value.name, "input", (value.name,)) for value in values)
@@ -224,7 +222,7 @@ class _SampleCall:
             gradients = _gradients(results, seeds, tensors)
         except RuntimeError as error:  # also NotImplementedError
             fix = "register one (torch.library.register_autograd), or pass samples that require no gradient"
-            raise ShardwiseError(problem(f"{target} has no derivative for the sample: {error}", fix=fix)) from error
+            raise ShardwiseError(f"{target} has no derivative for the sample: {error}", fix=fix) from error
         graph = Graph(tuple(values), sources, (op,), outputs)
         return _SampleCall(op, graph, tuple(tensors), results, seeds, gradients, tuple(labels))
 

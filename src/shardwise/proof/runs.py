@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.graph.call_arguments import call_module, divide_targets
 from shardwise.graph.capture import Capture
 from shardwise.graph.fakes import deep_copy
@@ -170,12 +170,10 @@ class OneDevice:
             return
         what = f"on one device the model returns {_described(leaves)}, but when captured {_described(outputs)}"
         raise ShardwiseError(
-            problem(
-                what,
-                op=type(self.module).__name__,
-                fix="forward must return the same structure in every call: remove the branch on requires_grad, dtype, "
-                "a counter or other state that differs between calls",
-            )
+            what,
+            op=type(self.module).__name__,
+            fix="forward must return the same structure in every call: remove the branch on requires_grad, dtype, "
+            "a counter or other state that differs between calls",
         )
 
     def _dtypes(self) -> Dtypes:
@@ -214,7 +212,7 @@ def _run_backward(loss: torch.Tensor) -> None:
         loss.backward()
     except RuntimeError as error:
         fix = "a loss whose gradient exists; without parameters that require grad, outputs alone are compared"
-        raise ShardwiseError(problem(f"the backward of the model fails on one device: {error}", fix=fix)) from error
+        raise ShardwiseError(f"the backward of the model fails on one device: {error}", fix=fix) from error
 
 
 def _described(outputs: Sequence[Any]) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.graph.autocast import check_ambient
 from shardwise.graph.batch import batch_size
 from shardwise.graph.call_arguments import call_arguments
@@ -164,16 +164,16 @@ def verify(
     plan = plan_of(plan)
     if not isinstance(plan, Plan):
         raise ShardwiseError(
-            problem(f"the plan is of type {type(plan).__name__}", fix="pass the result of sw.plan or sw.Plan.load")
+            f"the plan is of type {type(plan).__name__}", fix="pass the result of sw.plan or sw.Plan.load"
         )
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise ShardwiseError(problem(f"steps is {steps!r}: nothing would be compared", fix="use an integer from 1"))
+        raise ShardwiseError(f"steps is {steps!r}: nothing would be compared", fix="use an integer from 1")
     if not (is_number(tolerance) and tolerance >= 0):
-        raise ShardwiseError(problem(f"tolerance is {tolerance!r}", fix="use a relative error of 0 or more"))
+        raise ShardwiseError(f"tolerance is {tolerance!r}", fix="use a relative error of 0 or more")
     if isinstance(seed, bool) or not isinstance(seed, int | None):
-        raise ShardwiseError(problem(f"seed is {seed!r}", fix="use an integer; omit it for the seed of torch"))
+        raise ShardwiseError(f"seed is {seed!r}", fix="use an integer; omit it for the seed of torch")
     if steps > MOST_STEPS:
-        raise ShardwiseError(problem(f"steps is {steps}", fix=f"use an integer up to {MOST_STEPS:,}"))
+        raise ShardwiseError(f"steps is {steps}", fix=f"use an integer up to {MOST_STEPS:,}")
     args, named = call_arguments(example_inputs, kwargs)
     need_values((args, named))
     # Another autocast than planned would go unnoticed: in float64 its casts are no-ops.
@@ -348,10 +348,7 @@ def need_values(inputs: Any, what: str = "verify") -> None:
     """Raise ShardwiseError for inputs without values."""
     if any(isinstance(x, torch.Tensor) and x.is_meta for x in flatten(inputs)[0]):
         raise ShardwiseError(
-            problem(
-                f"{what} needs inputs with values, not meta tensors",
-                fix="pass a real batch; planning takes meta tensors",
-            )
+            f"{what} needs inputs with values, not meta tensors", fix="pass a real batch; planning takes meta tensors"
         )
 
 

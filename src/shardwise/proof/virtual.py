@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.graph.ir import Ref
 from shardwise.layouts.conversions import Collective, Move
 from shardwise.layouts.mesh import Mesh
@@ -210,10 +210,8 @@ def _check_same(at: Sequence[Convert | Depart | None]) -> None:
     if len(set(described)) > 1:
         other = next(rank for rank, text in enumerate(described) if text != described[0])
         raise ShardwiseError(
-            problem(
-                f"ranks reach different exchanges: rank 0 {described[0]}, rank {other} {described[other]}",
-                fix="the programs of the ranks differ in more than sizes: this is a bug of shardwise, please report it",
-            )
+            f"ranks reach different exchanges: rank 0 {described[0]}, rank {other} {described[other]}",
+            fix="the programs of the ranks differ in more than sizes: this is a bug of shardwise, please report it",
         )
 
 

@@ -47,6 +47,3 @@ class PipelineRanking:
         refused = f" ({self.refused} of them could not be planned)" if self.refused else ""
         what = f"the best of {self.looked_at} others that were tried{refused}, not of all pipelines"
         return "\n".join([*(line for line in lines if line), f"by simulated step after the chosen pipeline; {what}"])
-
-
-__all__ = ["PipelineRanking"]

@@ -126,16 +126,3 @@ def fullest_place(plan: Plan, passes: Sequence[StagePass]) -> Peak:
             parts["saved"] -= passes[other].step.kept_bytes
         peaks.append(Peak(sum(parts.values()), f"stage {number}, {fullest.phase}", fullest.op, parts))
     return max(peaks, key=lambda peak: peak.num_bytes)
-
-
-__all__ = [
-    "StagePass",
-    "fullest_place",
-    "order_in",
-    "places_of",
-    "simulated_order",
-    "stage_passes",
-    "stage_peak",
-    "step_interval",
-    "with_saved",
-]

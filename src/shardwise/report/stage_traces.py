@@ -95,6 +95,3 @@ def _memory(
         yield start, working
         in_flight[action.stage] -= action.kind in ("backward", "weight")
         yield start + seconds[action.stage].of(action.kind), resting()
-
-
-__all__ = ["tracks_of"]

@@ -177,6 +177,3 @@ class _Pickler(pickle.Pickler):
 def _operator(namespace: str, name: str, overload: str) -> OpOverload:
     operator: OpOverload = getattr(getattr(getattr(torch.ops, namespace), name), overload)
     return operator
-
-
-__all__ = ["from_rank_zero", "gather_objects", "meet_rank_zero", "meet_to_read", "report_alive", "wire_device"]

@@ -77,5 +77,3 @@ class CollectiveTracker:
 
 # Not a cache: a process is one rank with one heartbeat file.
 trail = CollectiveTracker()
-
-__all__ = ["CollectiveTracker", "trail"]

@@ -187,6 +187,3 @@ class _CpuStates:
             for key, state in states.items()
             if isinstance(state, Tensor) and state.shape == parameter.shape and is_offloaded(state.nbytes)
         ]
-
-
-__all__ = ["place_states", "with_states_on_host"]

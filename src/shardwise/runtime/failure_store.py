@@ -112,5 +112,3 @@ def _key(rank: int) -> str:
 
 # Not a cache: a process is one rank.
 failure_store = FailureStore()
-
-__all__ = ["FailureStore", "RankStatus", "failure_store"]

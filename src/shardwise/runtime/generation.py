@@ -48,6 +48,3 @@ current = Current()
 def plan_file(num_ranks: int, turn: int) -> str:
     """Return the file name of the script's ``turn``-th plan for a number of ranks."""
     return f"plan-{turn}-of-{num_ranks}-ranks.json"
-
-
-__all__ = ["GENERATION", "Current", "Generation", "current", "plan_file", "read_generation"]

@@ -114,6 +114,3 @@ def _extent(tensor: Tensor) -> _Extent:
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     first = int(tensor.storage_offset()) * tensor.itemsize
     return tensor.untyped_storage().data_ptr(), first, first + (reach + 1) * tensor.itemsize * bool(tensor.numel())
-
-
-__all__ = ["GradAccumState", "GradAccumStep", "cotangent_of", "scale_of"]

@@ -78,6 +78,3 @@ class HeartbeatFile:
 
     def close(self) -> None:
         self._memory.close()
-
-
-__all__ = ["PAGE", "Heartbeat", "HeartbeatFile"]

@@ -79,6 +79,3 @@ class Constants:
         with torch.inference_mode(False), torch.no_grad():
             delivered, _, _ = self._run(*tensors)
         return dict(zip(self.program.delivered, delivered, strict=True))
-
-
-__all__ = ["Constants"]

@@ -146,6 +146,3 @@ def _check_module(module: torch.nn.Module, plan: Plan) -> None:
     if faults:
         more = [f"  and {len(faults) - 8} more"] if len(faults) > 8 else []
         raise PlanError("\n".join(["the plan is for another model:", *(f"  {f}" for f in faults[:8]), *more]))
-
-
-__all__ = ["install_shards"]

@@ -219,6 +219,3 @@ class _DeferGather(torch.autograd.Function):
     def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Tensor | None, None]:
         (cotangent,) = cotangents
         return (None if cotangent is None else ctx.unread.cotangent_of_part(cotangent)), None
-
-
-__all__ = ["LazyTensor", "UngatheredOutput", "deliver_outputs", "plain_tensor", "with_outputs_split"]

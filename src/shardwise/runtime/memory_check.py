@@ -47,6 +47,3 @@ def check_memory(plan: Plan, rooms: Mapping[int, tuple[int, int]]) -> None:
         facts=[("peak", plan.predicted.peak_at)] if plan.predicted.peak_at else (),
         fix="end other processes on this GPU (nvidia-smi), plan with less memory_bytes= or more devices",
     )
-
-
-__all__ = ["check_memory", "memory_on", "require_memory"]

@@ -126,6 +126,3 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             fix="create the optimizer after sw.parallelize, from par.parameters()",
             section="original-parameters",
         )
-
-
-__all__ = ["OriginalModuleMonitor"]

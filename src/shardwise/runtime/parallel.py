@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from shardwise.errors import PlanWarning, ShardwiseError, problem, warn_user
+from shardwise.errors import PlanWarning, ShardwiseError, warn_user
 from shardwise.graph.batch import num_samples
 from shardwise.graph.ir import Ref
 from shardwise.graph.normalize_random import SEED
@@ -65,10 +65,8 @@ class Parallel(ParallelModule):
         if self.plan.is_pipeline:
             if needs_gradients:
                 raise ShardwiseError(
-                    problem(
-                        "under a plan of stages a call is forward only, but this one needs gradients",
-                        fix="train with loss = par.step(*batch); evaluate under torch.no_grad(), or after par.eval()",
-                    )
+                    "under a plan of stages a call is forward only, but this one needs gradients",
+                    fix="train with loss = par.step(*batch); evaluate under torch.no_grad(), or after par.eval()",
                 )
             return self._evaluate(args, kwargs, predicts=False)
         if needs_gradients and self._is_in_passes(args, kwargs):
@@ -360,6 +358,3 @@ class _Part(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         refuse_create_graph()
         return gather_whole(gradient, ctx.layout, "the gradient of an input", ctx.ranks), None, None
-
-
-__all__ = ["Parallel"]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from shardwise.errors import PlanWarning, ShardwiseError, problem, warn_user
+from shardwise.errors import PlanWarning, ShardwiseError, warn_user
 from shardwise.graph.batch import with_samples
 from shardwise.graph.capture import Capture
 from shardwise.graph.custom_operators import splitmix64
@@ -415,7 +415,7 @@ class ParallelModule(ShardedModule):
         refuse_input_gradients(tensors, self.plan)
         if not (self.plan.is_pipeline or torch.is_grad_enabled()):
             what = "par.step computes gradients, but they are disabled here"
-            raise ShardwiseError(problem(what, fix="call par.step outside torch.no_grad() and torch.inference_mode()"))
+            raise ShardwiseError(what, fix="call par.step outside torch.no_grad() and torch.inference_mode()")
         check = self._due_check()
         ready, batch = self._for_step(flat, spec)
         if self._same is not None and check is None:
@@ -623,10 +623,8 @@ class ParallelModule(ShardedModule):
 
 def no_loss() -> ShardwiseError:
     return ShardwiseError(
-        problem(
-            "the module returns no loss to differentiate",
-            fix="return the loss first, or pass loss= to plan and parallelize",
-        )
+        "the module returns no loss to differentiate",
+        fix="return the loss first, or pass loss= to plan and parallelize",
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import LaunchError, PlanError, PlanWarning, ShardwiseError, listed, problem, warn_user
+from shardwise.errors import LaunchError, PlanError, PlanWarning, ShardwiseError, listed, warn_user
 from shardwise.graph.kinds import check_kinds
 from shardwise.layouts.placement import Placement
 from shardwise.plans.file import format_ranks
@@ -97,14 +97,12 @@ def parallelize(
     plan = plan_of(plan)
     if not isinstance(plan, Plan | str | Path | None):
         raise ShardwiseError(
-            problem(f"the plan is of type {type(plan).__name__}", fix="pass the result of sw.plan or sw.Plan.load")
+            f"the plan is of type {type(plan).__name__}", fix="pass the result of sw.plan or sw.Plan.load"
         )
     if not dist.is_initialized():
         raise LaunchError(
-            problem(
-                "parallelize needs a process group, and torch.distributed is not initialised",
-                fix="call sw.init_ranks() first and start the script with: shardwise run -n 8 train.py (or torchrun)",
-            )
+            "parallelize needs a process group, and torch.distributed is not initialised",
+            fix="call sw.init_ranks() first and start the script with: shardwise run -n 8 train.py (or torchrun)",
         )
     for name, value, allowed, meaning in (
         ("inputs", inputs, ("global", "local"), '"global" (the whole batch on every rank) or "local" (its part)'),
@@ -148,31 +146,25 @@ def _check_ranks(plan: Plan, size: int, compile: Compile | None) -> bool:
     if size != plan.num_ranks:
         places = "; ".join(f"stage {i} on ranks {format_ranks(s.placement.ranks)}" for i, s in enumerate(plan.stages))
         raise PlanError(
-            problem(
-                f"the plan is for {plan.num_ranks} devices ({places if plan.is_pipeline else plan.mesh}); {size} ranks "
-                "are running",
-                fix=f"start {plan.num_ranks} ranks, or plan for {size}",
-            )
+            f"the plan is for {plan.num_ranks} devices ({places if plan.is_pipeline else plan.mesh}); {size} ranks "
+            "are running",
+            fix=f"start {plan.num_ranks} ranks, or plan for {size}",
         )
     if not plan.is_pipeline:
         ranks = plan.only_stage.placement.ranks
         if ranks != Placement.whole(plan.mesh).ranks:
             raise PlanError(
-                problem(
-                    f"the plan puts the devices of {plan.mesh} on ranks {format_ranks(ranks)}; a plan of one stage "
-                    "runs on all ranks in their order",
-                    fix=f'write "ranks": "0-{size - 1}" in the file, and name the mesh axes in the intended order',
-                )
+                f"the plan puts the devices of {plan.mesh} on ranks {format_ranks(ranks)}; a plan of one stage "
+                "runs on all ranks in their order",
+                fix=f'write "ranks": "0-{size - 1}" in the file, and name the mesh axes in the intended order',
             )
         return False
     splits_backward = schedule_of(plan.schedule, plan.order).splits_backward
     if compile is True and splits_backward:
         whole = listed([name for name, schedule in SCHEDULES.items() if not schedule.splits_backward])
         raise PlanError(
-            problem(
-                f"{plan.schedule} splits input and weight gradients, but compiled kernels compute both at once",
-                fix=f"plan with another schedule ({whole}), or omit compile=True",
-            )
+            f"{plan.schedule} splits input and weight gradients, but compiled kernels compute both at once",
+            fix=f"plan with another schedule ({whole}), or omit compile=True",
         )
     return splits_backward
 
@@ -196,17 +188,13 @@ def agree_on_plan(plan: Plan | str | Path | None) -> Plan:
     if broken:
         raise LaunchError(f"rank {', '.join(map(str, broken))} could not load its plan")
     if states[0] is None:
-        raise LaunchError(
-            problem("rank 0 has no plan", fix="make or load the plan on rank 0; other ranks may pass None")
-        )
+        raise LaunchError("rank 0 has no plan", fix="make or load the plan on rank 0; other ranks may pass None")
     others = [i for i, state in enumerate(states) if state not in (None, states[0])]
     if others:
         shown = ", ".join(f"rank {i} has {states[i][:12]}" for i in others[:4])
         raise LaunchError(
-            problem(
-                f"ranks disagree on the plan: rank 0 has {states[0][:12]}, {shown}",
-                fix="plan on rank 0 and pass None elsewhere, or load the same file on every rank",
-            )
+            f"ranks disagree on the plan: rank 0 has {states[0][:12]}, {shown}",
+            fix="plan on rank 0 and pass None elsewhere, or load the same file on every rank",
         )
     if None in states:
         box = [agreed.to_json() if rank == 0 and agreed else None]
@@ -216,6 +204,3 @@ def agree_on_plan(plan: Plan | str | Path | None) -> Plan:
     assert agreed is not None, "a plan is known on every rank by now"
     assert agreed.digest == states[0], "the broadcast changed the plan"
     return agreed
-
-
-__all__ = ["agree_on_plan", "parallelize"]

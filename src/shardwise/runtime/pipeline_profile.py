@@ -201,6 +201,3 @@ def _simulated_events(
 
 def _event(action: Action, start: float, seconds: float) -> Event:
     return Event(f"stage {action.stage}, {action}", action.kind, (), start, seconds)
-
-
-__all__ = ["PipelineProfile", "profile_pipeline"]

@@ -26,6 +26,3 @@ def check_own_folder(path: str | os.PathLike[str]) -> None:
     about = os.lstat(path)
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o022:
         raise PermissionError(errno.EPERM, "not a folder that only this user writes to", os.fspath(path))
-
-
-__all__ = ["check_own_folder", "open_own"]

@@ -12,7 +12,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 
-from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, problem, warn_user
+from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, warn_user
 from shardwise.graph.autocast import check_ambient, no_autocast
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.closure_guards import ClosureGuards
@@ -432,11 +432,9 @@ def refuse_input_gradients(named: Mapping[str, torch.Tensor], plan: Plan) -> Non
         where, instead = "under a plan of stages", "plan without stages"
     if names:
         raise ShardwiseError(
-            problem(
-                f"{listed(names)} requires a gradient, which no step computes {where}",
-                fix=f"{instead} and differentiate the result of par(*batch), or move the computation of the input "
-                "into the module",
-            )
+            f"{listed(names)} requires a gradient, which no step computes {where}",
+            fix=f"{instead} and differentiate the result of par(*batch), or move the computation of the input "
+            "into the module",
         )
 
 
@@ -445,28 +443,12 @@ def check_frozen(compiled: Executable) -> None:
     thawed = [name for name, position in compiled.frozen if _requires_grad(compiled.tensors[position])]
     if thawed:
         raise ShardwiseError(
-            problem(
-                f"{listed(thawed)} was frozen at sw.parallelize and requires a gradient now, which no collective "
-                "would reduce",
-                fix="plan and parallelize with requires_grad_(True), then freeze and unfreeze at any time. To "
-                "continue from here: sw.save_checkpoint, then sw.plan, sw.parallelize and sw.load_checkpoint",
-            )
+            f"{listed(thawed)} was frozen at sw.parallelize and requires a gradient now, which no collective "
+            "would reduce",
+            fix="plan and parallelize with requires_grad_(True), then freeze and unfreeze at any time. To "
+            "continue from here: sw.save_checkpoint, then sw.plan, sw.parallelize and sw.load_checkpoint",
         )
 
 
 def _requires_grad(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.requires_grad
-
-
-__all__ = [
-    "CallSpec",
-    "Compile",
-    "Executable",
-    "Inputs",
-    "Mode",
-    "Outputs",
-    "ProgramCache",
-    "RunSettings",
-    "meta_copy",
-    "refuse_input_gradients",
-]

@@ -98,6 +98,3 @@ class SameInputs:
                 )
                 fix = f"{SAME_INPUTS_FIX}; resume from before that call"
                 raise ShardwiseError(what, fix=fix, section="different-calls")
-
-
-__all__ = ["SAME_INPUTS_FIX", "SameInputs"]

@@ -53,6 +53,3 @@ class PipelineRankGroups:
             if place in places:
                 groups_of[name] = groups[key]
         return PipelineRankGroups(every, groups_of)
-
-
-__all__ = ["PipelineRankGroups", "sharing_pipeline_ranks"]

@@ -437,16 +437,3 @@ def _block(layout: Layout, device: int) -> list[tuple[int, int, int]] | None:
 def _listed(shapes: Sequence[Shape]) -> str:
     listed = ", ".join(str(list(shape)) for shape in shapes[:_NUM_NAMED])
     return listed + ", ..." * (len(shapes) > _NUM_NAMED)
-
-
-__all__ = [
-    "Batch",
-    "LocalInputs",
-    "Signature",
-    "Wanted",
-    "call_key",
-    "check_equal",
-    "in_other_mode",
-    "mode_text",
-    "takes_gradient",
-]

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.errors import LaunchError, PlanError, ShardwiseError, problem
+from shardwise.errors import LaunchError, PlanError, ShardwiseError
 from shardwise.graph.call_arguments import call_arguments
 from shardwise.plans.bind_stages import bound, step_graph
 from shardwise.plans.micro_batch_search import Example, planned_graph
@@ -67,26 +67,24 @@ def run_alone(
     """
     if dist.is_initialized():
         fix = "run it in a single process, started without shardwise run -n or torchrun"
-        raise LaunchError(problem("this process is a rank of a job, but one rank alone must run outside", fix=fix))
+        raise LaunchError("this process is a rank of a job, but one rank alone must run outside", fix=fix)
     if not 0 <= rank < plan.num_ranks:
-        raise PlanError(
-            problem(f"the plan is for ranks 0 to {plan.num_ranks - 1}, not {rank}", fix="choose one of these")
-        )
+        raise PlanError(f"the plan is for ranks 0 to {plan.num_ranks - 1}, not {rank}", fix="choose one of these")
     if steps < 1:
         raise ShardwiseError(f"steps is a number from 1, not {steps!r}")
     try:
         device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError as error:
-        raise ShardwiseError(problem(f"{device!r} is not a device", fix="such as cuda:1 or cpu")) from error
+        raise ShardwiseError(f"{device!r} is not a device", fix="such as cuda:1 or cpu") from error
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ShardwiseError(problem(f"this machine has no {device}", fix="choose another device, such as cpu"))
+        raise ShardwiseError(f"this machine has no {device}", fix="choose another device, such as cpu")
     if device.type == "cuda":
         check_memory(plan, {rank: memory_on(device)})
     call = Example(module, call_arguments(example_inputs), loss, precision=plan.precision)
     graph = planned_graph(call, plan)
     if graph.loss is None:
         fix = "return the loss first, or pass a loss with the inputs"
-        raise ShardwiseError(problem("the module returns no loss to differentiate", fix=fix))
+        raise ShardwiseError("the module returns no loss to differentiate", fix=fix)
     settings = RunSettings(loss, "global", device, compile)
     repeats = plan.is_pipeline or plan.micro_batches > 1  # gradients accumulate over micro-batches
     profiles: dict[int, StepProfile] = {}
@@ -160,6 +158,3 @@ def _made_up(spmd: SpmdProgram, ranks: Communicator, device: torch.device) -> li
             tensor.normal_(std=_SCALE)
         tensors.append(tensor.requires_grad_(source.trainable))
     return tensors
-
-
-__all__ = ["run_alone"]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from shardwise.costs.pipeline_simulation import Kind
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.graph.capture import Capture
 from shardwise.graph.ir import Graph, Ref
 from shardwise.plans.bind_stages import BoundStages, delivered_layouts
@@ -268,7 +268,7 @@ class StageWorker:
         deltas = [values[name] for name in program.cotangents if name is not None]
         if not deltas and self.is_last and self.number == 0:
             raise ShardwiseError(
-                problem("the loss depends on no parameter that requires a gradient", fix="unfreeze a parameter")
+                "the loss depends on no parameter that requires a gradient", fix="unfreeze a parameter"
             )
         if kind == "backward":
             values.clear()
@@ -416,10 +416,8 @@ def samples_of(plan: Plan, rows: Mapping[str, tuple[int, ...]]) -> int:
     if len(set(counts.values())) != 1:
         listed = ", ".join(f"{name} {count}" for name, count in counts.items()) or "there is none"
         raise ShardwiseError(
-            problem(
-                f"par.step takes a whole batch, but its inputs have different numbers of samples: {listed}",
-                fix="pass the same number of rows of every input that has samples in the plan",
-            )
+            f"par.step takes a whole batch, but its inputs have different numbers of samples: {listed}",
+            fix="pass the same number of rows of every input that has samples in the plan",
         )
     return next(iter(counts.values()))
 
@@ -454,15 +452,3 @@ def _token(delivered: Sequence[Tensor]) -> tuple[Tensor, ...]:
 def _require(tensor: Tensor | None, name: str) -> Tensor:
     assert tensor is not None, f"this rank does not hold {name}"
     return tensor
-
-
-__all__ = [
-    "MicroBatchesInTurn",
-    "StageCall",
-    "StageInputs",
-    "StageProgram",
-    "StageWorker",
-    "rows_of_pass",
-    "samples_of",
-    "with_samples_in",
-]

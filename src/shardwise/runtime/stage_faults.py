@@ -73,6 +73,3 @@ class StageFaults:
             if (failure := self._lost(error, f"rank {self.everyone.rank}: {what}", ranks)) is None:
                 raise
             raise failure from error
-
-
-__all__ = ["StageFaults"]

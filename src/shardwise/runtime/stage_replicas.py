@@ -92,6 +92,3 @@ class PipelineCheck:
         first = next((difference for difference in differences if difference is not None), None)
         if first is not None:
             raise ReplicaError(*first)
-
-
-__all__ = ["PipelineCheck", "StageCheck"]

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwise.errors import ShardwiseError, listed, problem
+from shardwise.errors import ShardwiseError, listed
 from shardwise.layouts.boxes import boxes
 from shardwise.layouts.layout import Layout
 from shardwise.runtime.local_shards import shard
@@ -39,11 +39,9 @@ def check_entries(
     if foreign:
         whose = "were sharded differently" if record["rank"] == rank else f"are the shards of rank {record['rank']}"
         raise ShardwiseError(
-            problem(
-                f"{listed(foreign)} of this state {whose}, but rank {rank} holds other elements of them",
-                fix="load the state on the rank that stored it; states of sw.save_checkpoint and "
-                "torch.distributed.checkpoint can be loaded by any rank and plan",
-            )
+            f"{listed(foreign)} of this state {whose}, but rank {rank} holds other elements of them",
+            fix="load the state on the rank that stored it; states of sw.save_checkpoint and "
+            "torch.distributed.checkpoint can be loaded by any rank and plan",
         )
 
 
@@ -59,6 +57,3 @@ def cut_entries(state: Mapping[str, Any], shards: Mapping[str, Shard]) -> dict[s
 def _boxes(shard: Shard) -> list[list[list[int]]]:
     """Return the boxes of a shard as nested lists, which files preserve."""
     return [[list(box.offsets), list(box.sizes), list(box.at)] for box in boxes(*shard)]
-
-
-__all__ = ["KEY", "Shard", "check_entries", "cut_entries", "shard_metadata"]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.graph.autocast import check_ambient
 from shardwise.programs.instructions import memories
 from shardwise.programs.rank_program import RankProgram
@@ -97,11 +97,9 @@ class CallableStep:
             missing = set(emitted.program.saved).difference(self.emitted.program.saved)
             if missing:
                 raise ShardwiseError(
-                    problem(
-                        f"backward from some of the outputs needs {', '.join(sorted(missing))}, which is not saved "
-                        "when all outputs get gradients",
-                        fix="pass gradients for all outputs (zeros where there are none)",
-                    )
+                    f"backward from some of the outputs needs {', '.join(sorted(missing))}, which is not saved "
+                    "when all outputs get gradients",
+                    fix="pass gradients for all outputs (zeros where there are none)",
                 )
             self._backward[present] = emitted
         return self._backward[present]
@@ -156,10 +154,8 @@ def _take_saved(ctx: Any) -> list[Any]:
         return [next(tensors) if other is None else other for other in ctx.others]
     if ctx.kept is None:
         raise ShardwiseError(
-            problem(
-                "this step was differentiated already, and its saved tensors were freed",
-                fix="call the module again before the second backward, or pass retain_graph=True to the first",
-            )
+            "this step was differentiated already, and its saved tensors were freed",
+            fix="call the module again before the second backward, or pass retain_graph=True to the first",
         )
     for (index, name), version in zip(ctx.step.watched, ctx.versions, strict=True):
         if ctx.kept[index]._version != version:
@@ -185,18 +181,14 @@ def _changed(program: RankProgram, name: str) -> ShardwiseError:
     source = program.spmd.graph.source_of.get(name)
     if source is not None:
         return ShardwiseError(
-            problem(
-                f"{source.names[0]} was changed in place after forward, but backward needs its earlier values",
-                fix="run backward before optimizer.step() or any other change of parameters and buffers",
-            )
+            f"{source.names[0]} was changed in place after forward, but backward needs its earlier values",
+            fix="run backward before optimizer.step() or any other change of parameters and buffers",
         )
     op = program.spmd.graph.producer.get(name)  # it may be converted
     maker = f"the output of {op.name} ({op.source})" if op else "an output of the call"
     return ShardwiseError(
-        problem(
-            f"{maker} was changed in place after the call, but backward needs its earlier values",
-            fix="write out.mul(2) instead of out.mul_(2), or change a copy: out.clone()",
-        )
+        f"{maker} was changed in place after the call, but backward needs its earlier values",
+        fix="write out.mul(2) instead of out.mul_(2), or change a copy: out.clone()",
     )
 
 

@@ -353,6 +353,3 @@ def _sums(events: Iterable[Event], num_passes: int) -> dict[Key, float]:
 def _finish(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-__all__ = ["ProfileRow", "StepProfile", "profile_step", "steps_of"]

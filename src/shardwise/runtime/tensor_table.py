@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Parameter
 
-from shardwise.errors import LaunchError, ShardwiseError, listed, problem
+from shardwise.errors import LaunchError, ShardwiseError, listed
 from shardwise.layouts.text import format_dtype
 from shardwise.runtime.agree import gather_objects
 from shardwise.runtime.communicator import Communicator
@@ -60,12 +60,10 @@ class TensorTable:
         for table, key, name, child in () if _are_there(self._children) else self._children:
             if table.get(key) is not child:
                 raise ShardwiseError(
-                    problem(
-                        f"the submodule {name} was replaced by a {type(table.get(key)).__name__}: the parallel "
-                        "module runs the program of the old one",
-                        fix="change the model before sw.plan and sw.parallelize; load new values into the existing "
-                        "tensors (load_state_dict)",
-                    )
+                    f"the submodule {name} was replaced by a {type(table.get(key)).__name__}: the parallel "
+                    "module runs the program of the old one",
+                    fix="change the model before sw.plan and sw.parallelize; load new values into the existing "
+                    "tensors (load_state_dict)",
                 )
         self._replaced = ()
         if _are_there(self._slots):
@@ -96,10 +94,8 @@ class TensorTable:
             first = successor.setdefault(id(before.tensor), after)
             if first.tensor is not after.tensor:
                 raise ShardwiseError(
-                    problem(
-                        f"{first.name} and {after.name} were one tensor at sw.parallelize, and are two now",
-                        fix="assign the same tensor to all of its names, or untie them before sw.plan",
-                    )
+                    f"{first.name} and {after.name} were one tensor at sw.parallelize, and are two now",
+                    fix="assign the same tensor to all of its names, or untie them before sw.plan",
                 )
 
 
@@ -121,11 +117,9 @@ def _successor(slot: TensorSlot) -> torch.Tensor:
         if is_same_kind and (new.shape, new.dtype, new.device) == (old.shape, old.dtype, old.device):
             return new
     raise ShardwiseError(
-        problem(
-            f"{slot.name} was replaced by {_described(new)}; this rank's part of it is {_described(old)}",
-            fix="assign this rank's shard (of the same dtype, on the same device), change the values of the "
-            "existing tensor (copy_, load_state_dict), or change the model before sw.plan and sw.parallelize",
-        )
+        f"{slot.name} was replaced by {_described(new)}; this rank's part of it is {_described(old)}",
+        fix="assign this rank's shard (of the same dtype, on the same device), change the values of the "
+        "existing tensor (copy_, load_state_dict), or change the model before sw.plan and sw.parallelize",
     )
 
 
@@ -157,18 +151,13 @@ def check_initial_values(
     for rank, (other, _, its) in enumerate(everywhere):
         if its != seed_of_first:
             what = f"ranks draw from different seeds: seed={seed_of_first} on rank 0 and seed={its} on rank {rank}"
-            raise LaunchError(problem(what, fix="pass the same seed= to sw.parallelize on every rank"))
+            raise LaunchError(what, fix="pass the same seed= to sw.parallelize on every rank")
         differing = sorted(name for name in first.keys() | other.keys() if first.get(name) != other.get(name))
         if differing:
             raise LaunchError(
-                problem(
-                    f"ranks start from different values: {listed(differing)} of rank {rank} differ"
-                    f"{'s' * (len(differing) == 1)} from rank 0 ({len(differing)} of {len(first)} tensors)",
-                    fix="build the module from the same seed on every rank (torch.manual_seed, or "
-                    "sw.deferred(seed=...)), or load the same checkpoint on all before sw.parallelize",
-                    section="initial-values",
-                )
+                f"ranks start from different values: {listed(differing)} of rank {rank} differ"
+                f"{'s' * (len(differing) == 1)} from rank 0 ({len(differing)} of {len(first)} tensors)",
+                fix="build the module from the same seed on every rank (torch.manual_seed, or "
+                "sw.deferred(seed=...)), or load the same checkpoint on all before sw.parallelize",
+                section="initial-values",
             )
-
-
-__all__ = ["TensorTable", "check_initial_values"]

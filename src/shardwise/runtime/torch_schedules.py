@@ -302,6 +302,3 @@ def position_groups(places: Sequence[Sequence[int]], backend: str | None = None)
     ``backend``: if other than the default group's."""
     positions = zip(*places, strict=True)
     return [new_group(sorted(ranks), backend) for ranks in positions]
-
-
-__all__ = ["Scheduled", "TimedAction", "Worker", "position_groups"]

@@ -13,7 +13,7 @@ from itertools import product
 
 import numpy as np
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.search.constants import CONDITIONING_ROUNDS, MAX_CONDITIONED_COMBINATIONS
 from shardwise.search.elimination import (
     Interner,
@@ -44,7 +44,7 @@ def solve_conditioned(sums: Problem) -> Solution:
         avoided |= cutset
     value = sums.value(assignment)
     if bound < np.inf == value:
-        raise ShardwiseError(problem("no plan was found in bounded memory", fix="fewer mesh axes"))
+        raise ShardwiseError("no plan was found in bounded memory", fix="fewer mesh axes")
     return Solution(assignment, value, MAX_CONDITIONED_COMBINATIONS, bound=min(bound, value))
 
 

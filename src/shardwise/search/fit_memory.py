@@ -22,7 +22,7 @@ from functools import cached_property
 from heapq import heapify, heappop, heappush
 from math import inf
 
-from shardwise.errors import PlanError, problem
+from shardwise.errors import PlanError
 from shardwise.graph.segments import Segment
 from shardwise.search.auto import MeshSearch
 from shardwise.search.config import SearchConfig
@@ -147,7 +147,7 @@ def _times(settings: SearchConfig) -> int:
 
 def _slower(seconds: float, settings: SearchConfig) -> PlanError:
     step = seconds * _times(settings)
-    return PlanError(problem(f"steps take about {step:.3g} s, and a plan with {settings.known:.3g} s is known"))
+    return PlanError(f"steps take about {step:.3g} s, and a plan with {settings.known:.3g} s is known")
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.search.conditioning import greedy
 from shardwise.search.constants import ILP_ENTRY_BYTES, ILP_PRICE_SCALE, ILP_SECONDS, MAX_ILP_BYTES
 from shardwise.search.elimination import Problem, Scope, Solution, Table
@@ -54,7 +54,7 @@ def solve_ilp(sums: Problem, *, time_limit: float = ILP_SECONDS) -> Solution:
     value = sums.value(best)
     if not np.isfinite(value):
         what = f"the integer program found no plan within {time_limit:g} seconds"
-        raise ShardwiseError(problem(what, fix="search='dynamic_programming', or fewer mesh axes"))
+        raise ShardwiseError(what, fix="search='dynamic_programming', or fewer mesh axes")
     return Solution(best, value, bound=min(bound, value))
 
 

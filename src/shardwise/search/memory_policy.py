@@ -15,7 +15,7 @@ from operator import itemgetter
 from typing import Literal, NamedTuple
 
 from shardwise.costs.flops import FLOPS
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.graph.ir import Graph, Op, refs
 from shardwise.graph.segments import How, Segment, block_of
 from shardwise.programs.activation_offload import offloaded_operators
@@ -144,7 +144,7 @@ class MemoryPolicy:
         segments = _kept_on_device(segments) if offload == "none" else tuple(segments)
         if empty.offloads and not blocks_of(graph):
             what = "offload='all': the model has no repeated blocks (modules whose path has a number)"
-            raise ShardwiseError(problem(what, fix="name the parts: sw.offload(model.encoder)"))
+            raise ShardwiseError(what, fix="name the parts: sw.offload(model.encoder)")
         if recompute == "none":
             return replace(empty, segments=tuple(segment for segment in segments if segment.how == "offload"))
         if recompute is None:
@@ -153,7 +153,7 @@ class MemoryPolicy:
         blocks = [Segment(block.name, recompute, block.operators - taken) for block in blocks_of(graph)]
         if not blocks and not segments:
             what = f"recompute={recompute!r}: the model has no repeated blocks (modules whose path has a number)"
-            raise ShardwiseError(problem(what, fix="name the parts: sw.recompute(model.encoder)"))
+            raise ShardwiseError(what, fix="name the parts: sw.recompute(model.encoder)")
         return replace(empty, segments=(*segments, *(block for block in blocks if block.operators)))
 
     def priced(self, graph: Graph, in_flight: int = 1) -> PricedPolicy:

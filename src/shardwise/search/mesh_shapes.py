@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 
 from shardwise.costs.cluster import Cluster
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.layouts.mesh import Mesh, prime_factors
 
 
@@ -48,7 +48,7 @@ def mesh_shapes(cluster: Cluster, max_axes: int) -> tuple[tuple[int, ...], ...]:
     """
     if isinstance(max_axes, bool) or not isinstance(max_axes, int) or max_axes < 1:
         raise ShardwiseError(
-            problem(f"a mesh has at least one axis, not {max_axes}", fix="max_mesh_axes: a whole number from 1")
+            f"a mesh has at least one axis, not {max_axes}", fix="max_mesh_axes: a whole number from 1"
         )
     levels = tuple(level.size for level in reversed(cluster.levels) if level.size > 1)
     max_axes = min(max_axes, max(len(prime_factors(cluster.num_devices)), 1))  # there are no shapes of more

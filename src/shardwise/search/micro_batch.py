@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.untrusted_text import shorten_repr
 
 MOST_SAMPLES = 2**40  # of a step: all its divisors are looked for
@@ -49,7 +49,7 @@ def batches_of(
     _check_size("micro_batch", micro_batch)
     if samples is None or not samples:
         raise ShardwiseError(
-            problem("global_batch and micro_batch count samples, and no example input has dims", fix="leave them out")
+            "global_batch and micro_batch count samples, and no example input has dims", fix="leave them out"
         )
     step = samples if global_batch is None else global_batch
     size = micro_batch
@@ -58,27 +58,27 @@ def batches_of(
         if step % samples:
             what = f"global_batch is {step}, the example inputs have {samples} samples: {step} / {samples} is not whole"
             fix = "give example inputs whose number of samples divides it, or that have global_batch samples"
-            raise ShardwiseError(problem(what, fix=fix, section="micro-batch-size"))
+            raise ShardwiseError(what, fix=fix, section="micro-batch-size")
     if size is None:
         return MicroBatchOptions(step, _divisors(step, num_devices) if chooses else (step,))
     if samples not in (size, step):
         what = f"the example inputs have {samples} samples, neither those of a micro-batch ({size}) nor those of the "
         fix = "give the inputs of one micro-batch, or of the whole global batch"
-        raise ShardwiseError(problem(f"{what}global batch ({step})", fix=fix, section="micro-batch-size"))
+        raise ShardwiseError(f"{what}global batch ({step})", fix=fix, section="micro-batch-size")
     if size > step or step % size:
         what = f"micro_batch is {size}, global_batch is {step}: {step} / {size} = {step / size:.4g} passes"
         fix = (
             "choose a micro_batch that divides it (a step over fewer samples, the last of an epoch, may be of any size)"
         )
-        raise ShardwiseError(problem(what, fix=fix, section="micro-batch-size"))
+        raise ShardwiseError(what, fix=fix, section="micro-batch-size")
     return MicroBatchOptions(step, (size,))
 
 
 def _check_size(name: str, size: Any) -> None:
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise ShardwiseError(problem(f"{name} is {size!r}", fix="a whole number of samples from 1"))
+        raise ShardwiseError(f"{name} is {size!r}", fix="a whole number of samples from 1")
     if size is not None and size > MOST_SAMPLES:
-        raise ShardwiseError(problem(f"{name} is {shorten_repr(size)}", fix=f"at most {MOST_SAMPLES:,} samples"))
+        raise ShardwiseError(f"{name} is {shorten_repr(size)}", fix=f"at most {MOST_SAMPLES:,} samples")
 
 
 def _divisors(step: int, num_devices: int) -> tuple[int, ...]:

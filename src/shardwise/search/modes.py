@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Literal, get_args
 
-from shardwise.errors import ShardwiseError, problem
+from shardwise.errors import ShardwiseError
 from shardwise.graph.batch import batch_size
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.choice import INVARIANT, Choices, ShardPosition, Where, layout_of
@@ -41,13 +41,13 @@ def choose(
     that takes no strategies.
     """
     if mode not in MODES:
-        raise ShardwiseError(problem(f"unknown mode {mode!r}", fix=f"one of {', '.join(MODES)}"))
+        raise ShardwiseError(f"unknown mode {mode!r}", fix=f"one of {', '.join(MODES)}")
     if mode in ("stand_alone", "data_parallel") and fixed:
         op = graph.op_by_name[next(iter(fixed))]
         others = f" and {len(fixed) - 1} more operators" if len(fixed) > 1 else ""
         what = f"mode {mode!r} takes no strategies and constraints, but {op.name}{others} has one"
         fix = 'plan with mode="semi_auto" or mode="auto", or remove the annotations'
-        raise ShardwiseError(problem(what, op=op.name, source=op.source, fix=fix))
+        raise ShardwiseError(what, op=op.name, source=op.source, fix=fix)
     if mode in ("stand_alone", "data_parallel"):
         axes = mesh.sub_axes if mode == "data_parallel" else ()
         return _complete(graph, factored, mesh, {}, axes, storage, frozenset(), movable=False)

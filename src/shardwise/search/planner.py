@@ -21,7 +21,7 @@ from shardwise.costs.prediction import Prediction
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import price_program
 from shardwise.costs.timeline import SimulatedStep, simulate_program
-from shardwise.errors import LayoutError, problem
+from shardwise.errors import LayoutError
 from shardwise.graph.annotate import Annotation
 from shardwise.graph.ir import Graph
 from shardwise.layouts.layout import Layout
@@ -447,7 +447,7 @@ def _refuse_cuts(annotations: Iterable[Annotation], search: str) -> None:
         if isinstance(annotation.strategy, str) and parse_cuts(annotation.strategy):
             what = f"search={search!r} prices even splits only, and {annotation.strategy!r} says how many indices each"
             fix = 'plan with search="sharding_propagation", or leave out the braces'
-            raise LayoutError(problem(f"{what} device has", op=annotation.scope, source=annotation.source, fix=fix))
+            raise LayoutError(f"{what} device has", op=annotation.scope, source=annotation.source, fix=fix)
 
 
 def _least_seconds(search: MeshSearch) -> float:

@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 
 from shardwise.costs.pipeline_simulation import send_seconds
 from shardwise.costs.prices import Prices
-from shardwise.errors import PlanError, problem
+from shardwise.errors import PlanError
 from shardwise.graph.cut import free_values
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.segments import block_of
@@ -106,11 +106,9 @@ class StagePartition:
         ops = [op for op in graph.ops if not free.issuperset(op.results)]
         if len(ops) < num_stages:
             raise PlanError(
-                problem(
-                    f"{num_stages} stages need {num_stages - 1} cuts, and the model has {len(ops)} operators that can "
-                    "be divided among them",
-                    fix=f"ask for at most {len(ops)} stages",
-                )
+                f"{num_stages} stages need {num_stages - 1} cuts, and the model has {len(ops)} operators that can "
+                "be divided among them",
+                fix=f"ask for at most {len(ops)} stages",
             )
         costs = _costs(graph, ops, prices)
         at = _positions(costs["sent"], num_stages)
@@ -120,10 +118,8 @@ class StagePartition:
         is_stage = between["reads"] > 0
         if summed["reads"][-1] < num_stages:
             raise PlanError(
-                problem(
-                    f"{num_stages} stages need parameters each, and {int(summed['reads'][-1])} operators read some",
-                    fix="ask for fewer stages",
-                )
+                f"{num_stages} stages need parameters each, and {int(summed['reads'][-1])} operators read some",
+                fix="ask for fewer stages",
             )
         latency = send_seconds(prices, devices, 0.0)  # left out: micro-batches follow each other at the bandwidth
         sends = np.array([send_seconds(prices, devices, float(num_bytes) / devices) - latency for num_bytes in sent])
@@ -289,6 +285,3 @@ def _block_starts(ops: Sequence[Op], positions: Sequence[int]) -> NDArray[np.boo
     """Return, for every position, whether a stage that begins or ends there has whole blocks."""
     blocks = ["", *(block_of(op.name) for op in ops), ""]
     return np.array([blocks[p] != blocks[p + 1] or p in (0, len(ops)) or not any(blocks) for p in positions])
-
-
-__all__ = ["StageCut", "StagePartition"]

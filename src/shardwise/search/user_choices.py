@@ -78,7 +78,7 @@ def no_operator_error(annotation: Annotation) -> LayoutError:
     """Return the error for a strategy of no operator."""
     what = f"the strategy {annotation.strategy!r} covers no operator: none runs in this call outside submodules"
     fix = "annotate the submodule or the call that computes, or remove the strategy"
-    return LayoutError(problem(what, op=annotation.scope, source=annotation.source, fix=fix))
+    return LayoutError(what, op=annotation.scope, source=annotation.source, fix=fix)
 
 
 def _beside_producer(
@@ -154,7 +154,7 @@ def annotated_ops(graph: Graph, factored: Factored, annotation: Annotation) -> l
                 "pass dropout_p=0, or leave the call to the search"
             )
         what = f"the strategy {annotation.strategy!r} covers {len(working)} operators: {listed}"
-        raise LayoutError(problem(what, op=annotation.scope, source=annotation.source, fix=fix))
+        raise LayoutError(what, op=annotation.scope, source=annotation.source, fix=fix)
     return working
 
 

@@ -35,7 +35,7 @@ def apply_layouts(choice: Choice, layouts: Mapping[str, Kept], graph: Graph, fac
         if name not in values:
             near = get_close_matches(name, values, n=1)
             fix = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(sorted(values)[:8])}"
-            raise LayoutError(problem(f"layouts names {name!r}, which the model does not have", fix=fix))
+            raise LayoutError(f"layouts names {name!r}, which the model does not have", fix=fix)
         shape, atoms = graph.by_name[values[name]].shape, factored.atoms[values[name]]
         requested_layout: Layout | None = None
         inside: Layout | None = None
@@ -53,7 +53,7 @@ def apply_layouts(choice: Choice, layouts: Mapping[str, Kept], graph: Graph, fac
         first = kept.setdefault(values[name], name)
         if first != name and layout != sources[values[name]]:
             what = f"{first} and {name} are one tensor, and cannot be kept as {layouts[first]!r} and as {requested!r}"
-            raise LayoutError(problem(what, fix=f"name {first} only"))
+            raise LayoutError(what, fix=f"name {first} only")
         sources[values[name]] = layout
     return replace(choice, sources=sources)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from shardwise.errors import LayoutError, ShardwiseError, problem
+from shardwise.errors import LayoutError, ShardwiseError
 from shardwise.graph.ir import Graph, Ref
 from shardwise.layouts.choice import INVARIANT, REPLICATED, ShardPosition, ShardPositions, Where, layout_of, where_of
 from shardwise.layouts.layout import Layout
@@ -43,9 +43,9 @@ class Zero:
 
     def __post_init__(self) -> None:
         if type(self.stage) is not int or self.stage not in (1, 2, 3):
-            raise ShardwiseError(problem(f"zero is {self.stage!r}", fix="1, 2 or 3; None: no sharding"))
+            raise ShardwiseError(f"zero is {self.stage!r}", fix="1, 2 or 3; None: no sharding")
         if isinstance(self.whole_below, bool) or not isinstance(self.whole_below, int) or self.whole_below < 0:
-            raise ShardwiseError(problem(f"whole_below is {self.whole_below!r}", fix="a number of elements from 0"))
+            raise ShardwiseError(f"whole_below is {self.whole_below!r}", fix="a number of elements from 0")
 
     @property
     def reshard_mode(self) -> ReshardMode:
@@ -67,7 +67,7 @@ def shard_storage(choice: Choice, spmd: SpmdProgram, zero: Zero) -> Choice:
         unknown = [axis for axis in zero.over if axis not in dict(mesh.axes) and axis not in mesh.sub_axes]
         if unknown:
             raise LayoutError(
-                problem(f"zero cannot split over {unknown[0]!r}", fix=f"axes of the mesh: {', '.join(dict(mesh.axes))}")
+                f"zero cannot split over {unknown[0]!r}", fix=f"axes of the mesh: {', '.join(dict(mesh.axes))}"
             )
         over = {part for axis in zero.over for part in (mesh.expand(axis) if axis in dict(mesh.axes) else (axis,))}
     copied = _copied(spmd)

@@ -63,7 +63,7 @@ class DistributedGradReducer:
         if calls.is_split() and any(parameter_of(grad) is not None for grad in grads):
             what = "DistributedGradReducer got gradients that a plan has already reduced: each rank holds a part"
             fix = "leave it out in semi_auto_parallel and auto_parallel; data_parallel is the mode that needs it"
-            raise ShardwiseError(problem(what, fix=fix))
+            raise ShardwiseError(what, fix=fix)
         options, group = context.options(), find_group(self.group)
         results = list(grads)
         for positions in fill_messages(grads, self._shared, options):

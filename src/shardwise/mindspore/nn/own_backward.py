@@ -64,7 +64,7 @@ def applied(cell: Any, function: type[torch.autograd.Function], args: tuple[Any,
     split = [primitive.title for primitive in planning.primitives(cell) if primitive.in_strategy is not None]
     if split and context.options().distributed:
         what = f"{name} has a bprop, which makes it one operator, and {split[0]} in it has a strategy"
-        raise CaptureError(problem(what, op=name, fix="leave the strategy out, or write the cell without bprop"))
+        raise CaptureError(what, op=name, fix="leave the strategy out, or write the cell without bprop")
     return function.apply(_state(cell) if torch.compiler.is_exporting() else cell, *args)
 
 
@@ -76,12 +76,12 @@ def _state(cell: nn.Module) -> str:
     tensors += [attribute for attribute, value in kept.items() if isinstance(value, torch.Tensor)]
     if tensors:
         what = f"{name} has a bprop and the tensor {tensors[0]}"
-        raise CaptureError(problem(what, op=name, fix="pass it as an input"))
+        raise CaptureError(what, op=name, fix="pass it as an input")
     try:
         return base64.b64encode(pickle.dumps(kept)).decode()
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         what = f"{name} has a bprop, and its attributes cannot be pickled: {error}"
-        raise CaptureError(problem(what, op=name, fix="keep numbers and operators in its attributes")) from error
+        raise CaptureError(what, op=name, fix="keep numbers and operators in its attributes") from error
 
 
 def _restored(kind: type[Any], state: str) -> Any:

@@ -62,7 +62,7 @@ def _clipped(x: Any, clip_norm: Any, axis: Any) -> Any:
     parameter = parameter_of(x)
     if axis is not None and parameter is not None and (holding := holding_of(parameter)) and holding.is_split:
         what = f"ClipByNorm(axis={axis!r}) of a gradient whose parameter is split as {holding.layout}"
-        raise ShardwiseError(problem(what, fix="axis=None, or ops.clip_by_global_norm"))
+        raise ShardwiseError(what, fix="axis=None, or ops.clip_by_global_norm")
     norm = split_norm([x]) if axis is None else None
     if norm is None:
         norm = torch.linalg.vector_norm(x, dim=axis, keepdim=True)

@@ -255,7 +255,7 @@ class PipelineCell(Cell):
         if staged.is_on() and torch.compiler.is_exporting():
             what = "a PipelineCell in stages is planned per micro-batch, but is captured whole here"
             fix = "sw.verify(staged.MicroBatch(cell.network), (torch.tensor(1.0), *inputs), plan)"
-            raise ShardwiseError(problem(what, fix=fix))
+            raise ShardwiseError(what, fix=fix)
         losses = [self.network(*part) for part in staged.parts_of(inputs, self.micro_size)]
         return sum(losses[1:], losses[0])
 

@@ -77,7 +77,7 @@ def split_norm(x: Sequence[Tensor], order: float = 2.0) -> Tensor | None:
             "gradient of a parameter. Parameters are split, so the norm of this rank's part is not that of the whole"
         )
         fix = "clip what value_and_grad, a HyperMap over it or unscale returned, or clip_by_global_norm with use_norm"
-        raise ShardwiseError(problem(what, fix=fix))
+        raise ShardwiseError(what, fix=fix)
     placed = [(tensor, held_by_id.get(id(parameter))) for tensor, parameter in zip(x, parameters, strict=True)]
     return total_norm(placed, order, device=device_of(x), across_ranks=True, error_if_nonfinite=False)
 

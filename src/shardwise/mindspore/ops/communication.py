@@ -61,7 +61,7 @@ class _Communication(WithSettings, Primitive):
         if torch.compiler.is_exporting():
             what = f"{self.name} is called in a cell that a plan splits; the plan inserts the communication itself"
             fix = "leave it out, or set parallel_mode='hybrid_parallel' and split the computation by hand"
-            raise CaptureError(problem(what, op=self.instance_name, fix=fix))
+            raise CaptureError(what, op=self.instance_name, fix=fix)
         return find_group(self.group)
 
     def _divisible(self, tensor: Tensor, dim: int, parts: int) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from shardwise.errors import CaptureError, problem
+from shardwise.errors import CaptureError
 from shardwise.mindspore import overflow
 from shardwise.mindspore.loss_scale import init_status
 from shardwise.mindspore.named import Function, classes_of, parameters_of
@@ -49,9 +49,7 @@ def _hooked(x: Any, hook: Function) -> Any:
     CaptureError in a split cell, where tensor hooks do not fire."""
     if torch.compiler.is_exporting():
         fix = "a cell of its own with bprop(self, x, out, dout), which returns (dx,)"
-        raise CaptureError(
-            problem("a function of a gradient (InsertGradientOf, HookBackward) in a split cell", fix=fix)
-        )
+        raise CaptureError("a function of a gradient (InsertGradientOf, HookBackward) in a split cell", fix=fix)
 
     def called(gradient: Any) -> Any:
         changed = hook((gradient.as_subclass(Tensor),))

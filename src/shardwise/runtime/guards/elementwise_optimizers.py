@@ -145,6 +145,3 @@ def _refusal(kind: type[Optimizer], name: str, layout: str, count: int) -> str:
 
 def _among(name: str, count: int) -> str:
     return name if count == 1 else f"{name} and of {count - 1} more of its parameters"
-
-
-__all__ = ["ELEMENTWISE", "before_step", "elementwise_optimizer", "is_elementwise"]

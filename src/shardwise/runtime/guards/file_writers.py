@@ -77,5 +77,3 @@ PATCHES = (
     Patch(torch.serialization, "_check_save_filelike", _refusing_files),
     *(Patch(safetensors.torch, n, _refusing_parts) for n in _OF_SAFETENSORS if hasattr(safetensors.torch, n)),
 )
-
-__all__ = ["PATCHES", "missing"]

@@ -145,6 +145,3 @@ def _check_equal(norms: torch.Tensor, count: int) -> None:
             f"the tensors that are whole on every rank: {of_ranks[0]:.6g} on rank 0, {shown}",
             fix="average their gradients over the ranks before clipping, or clip them in a separate call",
         )
-
-
-__all__ = ["clip_grad_norm", "total_norm"]

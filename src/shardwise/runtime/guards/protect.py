@@ -265,5 +265,3 @@ _PATCHES = (
     Patch(DistributedDataParallel, "__init__", _refusing_shards),
     *(Patch(torch.nn.init, name, _refusing_draws) for name in (*_DRAWING, *_PLACING)),
 )
-
-__all__ = ["protect"]

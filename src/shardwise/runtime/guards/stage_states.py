@@ -130,6 +130,3 @@ def _is_equal(first: Any, second: Any) -> bool:
     if isinstance(first, Tensor) and isinstance(second, Tensor):
         return torch.equal(first, second)
     return type(first) is type(second) and bool(first == second or first != first)
-
-
-__all__ = ["Gathering"]

@@ -52,6 +52,3 @@ def _pieces(operand: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tenso
     filled = torch.cat([flat, flat[:1].expand(missing)]) if missing else flat.contiguous()
     pieces: Sequence[torch.Tensor] = torch.split(filled, _GRAIN)
     return pieces
-
-
-__all__ = ["apply_elementwise"]

@@ -95,6 +95,3 @@ def _tiles(
             number = number * count + index
         offsets = tuple(index * step for index, step in zip(place, tile, strict=True))
         yield number, offsets, tuple(map(min, tile, (s - at for s, at in zip(shape, offsets, strict=True))))
-
-
-__all__ = ["Fill", "draw_box", "in_threads"]

@@ -358,6 +358,3 @@ def _as_window(value: torch.Tensor, window: _StorageBox, sizes: Sequence[int]) -
     value = value.permute([sorted(kept).index(dim) for dim in kept])
     value = value.reshape([1 if dim is None else size for dim, size in zip(window.dims, sizes, strict=True)])
     return value.expand(tuple(sizes)).contiguous() if window.repeats else value
-
-
-__all__ = ["FILLS", "NotByParts", "Regions"]

@@ -110,6 +110,3 @@ class InitialShards:
 
     def _device_of(self, name: str) -> torch.device:
         return HOST if name in self._holder.host else self._device
-
-
-__all__ = ["InitialShards", "ShardMaterializer"]

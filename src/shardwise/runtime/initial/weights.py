@@ -160,6 +160,3 @@ def _spelled(name: str, prefix: str) -> tuple[str, ...]:
     if len(prefix) == 1:
         return (name,)
     return (name, name.removeprefix(prefix)) if name.startswith(prefix) else (name, prefix + name)
-
-
-__all__ = ["WeightFiles"]
