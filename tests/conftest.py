@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.long)
 
 
-QUICK_SHARE = 0.4  # of the tests that run in one process
+QUICK_SHARE = 0.33  # of the tests that run in one process
 
 
 @cache

@@ -41,7 +41,7 @@ def called(late: bool, mesh: sw.Mesh, strategies: dict[str, str]) -> list[list[s
 
     if not late:
         hooked(net)
-    if dist.is_initialized():
+    if dist.is_initialized() and dist.get_world_size() > 1:
         plan = sw.plan(net, (x,), 2, mesh=mesh, strategies=strategies) if dist.get_rank() == 0 else None
         net = sw.parallelize(net, plan)
     if late:
@@ -165,7 +165,7 @@ def adversaries(way: str) -> list[float]:
     """The losses of both, whose every step sees the parameters that all earlier ones made."""
     torch.manual_seed(0)
     maker, judge = Maker().double(), Judge().double()
-    if dist.is_initialized():
+    if dist.is_initialized() and dist.get_world_size() > 1:
         for_maker, for_judge = WAYS[way]
         maker = parallel_of(maker, torch.randn(6, 4, dtype=torch.float64), for_maker)
         judge = parallel_of(judge, torch.randn(6, 8, dtype=torch.float64), for_judge)
@@ -227,7 +227,7 @@ def read(how: dict, num_samples: int) -> dict[str, list[Tensor | None]]:
     torch.manual_seed(0)
     net, encoder = Read().double(), nn.Linear(8, 8).double()
     x, y = (torch.randn(num_samples, 8, dtype=torch.float64) for _ in range(2))
-    if dist.is_initialized():
+    if dist.is_initialized() and dist.get_world_size() > 1:
         plan = sw.plan(net, (x, y), dist.get_world_size(), **how) if dist.get_rank() == 0 else None
         net = sw.parallelize(net, plan)
 
