@@ -56,6 +56,7 @@ TORCH := torch==2.13.0
 OLDEST := 2.11.0
 NEWEST := 2.14.1
 TORCH_INDEX ?=
+SEED := 0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -69,15 +70,14 @@ demo: install
 
 # Three processes on two cores: tests of ranks wait a good part of their time, for each other and for what times out.
 test: install
-	$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal --seed $(SEED) $(PYTEST_ARGS)
 
 # For the edit loop: a seeded share of every folder, and two tests on real ranks.
-SEED := 0
 test-quick: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal --quick --seed $(SEED) $(PYTEST_ARGS)
 
 test-long: install
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m long $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal --seed $(SEED) -m long $(PYTEST_ARGS)
 
 # Each in an environment of its own.
 test-oldest:

@@ -32,6 +32,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", default="0", help="chooses the cases and the share that run")
 
 
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"cases chosen by --seed {config.getoption('seed')}"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark as ``long`` what this run leaves out: cases beyond the number in ``sampled``, and with ``--quick`` more."""

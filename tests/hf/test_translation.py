@@ -88,7 +88,6 @@ def compare(run_ranks: RunRanks, name: str, plan: dict[str, Any], part: tuple[in
     assert len({tuple(text) for call in expected for text in call}) > 6, "more than the sequences of one call"
 
 
-@pytest.mark.long
 def test_an_encoder_and_its_decoder_write_what_one_device_does(run_ranks: RunRanks) -> None:
     compare(run_ranks, "t5", COLUMNS["t5"], (6, 2, 11, 8))  # two of four heads
 

@@ -41,7 +41,6 @@ def random_end(rng: random.Random, atoms: tuple[tuple[int, ...], ...]) -> tuple[
 
 
 @pytest.mark.parametrize("seed", range(300))
-@pytest.mark.sampled(100)
 def test_a_transfer_is_slicing_the_global_tensor(seed: int) -> None:
     rng = random.Random(seed)
     atoms = rng.choice(SHAPES)

@@ -423,3 +423,20 @@ def test_a_used_up_iterator_is_no_second_epoch() -> None:
     assert firsts(dataset) == [0, 1, 2]
     with raises(RuntimeError, "pass"):
         firsts(dataset)
+
+
+def test_lines_stay_in_the_order_of_their_file_unless_they_are_shuffled(tmp_path: Path) -> None:
+    lines = [str(number) for number in range(40)]
+    (tmp_path / "lines.txt").write_text("\n".join(lines))
+    read = {
+        shuffle: [
+            str(row[0])
+            for row in ds.TextFileDataset(tmp_path / "lines.txt", shuffle=shuffle).create_tuple_iterator(
+                output_numpy=True
+            )
+        ]
+        for shuffle in (None, False, True)
+    }
+    assert read[None] == read[False] == lines
+    assert read[True] != lines
+    assert sorted(read[True]) == sorted(lines)

@@ -73,7 +73,8 @@ def attempt(name: str, model: Weighed, plans: int | None) -> Outcome:
                 strategies = {entry.name: entry.strategy for entry in plan.operators}
                 outcome.split |= any(FACTOR.search(strategies[op.name]) for op in of_call)
                 report = sw.verify(model, model.called.inputs, plan, steps=1)
-                if report.not_proven and (report.is_equal or "prove nothing" in report.not_proven):
+                proves_nothing = "prove nothing" in report.not_proven and report.collectives_match
+                if report.not_proven and (report.is_equal or proves_nothing):
                     outcome.ended, outcome.detail = "unproven", report.not_proven
                 elif not report.ok:
                     outcome.ended, outcome.detail = "wrong", " ".join(str(report).split())

@@ -37,7 +37,6 @@ def test_random_programs_equal_one_device() -> None:
 
 @pytest.mark.parametrize("priced", [False, True], ids=["", "priced"])
 @pytest.mark.parametrize("by_hand", [False, True], ids=["", "by hand"])
-@pytest.mark.sampled(2)
 def test_random_programs_with_windows_equal_one_device(by_hand: bool, priced: bool) -> None:
     """Convolutions, pooling, rolls, pads and slices among the others, also where factors are split by hand and where
     routes are chosen by price."""
@@ -56,7 +55,6 @@ def test_random_programs_with_windows_equal_one_device(by_hand: bool, priced: bo
 
 
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.sampled(2)
 def test_every_operator_on_its_own_equals_one_device(part: int) -> None:
     for index in TESTED[part * EVERY :: PARTS * EVERY]:
         outcome = run(program_of_sample(SAMPLES[index]), index)

@@ -74,7 +74,6 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.sampled(1)
 def test_models_under_random_strategies_equal_one_device(name: str) -> None:
     tiny, places = MODELS[name]
     graph, data = captured_model(tiny)
@@ -85,7 +84,6 @@ def test_models_under_random_strategies_equal_one_device(name: str) -> None:
 
 
 @pytest.mark.parametrize("block", range(2))
-@pytest.mark.sampled(1)
 def test_random_programs_on_random_placements_equal_one_device(block: int) -> None:
     features: Counter[str] = Counter()
     for seed in range(block * 20, (block + 1) * 20):

@@ -96,7 +96,6 @@ def test_parts_put_together_equal_the_whole_operator(sample: Sample) -> None:
 
 
 @every_sample
-@pytest.mark.sampled(300)
 def test_extremes_are_never_differentiable_partial_values(sample: Sample) -> None:
     """Only a sum has the cotangent of a partial value; max, min and any are for gradient-free values."""
     case, rule = ruled(sample)
@@ -105,7 +104,6 @@ def test_extremes_are_never_differentiable_partial_values(sample: Sample) -> Non
 
 
 @every_sample
-@pytest.mark.sampled(300)
 def test_several_factors_can_be_split_at_once(sample: Sample) -> None:
     case, rule = ruled(sample)
     chosen = {f.name: pieces_of((f.size,), 0, 2) for f in splittable(rule)[:4]}
@@ -113,7 +111,6 @@ def test_several_factors_can_be_split_at_once(sample: Sample) -> None:
 
 
 @every_sample
-@pytest.mark.sampled(300)
 def test_a_part_may_be_empty(sample: Sample) -> None:
     """More parts than indices."""
     case, rule = ruled(sample)
@@ -181,7 +178,6 @@ def _fails_without_localize(sample: Sample) -> bool:
 
 
 @every_sample
-@pytest.mark.sampled(300)
 def test_operators_are_linear_in_the_groups_that_say_so(sample: Sample) -> None:
     case, rule = ruled(sample)
     known = dict(zip(case.op.operands, (t.detach() for t in case.operands), strict=True))

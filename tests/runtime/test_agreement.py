@@ -291,7 +291,6 @@ SAID_BY_OTHERS = {
 
 
 @pytest.mark.parametrize("case", [*SAID_BY_OTHERS, "device"])
-@pytest.mark.sampled(2)
 def test_a_rank_that_makes_another_call_is_named_on_all_before_time_is_up(
     case: str, run_ranks: Callable[..., Any]
 ) -> None:
@@ -478,7 +477,6 @@ def slow_planning(seconds: float, store: str) -> float:
     return float(par.step(*batch_of(8)))
 
 
-@pytest.mark.long
 def test_planning_may_take_longer_than_a_collective(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
     first, second = run_ranks(slow_planning, 2, 7.0, str(tmp_path / "again"), time_limit_seconds=240)
     assert first == second

@@ -72,7 +72,6 @@ def alone() -> tuple[list[float], int]:
 
 
 @pytest.mark.parametrize("way", [{}, {"mode": "data_parallel", "zero": 3}])
-@pytest.mark.sampled(1)
 def test_a_model_that_no_rank_could_hold_trains_within_its_memory(
     way: dict[str, Any], run_ranks: Callable[..., list[Any]]
 ) -> None:

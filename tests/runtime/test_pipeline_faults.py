@@ -85,7 +85,6 @@ def stops(folder: str, schedule: str, stages: int, kind: str, micro_batch: int, 
         pytest.param("GPipe", 2, "forward", 2, False, marks=pytest.mark.long),
     ],
 )
-@pytest.mark.sampled(1)
 def test_a_stage_that_stops_is_named(
     schedule: str, stages: int, kind: str, micro_batch: int, hangs: bool, run_ranks: RunRanks, tmp_path: Path
 ) -> None:
@@ -151,7 +150,6 @@ def frozen(case: str) -> str:
 
 
 @pytest.mark.parametrize("case", ["frozen", "replaced", "frozen alike", "replaced alike"])
-@pytest.mark.sampled(2)
 def test_copies_of_a_stage_that_are_not_treated_alike_are_named(case: str, run_ranks: RunRanks) -> None:
     said = run_ranks(frozen, 4, case, time_limit_seconds=240)
     if "alike" in case:  # the ranks of the other stage have no such tensor

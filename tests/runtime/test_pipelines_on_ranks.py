@@ -297,8 +297,8 @@ NAMES = ["1F1B", "ZBVZeroBubble", "Solved"]
 @pytest.mark.parametrize(
     "names",
     [
-        NAMES[:2],
-        pytest.param([name for name in SCHEDULES if name not in NAMES[:2]], marks=pytest.mark.long),
+        NAMES,
+        pytest.param([name for name in SCHEDULES if name not in NAMES], marks=pytest.mark.long),
         pytest.param(["Interleaved1F1B:3", "LoopedBFS:3"], marks=pytest.mark.long),
     ],
 )

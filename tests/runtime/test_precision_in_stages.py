@@ -67,7 +67,6 @@ RUNS = [("gpt", "1F1B", 2, 4), ("llama", "1F1B", 2, 2), ("gpt", "ZBVZeroBubble",
 
 
 @pytest.mark.parametrize(("name", "schedule", "stages", "ranks"), RUNS)
-@pytest.mark.sampled(2)
 def test_stages_train_as_one_device_that_casts_once_a_step(
     name: str, schedule: str, stages: int, ranks: int, run_ranks: RunRanks
 ) -> None:
@@ -85,7 +84,6 @@ def test_stages_train_as_one_device_that_casts_once_a_step(
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("name", "schedule", "stages", "ranks"), RUNS)
-@pytest.mark.sampled(1)
 def test_in_half_the_bits_stages_differ_by_their_rounding(
     name: str, schedule: str, stages: int, ranks: int, precision: str, run_ranks: RunRanks
 ) -> None:

@@ -106,7 +106,6 @@ def part_of(tensors: dict[str, torch.Tensor], plan: sw.Plan) -> dict[str, torch.
         ("llama", "searched", 2),
     ],
 )
-@pytest.mark.sampled(3)
 def test_ranks_train_as_one_device_that_casts_once_a_step(name: str, way: str, ranks: int, run_ranks: RunRanks) -> None:
     results = run_ranks(train, ranks, name, TIGHT, way, time_limit_seconds=240)
     alone = trained_alone(name, TIGHT)
@@ -120,7 +119,6 @@ def test_ranks_train_as_one_device_that_casts_once_a_step(name: str, way: str, r
 
 
 @pytest.mark.parametrize(("name", "way", "ranks"), [("gpt", "zero", 2), ("llama", "dp", 2), ("gpt", "tp", 4)])
-@pytest.mark.sampled(1)
 def test_in_bfloat16_ranks_differ_by_its_rounding(name: str, way: str, ranks: int, run_ranks: RunRanks) -> None:
     """How far rounding moves one device is seen by changing what it computes with by a unit in the last place; a sum
     over devices is rounded once more for each of them."""

@@ -93,7 +93,6 @@ def clip_on_ranks(kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", FIELDS)
-@pytest.mark.sampled(1)
 def test_norms_and_clipped_gradients_are_those_of_one_device(kind: str, ranks: Ranks) -> None:
     alone = clip_alone()
     model = make()

@@ -237,7 +237,6 @@ def _safetensors(folder: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", PLANS)
-@pytest.mark.sampled(3)
 def test_whole_states_are_those_of_one_device(run_ranks: RunRanks, tmp_path: Path, kind: str) -> None:
     size, options = PLANS[kind]
     for found in run_ranks(whole_states, size, options, str(tmp_path), time_limit_seconds=240):

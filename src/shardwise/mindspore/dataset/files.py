@@ -48,6 +48,8 @@ class Files(GeneratorDataset):
     def _take(self, values: dict[str, Any]) -> None:
         general = {name: values.pop(name) for name in (*ROWS, *PARTS) if name in values}
         general.pop("cache")
+        if self.settings["shuffle"] is True:  # lines of texts: None leaves them in the order of the file
+            general["shuffle"] = bool(general["shuffle"])
         rows, read, columns = self.listed(**values)
         made = {"source": Listed(rows, read), "column_names": list(columns), "column_types": None}
         super()._take({**GeneratorDataset.settings, **general, **made})
