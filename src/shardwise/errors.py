@@ -226,9 +226,9 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks: ``rank 3`` or ``ranks 0, 1, 4``; long lists are cut."""
-    shown = ", ".join(map(str, ranks[:_NUM_RANKS])) + ", ..." * (len(ranks) > _NUM_RANKS)
+def name_ranks(ranks: Sequence[int], limit: int | None = _NUM_RANKS) -> str:
+    """Format ranks: ``rank 3`` or ``ranks 0, 1, 4``; at most ``limit`` of them (None: all)."""
+    shown = ", ".join(map(str, ranks[:limit])) + ", ..." * (limit is not None and len(ranks) > limit)
     return f"rank{'s' * (len(ranks) > 1)} {shown}"
 
 

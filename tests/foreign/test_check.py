@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -406,6 +407,17 @@ def test_a_step_is_priced_for_as_many_devices_as_are_checked(devices: int, clust
     report = sw.check(nn.Linear(4, 4), torch.randn(48, 4), {"fully_shard": []}, devices, loss=lambda y: y.mean())
     assert report.ok, report
     assert report.beside.cluster == cluster
+
+
+@pytest.mark.parametrize("draw", [torch.rand_like, torch.randn_like, lambda x: torch.rand(x.shape)])
+def test_a_model_that_draws_is_noted(draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    class Noisy(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return y + 0.1 * draw(y)
+
+    report = sw.check(Noisy(4, 4), torch.randn(8, 4), {"fully_shard": []}, 2, loss=lambda y: y.mean(), beside=False)
+    assert any("draws random numbers" in note for note in report.notes), report
 
 
 def test_layouts_are_seen_in_numbers() -> None:

@@ -45,8 +45,7 @@ BETWEEN_CALLS = "between two calls"  # the tag of the mark that divides a trace 
 OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 _SEEN_BY_IDENTITY = (type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, torch.Generator)
 _OF_CLASSES = (bool, int, float, str, list, dict, type(None))
-_PLAIN = (bool, int, float, str, type(None), threading.local)
-MOST_ITEMS = 1000  # of a container in a file that is looked at; a longer one is a table
+MOST_ITEMS = 1000  # of a container or tensor that is read item by item; a longer one is a table
 _CONFIGURATIONS = ("PretrainedConfig", "PreTrainedConfig")
 
 

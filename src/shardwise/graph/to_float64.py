@@ -315,6 +315,14 @@ def _size(size: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
 
 
+def _uniform(mode: Reference, shape: Sequence[int]) -> torch.Tensor:
+    return mode.uniform(shape)  # of the mode's class, which may note that numbers are drawn
+
+
+def _normal(mode: Reference, shape: Sequence[int]) -> torch.Tensor:
+    return mode.normal(shape)
+
+
 def _sized(draw: Draw) -> Callable[..., torch.Tensor]:
     """Return ``rand(size)`` and its like. ``draw``: numbers of a shape."""
     return lambda mode, *size, **kwargs: draw(mode, _size(kwargs.get("size") or size))
@@ -523,10 +531,10 @@ REPLACED: dict[Any, Callable[..., Any]] = {
         for function in (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, _NEW)
     },
     torch.Tensor.__setitem__: _setitem,
-    torch.rand: _sized(Reference.uniform),
-    torch.rand_like: _like(Reference.uniform),
-    torch.randn: _sized(Reference.normal),
-    torch.randn_like: _like(Reference.normal),
+    torch.rand: _sized(_uniform),
+    torch.rand_like: _like(_uniform),
+    torch.randn: _sized(_normal),
+    torch.randn_like: _like(_normal),
     torch.randint: _randint,
     torch.randint_like: _randint_like,
     torch.randperm: _randperm,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.launch.channel import Channel, as_place, as_port, as_text, whole
-from shardwise.launch.hang_detector import count_ranks, name_ranks
+from shardwise.launch.hang_detector import count_ranks, name_all_ranks
 from shardwise.launch.job import print_line
 from shardwise.launch.processes import Failure
 from shardwise.launch.restart_policy import RestartPolicy, lost_rank
@@ -229,7 +229,7 @@ class Coordinator:
         if code:
             self.finish(code)
         elif lost and (cause is None or cause.follow_up or cause.waited_in_vain):
-            gone = "; ".join(f"machine {node} with {name_ranks(ranks)} {how}" for node, ranks, how in lost)
+            gone = "; ".join(f"machine {node} with {name_all_ranks(ranks)} {how}" for node, ranks, how in lost)
             text = f"{gone}{self.course.after_step}"
             if why := self.course.why_end(by_the_script=False):
                 self.finish(EXIT_ALONE, f"{text}; {why}")

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from shardwise.errors import name_ranks
 from shardwise.runtime.heartbeat_file import Heartbeat
 
 _LATE_SECONDS = 1.0  # two signs of life
@@ -67,7 +68,7 @@ def format_positions(stopped: Sequence[tuple[int, str, Heartbeat]]) -> list[str]
         if place:
             ranks.setdefault(place, []).append(number)
     return [
-        f"  where:  {name_ranks(numbers)} {'were' if len(numbers) > 1 else 'was'} {place}"
+        f"  where:  {name_all_ranks(numbers)} {'were' if len(numbers) > 1 else 'was'} {place}"
         for place, numbers in ranks.items()
     ]
 
@@ -82,12 +83,11 @@ def format_waits(pages: Sequence[tuple[int, Heartbeat]]) -> list[str]:
             lines.setdefault(f"waited in {what}" if seen.waits else f"had left {what}", []).append(number)
     if all(line.startswith("had left") for line in lines):
         return []
-    return [f"  waits:  {name_ranks(numbers)} {text}" for text, numbers in lines.items()]
+    return [f"  waits:  {name_all_ranks(numbers)} {text}" for text, numbers in lines.items()]
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Return ``rank 3`` or ``ranks 0, 1, 4``."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+def name_all_ranks(ranks: Sequence[int]) -> str:
+    return name_ranks(ranks, limit=None)
 
 
 def count_ranks(count: int) -> str:

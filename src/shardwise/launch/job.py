@@ -26,7 +26,7 @@ from typing import IO, TextIO
 
 from shardwise.errors import LaunchError
 from shardwise.launch import bootstrap
-from shardwise.launch.hang_detector import format_positions, format_waits, name_ranks
+from shardwise.launch.hang_detector import format_positions, format_waits, name_all_ranks
 from shardwise.launch.processes import Failure, Pipe, RankProcess, Spawn, start_process
 from shardwise.runtime.heartbeat_file import PAGE, Heartbeat, HeartbeatFile
 
@@ -224,7 +224,7 @@ class Job:
         elif elapsed >= _NOTICE_SECONDS and not self.noticed:
             self.noticed = True
             print_line(
-                f"{name_ranks(done)} ended with exit code 0, {elapsed:.0f} seconds ago; {name_ranks(numbers)} still run"
+                f"{name_all_ranks(done)} ended with exit code 0, {elapsed:.0f} seconds ago; {name_all_ranks(numbers)} still run"
                 + "s" * (len(numbers) == 1)
                 + "\n  note:   a collective with a rank that has ended never completes; --exit-grace SECONDS stops such"
                 " ranks"
@@ -285,14 +285,14 @@ class Job:
         lines = [text]
         for reason, numbers in also.items():
             if later := [number for number in numbers if number != cause.rank]:
-                lines.append(f"  also:   {name_ranks(later)} {reason}")
+                lines.append(f"  also:   {name_all_ranks(later)} {reason}")
         if cause.killed_by == "SIGKILL":
             lines.append(
                 "  fix:    most often the system ran out of memory (see dmesg): fewer ranks, a smaller batch or model"
             )
         done = [rank.number for rank in self.ranks if rank.process.returncode == 0]
         if cause.follow_up and done:
-            lines.append(f"  note:   {name_ranks(done)} had already ended, with exit code 0")
+            lines.append(f"  note:   {name_all_ranks(done)} had already ended, with exit code 0")
         if self.hidden and not self.tag:
             lines.append(
                 f"  hidden: {len(self.hidden)} later error lines of other ranks "
@@ -303,9 +303,9 @@ class Job:
     def _summarize_left_behind(self) -> None:
         stopped = [rank.number for rank in self.stopped]
         done = [rank.number for rank in self.ranks if rank.number not in stopped]
-        later = f"{name_ranks(stopped)} still ran {self.exit_grace_seconds:g} seconds later"
+        later = f"{name_all_ranks(stopped)} still ran {self.exit_grace_seconds:g} seconds later"
         fix = "  fix:    let every rank take part in the same collectives, or give more time: --exit-grace SECONDS"
-        print_line("\n".join([f"{name_ranks(done)} ended with exit code 0; {later}", *self._positions(), fix]))
+        print_line("\n".join([f"{name_all_ranks(done)} ended with exit code 0; {later}", *self._positions(), fix]))
 
     def _positions(self) -> list[str]:
         """Return lines on where ranks were before they were stopped, and in which collective the others waited."""

@@ -341,6 +341,7 @@ class _StepWriter:
         return names
 
     def _compute(self, kernel: Compute, names: Mapping[str, str], origin: Origin) -> Compute:
+        assert names.keys() >= {*kernel.operands, *kernel.writes}, "a name of the trace has none in the program"
         results = tuple(names[name] for name in kernel.results)
         for name, form in zip(results, kernel.forms, strict=True):
             self.forms.setdefault(name, form.with_gradient(False))

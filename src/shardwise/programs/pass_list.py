@@ -21,7 +21,10 @@ def part_of(program: RankProgram, **fields: Any) -> RankProgram:
 def with_saved(program: RankProgram) -> RankProgram:
     """Return the program with ``saved``: what backward reads of the values that forward is given and computes."""
     available = {*program.taken, *(name for instruction in program.forward for name in instruction.results)}
-    return replace(program, saved=read_of(program.backward, available))
+    saved = read_of(program.backward, available)
+    made = {name for instruction in program.backward for name in instruction.results}
+    assert made.isdisjoint(saved), "backward computes a value that forward has"
+    return replace(program, saved=saved)
 
 
 def mark_overwrites(program: RankProgram) -> RankProgram:

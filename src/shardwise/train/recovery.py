@@ -207,7 +207,8 @@ class Recovery:
     def _stop_keeping(self, ended: Sequence[Peers], reason: str) -> None:
         self._stores = [store for store in self._stores if store not in ended]
         for store in ended:
-            store.close()
+            if store.is_local:  # other machines' last copies, and those in the user's folder, may still be needed
+                store.close()
             if rank_and_world_size()[0] == 0:
                 kept, then = "no other machine keeps copies of the state", ""
                 if store.is_local:
