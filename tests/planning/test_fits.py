@@ -101,9 +101,9 @@ def test_what_cannot_fit_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None
     stored = sum(p.numel() for p in module.parameters()) * 4 * 3
     planned: list[tuple[int, bool]] = []
 
-    def recorded(request: PlanRequest) -> PlanningResult:
+    def recorded(request: PlanRequest, **options: Any) -> PlanningResult:
         planned.append((request.cluster.num_devices, "on host" in request.training.optimizer))
-        return execute(request)
+        return execute(request, **options)
 
     monkeypatch.setattr(options, "execute", recorded)
     answer = sw.fits(module, batch, "h100-1x2", memory_bytes=0.45 * stored, seconds=600)

@@ -71,7 +71,7 @@ def test_a_refusal_names_the_same_least_memory_whatever_the_limit() -> None:
     assert refused((figures[0] + 1) * MIB) is None, "what is named fits"
 
 
-def drawn_partition(seed: int) -> tuple[StagePartition, list[Any], list[Any]]:
+def drawn_partition(seed: int, num_stages: int) -> tuple[StagePartition, list[Any], list[Any]]:
     """Return a partition of a small model, and for every stage the planned seconds and needs of all its spans.
 
     Both are no less than the estimates, and grow with the span and with the micro-batches in flight.
@@ -79,23 +79,25 @@ def drawn_partition(seed: int) -> tuple[StagePartition, list[Any], list[Any]]:
     rng = np.random.default_rng(seed)
     graph = capture(Deep(3, 16), (torch.zeros(8, 4, dtype=torch.int64),) * 2).graph
     prices = Prices(Links(sw.Cluster.load("h100-1x4").with_devices(1), sw.Mesh(dp=1)), "adamw", 8)
-    partition = StagePartition.of(graph, prices, 1e18, (3, 2, 1))
+    in_flight = tuple(range(num_stages, 0, -1))
+    partition = StagePartition.of(graph, prices, 1e18, in_flight)
     costs = rng.uniform(0.1, 1.0, (2, len(partition.names)))
     added = [np.concatenate([[0.0], np.cumsum(cost)]) for cost in costs]
     seconds, needs = (np.maximum(total[None, :] - total[:, None], 0.0) for total in added)
     partition.seconds = np.where(partition.seconds < np.inf, seconds, np.inf)
     partition.is_whole = np.ones_like(partition.is_whole)
-    partition.limit = rng.uniform(0.2, 1.2) * 2 * needs[0, -1] / 3
-    partition.needs = [0.5 * needs for _ in range(3)]
-    partition.held = [np.zeros_like(needs) for _ in range(3)]
-    slower = [seconds * (1 + 0.1 * count) * 1.2 for count in (3, 2, 1)]
-    larger = [needs * (0.5 + 0.2 * count) for count in (3, 2, 1)]
+    partition.limit = rng.uniform(0.2, 1.2) * 2 * needs[0, -1] / num_stages
+    partition.needs = [0.5 * needs for _ in in_flight]
+    partition.held = [np.zeros_like(needs) for _ in in_flight]
+    slower = [seconds * (1 + 0.1 * count) * 1.2 for count in in_flight]
+    larger = [needs * (0.5 + 0.2 * count) for count in in_flight]
     return partition, slower, larger
 
 
+@pytest.mark.parametrize("num_stages", [3, 4])
 @pytest.mark.parametrize("seed", range(20))
-def test_the_settled_cut_is_the_best_of_all(seed: int) -> None:
-    partition, seconds, needs = drawn_partition(seed)
+def test_the_settled_cut_is_the_best_of_all(seed: int, num_stages: int) -> None:
+    partition, seconds, needs = drawn_partition(seed, num_stages)
     ends = len(partition.names)
 
     def outcome(starts: tuple[int, ...]) -> tuple[float, float]:
@@ -105,7 +107,7 @@ def test_the_settled_cut_is_the_best_of_all(seed: int) -> None:
             return np.inf, np.inf
         return max(seconds[s][span] for s, span in spans), max(needs[s][span] for s, span in spans)
 
-    outcomes = [outcome((0, *inner, ends)) for inner in combinations(range(1, ends), 2)]
+    outcomes = [outcome((0, *inner, ends)) for inner in combinations(range(1, ends), num_stages - 1)]
     fastest = min((taken for taken, need in outcomes if need <= partition.limit), default=np.inf)
     least = min(need for _, need in outcomes)
     best, value, tried = np.inf, np.inf, 0

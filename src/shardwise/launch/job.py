@@ -226,7 +226,8 @@ class Job:
             print_line(
                 f"{name_all_ranks(done)} ended with exit code 0, {elapsed:.0f} seconds ago; "
                 f"{name_all_ranks(numbers)} still run"
-                + "s" * (len(numbers) == 1)
+                + "s"
+                * (len(numbers) == 1)
                 + "\n  note:   a collective with a rank that has ended never completes; --exit-grace SECONDS stops such"
                 " ranks"
             )

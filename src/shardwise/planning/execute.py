@@ -48,8 +48,12 @@ from shardwise.search.stored_program import build_program
 from shardwise.search.user_layouts import apply_layouts
 
 
-def execute(request: PlanRequest) -> PlanningResult:
+def execute(request: PlanRequest, *, exact_refusal: bool = True) -> PlanningResult:
     """Plan a request.
+
+    Args:
+        request: What to plan.
+        exact_refusal: Whether a refusal of stages names the least memory over all cuts, which takes longer, or of some.
 
     Raises:
         ShardwiseError: The model or a setting has a fault that the user can fix.
@@ -57,22 +61,24 @@ def execute(request: PlanRequest) -> PlanningResult:
     """
     precision = (request.training.precision or Precision()).at_hand
     with show_progress_once("planning"), report_alive(), no_autocast(), with_rare_gc():
-        planning = Planning.of(request, precision)
+        planning = Planning.of(request, precision, exact_refusal)
         return planning.auto_stages() if request.parallel.stages == "auto" else planning.one_setting()
 
 
 @dataclass(frozen=True)
 class Planning:
-    """A request with what was captured for it. ``known``: the step seconds of the best plan so far."""
+    """A request with what was captured for it. ``known``: the step seconds of the best plan so far;
+    ``exact_refusal``: see ``execute``."""
 
     request: PlanRequest
     call: Example
     captured: Capture
     search: SearchName
     known: float = inf
+    exact_refusal: bool = True
 
     @staticmethod
-    def of(request: PlanRequest, precision: Precision) -> Planning:
+    def of(request: PlanRequest, precision: Precision, exact_refusal: bool) -> Planning:
         """Capture the request's module, and announce settings that lose or gain nothing."""
         if precision.lost_share:
             warn_user(
@@ -90,7 +96,7 @@ class Planning:
             is_free = not captured.annotations and not captured.graph.constraints
             search = "dynamic_programming" if is_free and request.search.mode == "auto" else "sharding_propagation"
         call = Example(request.module, arguments, request.loss, strategies, precision, Captures())
-        return Planning(request, call, captured, search)
+        return Planning(request, call, captured, search, exact_refusal=exact_refusal)
 
     @property
     def by_price(self) -> bool:
@@ -128,8 +134,9 @@ class Planning:
         if parallel.stages is None and parallel.schedule is None:
             return self.without_stages()
         pipeline = plan_captured_pipeline(
-            self.call, self.captured, self.request, self.config, self.template, by_price=self.by_price
-        )
+            self.call, self.captured, self.request, self.config, self.template,
+            by_price=self.by_price, exact_refusal=self.exact_refusal,
+        )  # fmt: skip
         return PlanningResult(pipeline.plan, PipelineReport.of(pipeline))
 
     def without_stages(self) -> PlanningResult:
@@ -228,7 +235,7 @@ class Planning:
                 stages=setting.stages if setting.stages > 1 else None, schedule=setting.schedule or None,
                 global_batch=step, micro_batch=setting.micro_batch,
             )  # fmt: skip
-            return replace(self, request=varied, known=known).one_setting()
+            return replace(self, request=varied, known=known, exact_refusal=False).one_setting()
 
         bound = LowerBound.of(graph, step / (captured_samples or 1), cluster)
         estimates: tuple[Callable[[StageConfig], float], ...] = ()

@@ -101,7 +101,7 @@ def try_request(request: PlanRequest, what: str = "") -> Option:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore" if what else "default")
-            found = execute(request)
+            found = execute(request, exact_refusal=not what)
     except PlanError as error:
         if not (what or isinstance(error, NothingFits)):
             raise

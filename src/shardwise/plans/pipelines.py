@@ -85,10 +85,11 @@ def plan_captured_pipeline(
     template: Plan,
     *,
     by_price: bool,
+    exact_refusal: bool,
 ) -> PipelineResult:
     """Return the plan of a pipeline for a captured call; of several micro-batch sizes the one with the shortest
     predicted step. ``template``: a plan with all settings. Raises PlanError for what cannot be cut, divided or
-    scheduled."""
+    scheduled; NothingFits names the least memory over all cuts if ``exact_refusal``, which takes longer."""
     parallel, cluster = request.parallel, request.cluster
     schedule = schedule_of(parallel.schedule or "1F1B")
     marks = marks_of(call.module)
@@ -149,10 +150,10 @@ def plan_captured_pipeline(
         if not by_price:
             break
     if best is None:
-        if refused is not None:
-            refused.plan(exact_refusal=True)
         assert failure is not None, "something was tried"
-        raise failure
+        if refused is None or not exact_refusal:
+            raise failure
+        best = refused.plan(exact_refusal=True)
     statistics = best.planner.passes.statistics
     announce_statistics(sorted(statistics))
     return replace(best, others=tuple(others))
@@ -235,13 +236,14 @@ class PipelineResult:
 @dataclass(frozen=True, eq=False)
 class PipelinePlanner:
     """Planner of a step's micro-batches in stages. ``template``: a plan with all settings, whose stages are ignored;
-    ``known``: the stages that were planned for any cut."""
+    ``known``: the stages that were planned for any cut; ``refused``: the cuts that do not fit."""
 
     config: PipelineConfig
     passes: Passes
     template: Plan
     vjp_cache: VjpCache
     known: KnownStages = field(default_factory=dict)
+    refused: dict[tuple[int, ...], StagesDoNotFit] = field(default_factory=dict)
 
     @cached_property
     def graph(self) -> Graph:
@@ -292,13 +294,16 @@ class PipelinePlanner:
                 if best_cut is None or not near:
                     break
                 cut = min(near, key=lambda moved: self._estimate(partition, moved))
-                if self._estimate(partition, cut) >= (1 + PARTITION_TOLERANCE) * self._estimate(partition, best_cut):
+                if self._estimate(partition, cut) >= (1 - PARTITION_TOLERANCE) * self._estimate(partition, best_cut):
                     break
             planned.add(cut.starts)
             left -= 1
             try:
+                if cut.starts in self.refused:
+                    raise self.refused[cut.starts]
                 result, seconds = self.of_cut(partition.parts(cut))
             except StagesDoNotFit as error:
+                self.refused[cut.starts] = error
                 partition.refuse(cut, {stage: devices * need for stage, (need, _) in error.needs.items()})
                 failure = min([error.most, *([] if failure is None else [failure])], key=lambda need: need[0])
                 value = OVER_LIMIT_PENALTY * failure[0] / limit if best is None else value

@@ -9,9 +9,9 @@ position j::
 Before it is planned, a stage has an estimate of its time / memory front: the seconds of its operators on all devices of
 a stage, longer by up to RECOMPUTED_SHARE where the values of its micro-batches do not fit. ``next_cut`` is the best cut
 by these values. After it is planned (``plans.pipelines``), its stages have their planned values. What was planned also
-bounds other stages: a stage with more operators, and no fewer micro-batches, is no faster and needs no less memory. The
-partition is settled when the best cut consists of planned stages only, or is no better than a planned one by more than
-PARTITION_TOLERANCE.
+bounds other stages: a stage with more operators, and no fewer micro-batches, is assumed to be no faster and to need no
+less memory (unless it has whole blocks to recompute, and the planned one does not). The partition is settled when the
+best cut was planned, or is no better than a planned one by more than PARTITION_TOLERANCE.
 
 A stage that does not fit counts OVER_LIMIT_PENALTY and more, by the bytes that it needs. So if no cut fits, the settled
 cut is the one whose largest need is least.
@@ -71,6 +71,8 @@ class StagePartition:
         limit: Bytes of a stage on all its devices.
         in_flight: For every stage, the number of micro-batches that it keeps for backward at once.
         planned: (stage, begin, end) -> the seconds of its plan; 0 if it was only found to fit, or not to.
+        cuts: The starts of the cuts that were planned.
+        values: Stage -> its values, until something is learned.
     """
 
     graph: Graph
@@ -83,6 +85,8 @@ class StagePartition:
     limit: float
     in_flight: Sequence[int]
     planned: dict[tuple[int, int, int], float] = field(default_factory=dict)
+    cuts: set[tuple[int, ...]] = field(default_factory=set)
+    values: dict[int, Floats] = field(default_factory=dict)
 
     @staticmethod
     def of(
@@ -152,6 +156,10 @@ class StagePartition:
         """Return the best cut by what is known."""
         values = [self._values(stage) for stage in range(len(self.in_flight))]
         slowest = _slowest(values)
+        if slowest == inf:
+            raise PlanError(
+                f"{len(values)} stages need parameters each, and no cut gives all some", fix="ask for fewer stages"
+            )
         most = SLOWEST_STAGE_SLACK * slowest if slowest < OVER_LIMIT_PENALTY else slowest
         total, chosen = np.concatenate([[0.0], np.full(len(self.sent) - 1, inf)]), []
         for value in values:
@@ -195,39 +203,56 @@ class StagePartition:
         that were planned."""
         if cut.value >= (1 - PARTITION_TOLERANCE) * best:
             return True
-        return all((stage, *ends) in self.planned for stage, ends in enumerate(pairwise(cut.starts)))
+        return cut.starts in self.cuts
 
     def learn(self, cut: StageCut, seconds: Sequence[float]) -> float:
         """Take the planned seconds of every stage, and return the value of the cut."""
+        self.values.clear()
+        self.cuts.add(cut.starts)
         for stage, (ends, of_stage) in enumerate(zip(pairwise(cut.starts), seconds, strict=True)):
             self.planned[(stage, *ends)] = of_stage
         return max(self.stage_values(cut.starts))
 
     def refuse(self, cut: StageCut, needs: Mapping[int, float]) -> None:
         """Take the bytes on all devices that stages need which do not fit. The other stages of the cut fit."""
+        self.values.clear()
+        self.cuts.add(cut.starts)
         for stage, ends in enumerate(pairwise(cut.starts)):
             self.planned.setdefault((stage, *ends), 0.0)
             for other in range(len(self.in_flight)):
                 if stage in needs and self.in_flight[other] >= self.in_flight[stage]:
                     more = self.needs[other][: ends[0] + 1, ends[1] :]
-                    np.maximum(more, needs[stage], out=more)
+                    larger = (
+                        np.ones_like(more, bool) if self.is_whole[ends] else ~self.is_whole[: ends[0] + 1, ends[1] :]
+                    )
+                    np.maximum(more, needs[stage], out=more, where=larger)  # whole blocks can be recomputed
+
+    def _estimates(self, stage: int) -> Floats:
+        """Return the seconds of a stage by its operators and by what it has to recompute."""
+        needs, held = self.needs[stage], self.held[stage]
+        share = np.clip((held - self.limit) / np.maximum(held - needs, 1.0), 0.0, 1.0)
+        return self.seconds * (1 + RECOMPUTED_SHARE * share)
 
     def _values(self, stage: int) -> Floats:
         """Return the value of a stage, from every position to every other."""
-        ratios = [seconds / self.seconds[begin, end] for (_, begin, end), seconds in self.planned.items() if seconds]
-        ratio = min(ratios, default=1.0)  # what estimates leave out
-        needs, held = self.needs[stage], self.held[stage]
-        share = np.clip((held - self.limit) / np.maximum(held - needs, 1.0), 0.0, 1.0)
-        seconds = ratio * self.seconds * (1 + RECOMPUTED_SHARE * share)
-        for (planned_stage, begin, end), of_stage in self.planned.items():
-            if of_stage and self.in_flight[stage] >= self.in_flight[planned_stage]:
+        if stage not in self.values:
+            self.values[stage] = self._valued(stage)
+        return self.values[stage]
+
+    def _valued(self, stage: int) -> Floats:
+        timed = [(key, seconds) for key, seconds in self.planned.items() if seconds]
+        estimates = {of: self._estimates(of) for of in {stage, *(of for (of, _, _), _ in timed)}}
+        ratio = min((seconds / estimates[of][begin, end] for (of, begin, end), seconds in timed), default=1.0)
+        seconds = ratio * estimates[stage]  # with what estimates leave out
+        bytes_known = np.where(self.is_whole, self.needs[stage], np.maximum(self.held[stage], self.needs[stage]))
+        over = np.where(bytes_known > self.limit, OVER_LIMIT_PENALTY * bytes_known / max(self.limit, 1.0), 0.0)
+        for (of, begin, end), of_stage in timed:
+            if self.in_flight[stage] >= self.in_flight[of]:
                 more = seconds[: begin + 1, end:]
                 np.maximum(more, of_stage, out=more)
-        for (planned_stage, begin, end), of_stage in self.planned.items():
-            if of_stage and planned_stage == stage:
-                seconds[begin, end] = of_stage
-        bytes_known = np.where(self.is_whole, needs, np.maximum(held, needs))
-        over = np.where(bytes_known > self.limit, OVER_LIMIT_PENALTY * bytes_known / max(self.limit, 1.0), 0.0)
+        for (of, begin, end), of_stage in timed:
+            if of == stage:  # its plan fits, whatever its estimate was
+                seconds[begin, end], over[begin, end] = of_stage, 0.0
         return np.where(self.seconds < inf, seconds + over, inf)
 
 
@@ -284,4 +309,4 @@ def _positions(sent: Floats, num_stages: int) -> list[int]:
 def _block_starts(ops: Sequence[Op], positions: Sequence[int]) -> NDArray[np.bool_]:
     """Return, for every position, whether a stage that begins or ends there has whole blocks."""
     blocks = ["", *(block_of(op.name) for op in ops), ""]
-    return np.array([blocks[p] != blocks[p + 1] or p in (0, len(ops)) or not any(blocks) for p in positions])
+    return np.array([blocks[p] != blocks[p + 1] or not blocks[p] for p in positions])
