@@ -324,6 +324,8 @@ class VirtualStep:
             halves = self.ranks.halves(self.sizes[micro_batch], stage)
             is_weight = action.kind == "weight"
             self._backward(stage, micro_batch, [half[is_weight] for half in halves], is_weight=is_weight)
+        if action.kind in ("backward", "weight"):
+            self.values[stage, micro_batch] = []  # nothing reads them again: only the micro-batches in flight are held
 
     def _parts(self, stage: int, micro_batch: int) -> list[GradAccumProgram]:
         return self.ranks.parts[self.sizes[micro_batch]][stage]

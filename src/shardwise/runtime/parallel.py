@@ -134,7 +134,7 @@ class Parallel(ParallelModule):
     def loss_of(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the loss alone, for a backward by the caller; other outputs are not gathered. Like a call it is one
         pass over the whole batch, whatever the plan's micro-batch. Raises PlanError under a plan of stages."""
-        if self.training and torch.is_grad_enabled() and self._is_in_passes(args, kwargs):
+        if not self.plan.is_pipeline and self.training and torch.is_grad_enabled() and self._is_in_passes(args, kwargs):
             self._say_whole()
         return self._loss(args, kwargs)
 
@@ -327,7 +327,7 @@ class Parallel(ParallelModule):
 
     @property
     def latest(self) -> Executable:
-        """Return the program of the last call. Raises ShardwiseError before the first call."""
+        """Return the program of the last call; under stages, of the last step. Raises ShardwiseError before it."""
         if self._latest is None:
             raise ShardwiseError("no program yet: the first call compiles it")
         return self._latest.executables[0] if isinstance(self._latest, StageCall) else self._latest

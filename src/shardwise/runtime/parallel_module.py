@@ -411,7 +411,8 @@ class ParallelModule(ShardedModule):
         """Run forward and backward of a whole batch and add to ``.grad``. Return what ran, and the loss on the ranks of
         the last stage."""
         flat, spec = self._begin(args, kwargs)
-        tensors = named_tensors(args, kwargs)
+        leaves = (leaf for leaf in flat if isinstance(leaf, torch.Tensor))  # as the program takes them
+        tensors = dict(zip(named_tensors(args, kwargs), leaves, strict=True))
         refuse_input_gradients(tensors, self.plan)
         if not (self.plan.is_pipeline or torch.is_grad_enabled()):
             what = "par.step computes gradients, but they are disabled here"
@@ -422,8 +423,12 @@ class ParallelModule(ShardedModule):
             self._same.begin(flat, spec)
         for compiled in ready.executables:
             check_frozen(compiled)
-        losses = self._run(ready, tensors, batch, keeps=True, scale=scale_of(scaler, self.device), check=check)
-        self._add_gradients(ready, check)
+        try:
+            losses = self._run(ready, tensors, batch, keeps=True, scale=scale_of(scaler, self.device), check=check)
+            self._add_gradients(ready, check)
+        finally:
+            for worker in (*ready.workers, *filter(None, (ready.prelude,))):
+                worker.release()
         return ready, sum(losses[1:], losses[0]).detach() if losses else None
 
     def _for_step(self, flat: Sequence[Any], spec: Any) -> tuple[StageCall, Batch | None]:
@@ -538,7 +543,11 @@ class ParallelModule(ShardedModule):
         for worker in ready.workers:
             worker.begin(step, keeps=keeps, check=checks.get(worker.number))
         try:
-            losses = ready.runs.step() if keeps else ready.runs.forward()
+            if keeps:
+                losses = ready.runs.step()
+            else:
+                assert isinstance(ready.runs, Scheduled), "calls of one stage run its program"
+                losses = ready.runs.forward()
         except RuntimeError as error:
             explanation = None
             if self._faults is not None and isinstance(ready.runs, Scheduled):
@@ -557,9 +566,10 @@ class ParallelModule(ShardedModule):
             ready.prelude.begin(step, keeps=False)
             ready.prelude.forward(0, ())
             return {name: ready.prelude.outputs[name] for name in ready.passes.whole}
-        prelude = None if ready.passes.prelude is None else only_read(ready.passes.prelude)
-        if prelude is None or not any(whole_sources(compiled.captured.graph) for compiled in ready.executables):
+        is_read = any(whole_sources(compiled.captured.graph) for compiled in ready.executables)
+        if ready.passes.prelude is None or not is_read:
             return {}
+        prelude = only_read(ready.passes.prelude)
         state = self._state.tensors
         values: dict[str, torch.Tensor] = {}
         for source in prelude.sources:

@@ -187,6 +187,11 @@ class StageWorker:
         self.step, self.keeps, self.check = step, keeps, check
         self.outputs, self._running, self._saved, self.most_kept = {}, {}, {}, 0
 
+    def release(self) -> None:
+        """Drop what a step kept, also one that failed: its batch, saved tensors and sums."""
+        self.step, self.check = None, None
+        self.outputs, self._running, self._saved = {}, {}, {}
+
     def forward(self, micro_batch: int, received: Sequence[Tensor]) -> tuple[Tensor, ...] | Tensor:
         """Run forward of a micro-batch and return the tensors to send, or the loss."""
         stage = self.programs[self.sizes[micro_batch]]
@@ -203,6 +208,9 @@ class StageWorker:
                 if size not in self._running:
                     self._running[size] = compiled.in_passes.begin(tensors, observed=self.check is not None)
                 running = self._running[size]
+                if self.is_last and self.number == 0 and not any(running.emitted.program.cotangents):
+                    what = "the loss depends on no parameter that requires a gradient"
+                    raise ShardwiseError(what, fix="unfreeze a parameter")
                 observed = None if self.check is None else self.check.observed(running.emitted, ())
                 delivered, written, saved = running.forward(sources, observed)
                 saved = _through_hooks(saved)
@@ -266,10 +274,6 @@ class StageWorker:
         values = self._saved[micro_batch] if kind == "input" else self._saved.pop(micro_batch)
         saved = [values[name] for name in program.saved]
         deltas = [values[name] for name in program.cotangents if name is not None]
-        if not deltas and self.is_last and self.number == 0:
-            raise ShardwiseError(
-                "the loss depends on no parameter that requires a gradient", fix="unfreeze a parameter"
-            )
         if kind == "backward":
             values.clear()
         with torch.no_grad():
@@ -393,20 +397,15 @@ class MicroBatchesInTurn:
 
     worker: StageWorker
 
-    def step(self, *, backward: bool = True) -> list[Tensor]:
+    def step(self) -> list[Tensor]:
         """Run forward and backward of all micro-batches and return their losses."""
         losses: list[Tensor] = []
         for micro_batch in range(len(self.worker.sizes)):
             loss = self.worker.forward(micro_batch, ())
             assert isinstance(loss, Tensor), "the last stage returns the loss"
             losses.append(loss)
-            if backward:
-                self.worker.backward(micro_batch, "backward", ())
+            self.worker.backward(micro_batch, "backward", ())
         return losses
-
-    def forward(self) -> list[Tensor]:
-        """Run forward of all micro-batches and return their losses."""
-        return self.step(backward=False)
 
 
 def samples_of(plan: Plan, rows: Mapping[str, tuple[int, ...]]) -> int:

@@ -8,7 +8,7 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from shardwise.errors import ReplicaError
 from shardwise.plans.plan import Plan
-from shardwise.programs.spmd import SpmdProgram
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.program_cache import RunSettings
 from shardwise.runtime.replicas import ReplicaCheck, Subject
@@ -73,10 +72,6 @@ class PipelineCheck:
             prints.append(whole.fingerprint(torch.empty(0) if parameter is None else parameter))
         if subjects:
             whole.compare(subjects, prints, torch.stack(columns, 1), "forward")
-
-    def watch(self, number: int, spmd: SpmdProgram, tensors: Sequence[Any]) -> None:
-        """Compare the gradients that are added to the parameters of a stage."""
-        self.stages[number].watch(spmd, tensors)
 
     def settle_forward(self) -> None:
         """Finish the check of a schedule that has run. Raises as ``settle``."""

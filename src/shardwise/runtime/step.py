@@ -68,7 +68,9 @@ class CallableStep:
             emitted = self.emitted if observed is not None else self._alone
             delivered, written, _ = self.forward(tensors, emitted, observed)
         else:
-            step = (self.compiling.get() if self.compiling and observed is None else None) or self
+            # Within saved-tensor hooks backward may run the step again, eager if it is checked, and must save the same.
+            compiles = self.compiling and observed is None and not (self.compiling.falls_back and _is_hooked())
+            step = (self.compiling.get() if self.compiling and compiles else None) or self
             # Detach the others: autograd would call their hooks with None.
             reached = set(self.positions.values())
             tensors = [x if i in reached or not x.requires_grad else x.detach() for i, x in enumerate(tensors)]
