@@ -277,3 +277,26 @@ def test_every_way_to_pass_a_batch_gives_the_gradients_of_the_whole(run_ranks: R
     # The count of labels ahead of two passes, the sum of losses in each, the gradients behind them, together.
     kinds = [kind for kind, _, _ in ranks[0]["messages"]]
     assert kinds == ["all_reduce"] * (1 + 2 + 1)
+
+
+def keeps_of_steps() -> list[tuple[bool, bool]]:
+    """Whether the stages of a call keep its batch, and its saved tensors: after a step, and after one that fails."""
+    model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 8)), torch.randn(8, 8)
+    plan = None
+    if dist.get_rank() == 0:
+        plan = sw.plan(model, x, 2, loss=lambda y: y.square().mean(), mode="data_parallel", micro_batch=2)
+    par = sw.parallelize(model, plan, loss=lambda y: y.square().mean())
+    kept = []
+    par.step(x)
+    for worker in par._latest.workers:
+        kept.append((worker.step is not None, bool(worker._saved or worker._running)))
+    with mock.patch.object(type(par._latest.workers[0]), "backward", side_effect=RuntimeError("no memory")):
+        with pytest.raises(RuntimeError, match="memory"):
+            par.step(x)
+    for worker in par._latest.workers:
+        kept.append((worker.step is not None, bool(worker._saved or worker._running)))
+    return kept
+
+
+def test_a_step_keeps_nothing_of_its_batch(run_ranks: Callable[..., list[Any]]) -> None:
+    assert run_ranks(keeps_of_steps, 2) == [[(False, False)] * 2] * 2
