@@ -288,7 +288,7 @@ def unlike_loaders() -> None:
     rank = dist.get_rank()
     par = split("dp2", inputs="local")
     for more, name in (
-        ({"length": 40 + rank}, "40"),
+        ({"length": 40 + rank}, "40 samples in the data set"),
         ({"seed": rank}, "seed"),
         ({"shuffle": rank == 0}, "shuffle"),
     ):
