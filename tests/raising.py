@@ -22,6 +22,7 @@ def raises(
     source: str | None = None,
     facts: Sequence[str] = (),
     section: str | None = None,
+    fix: object = (),
 ) -> Iterator[pytest.ExceptionInfo[Error]]:
     """Expect an error, like ``pytest.raises``, with these fields.
 
@@ -33,19 +34,27 @@ def raises(
         source: The file of the line of the user's code, or ``file:line``.
         facts: Names of further facts of the message.
         section: The section of docs/errors.md.
+        fix: Like ``values``, but of the suggested change alone.
     """
     with pytest.raises(error) as caught:
         yield caught
     raised: Any = caught.value
     text, parts = str(raised), raised if isinstance(raised, ShardwiseError) else (*raised.args, None)[0]
-    groups = [group if isinstance(group, list | tuple) else [group] for group in values]
-    for value in (value for group in groups for value in group):
-        assert holds(text, str(value)), f"{value} is not in: {text}"
+    for value in flattened(values):
+        assert holds(text, value), f"{value} is not in: {text}"
+    for value in flattened([fix]):
+        assert holds(getattr(parts, "fix", ""), value), f"{value} is not in the fix of: {text}"
     for name, expected in (("op", op), ("section", section)):
         assert expected in (None, getattr(parts, name, "")), f"{name} is not {expected}: {text}"
     assert source is None or holds(getattr(parts, "source", ""), source), f"source is not {source}: {text}"
     missing = set(facts) - {name for name, _ in getattr(parts, "facts", ())}
     assert not missing, f"no facts {missing}: {text}"
+
+
+def flattened(values: Sequence[object]) -> list[str]:
+    """The texts of values, and of those in lists and tuples."""
+    groups = [group if isinstance(group, list | tuple) else [group] for group in values]
+    return [str(value) for group in groups for value in group]
 
 
 def holds(text: str, value: str) -> bool:

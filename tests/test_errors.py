@@ -89,13 +89,17 @@ def test_related_errors_name_the_same_section(model: nn.Module, strategies: dict
 @pytest.mark.parametrize("kind", [sw.PlanError, lambda text: ValueError(text)])
 def test_an_assertion_about_an_error_fails_where_a_part_of_it_is_another(kind: Callable[[str], Exception]) -> None:
     said = "cannot split 16 in 6 parts"
-    text = problem(said, op="mlp.up", source="model.py:41", facts=[("needed", "3")], section="mesh-size")
+    text = problem(
+        said, op="mlp.up", source="model.py:41", fix="pad 16 to 18", facts=[("needed", "3")], section="mesh-size"
+    )
 
     def expect(*values: object, error: type[Exception] = ValueError, **fields: Any) -> None:
         with raises(error, *values, **fields):
             raise kind(text)
 
     expect(16, ("6", "mlp.up"), op="mlp.up", source="model.py", facts=["needed"], section="mesh-size")
+    expect(fix="18")
+    expect(fix=("pad", 18))
     for value in (1, 41.5, "mlp.u", "part", "model.py:4", ("6", 7)):
         with pytest.raises(AssertionError):
             expect(value)
@@ -105,6 +109,8 @@ def test_an_assertion_about_an_error_fails_where_a_part_of_it_is_another(kind: C
         {"source": "model.py:4"},
         {"facts": ["size"]},
         {"section": "nothing-fits"},
+        {"fix": "6"},  # in the message, but not in the fix
+        {"fix": ("pad", 1)},
     ):
         with pytest.raises(AssertionError):
             expect(**field)

@@ -187,6 +187,17 @@ def test_tests_know_errors_of_the_package_by_their_data() -> None:
                     assert len(prose) <= 2, f"{path}:{call.lineno}: {text}"
 
 
+def test_tests_tell_errors_of_the_package_apart() -> None:
+    """A word or a small number is in many messages: a field or longer data says which of them is meant."""
+    own = tuple(name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, ValueError))
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        for call in (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)):
+            if ast.unparse(call.func) == "raises" and ast.unparse(call.args[0]).endswith(own) and not call.keywords:
+                values = [str(getattr(node, "value", node)) for node in call.args[1:]]
+                vague = [value for value in values if re.fullmatch(r"[a-z]+|-?\d{1,2}", value)]
+                assert vague != values, f"{path}:{call.lineno}: {ast.unparse(call)}"
+
+
 def test_the_dialect_uses_the_public_api_and_names_the_rest_in_one_file() -> None:
     public = re.compile(r"shardwise|shardwise\.(errors|results|mindspore)(\..*)?")
     private = {

@@ -221,7 +221,7 @@ def test_ranks_are_measured_machine_by_machine() -> None:
     assert sizes_of(["a"] * 4) == (4,)
     assert sizes_of(["a", "a", "b", "b", "c", "c"]) == (2, 3)
     for names in (["a", "b", "a", "b"], ["a", "a", "b"], ["a", "a", "a", "b"], ["a", "b", "b", "a"]):
-        with raises(LaunchError, "consecutive"):
+        with raises(LaunchError, ", ".join(names), "not consecutive", fix="machine by machine"):
             sizes_of(names)
 
 

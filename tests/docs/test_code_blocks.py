@@ -94,9 +94,9 @@ def _ended(block: Block, where: str) -> Iterator[list[str]]:
 @pytest.mark.parametrize(
     ("block", "message"),
     [
-        (Block(1, "1 + 1", raises="ValueError"), ("p.md:1", "ValueError", "raise")),
-        (Block(1, "int('x')"), ("p.md:1", "ValueError", "invalid")),
-        (Block(1, "int('x')", raises="TypeError"), ("p.md:1", "ValueError", "invalid")),
+        (Block(1, "1 + 1", raises="ValueError"), "the block at p.md:1 does not raise ValueError"),
+        (Block(1, "int('x')"), "the block at p.md:1 fails: ValueError: invalid"),
+        (Block(1, "int('x')", raises="TypeError"), "the block at p.md:1 fails: ValueError: invalid"),
     ],
 )
 def test_a_block_that_ends_otherwise_than_it_says_fails(block: Block, message: object) -> None:
@@ -134,7 +134,8 @@ def test_a_block_takes_the_text_that_follows_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "message"), [("```python\na\n", (1, "closed")), ("\n```python rank=4\n```\n", (2, "rank"))]
+    ("page", "message"),
+    [("```python\na\n", "line 1: the block is not closed"), ("\n```python rank=4\n```\n", "line 2: unknown rank")],
 )
 def test_a_block_that_is_not_understood_is_an_error(page: str, message: object) -> None:
     with raises(ValueError, message):

@@ -353,17 +353,17 @@ def test_ranks_at_different_exchanges_are_an_answer_and_leave_nothing_behind() -
     ("plan", "says"),
     [
         ({"modle.layers": "colwise"}, ("LlamaForCausalLM", "modle.layers")),
-        ({"model.norm": "colwize"}, "colwize"),
+        ({"model.norm": "colwize"}, "no style colwize"),
         ({"fully_shard": ["nothing.*"]}, ("nothing", "fully_shard")),
-        ({"fully_shard": [], "reshard": True}, "reshard"),
-        ({"fully_shard": 3}, ("fully_shard", 3)),
-        ({"fully_shard": [1]}, "fully_shard"),
+        ({"fully_shard": [], "reshard": True}, "no setting reshard"),
+        ({"fully_shard": 3}, "fully_shard is 3"),
+        ({"fully_shard": [1]}, "fully_shard is"),
         ({"model.norm": "colwise", "lm_head": ColwiseParallel()}, ("model.norm", "lm_head")),
         ({"lm_head": ColwiseParallel}, ("'lm_head'", "ColwiseParallel", "ColwiseParallel()")),
-        ({"lm_head": 3}, ("'lm_head'", 3)),
-        (17, "17"),
-        (torch.ones(2), "tensor([1., 1.])"),
-        ({"format": "shardwise-plan"}, ("plan", "shardwise")),
+        ({"lm_head": 3}, "'lm_head' is 3"),
+        (17, "17 is not a plan of a known tool"),
+        (torch.ones(2), ("tensor([1., 1.])", "is not a plan of a known tool")),
+        ({"format": "shardwise-plan"}, "a plan of shardwise, not of another tool"),
     ],
 )
 def test_bad_plans_are_one_sentence_and_the_mend(plan: Any, says: object) -> None:
@@ -376,7 +376,7 @@ def test_a_mesh_without_the_axis_that_a_plan_needs_is_refused_at_once() -> None:
         (megatron(), sw.Mesh(dp=2), "tensor"),
         ({"fully_shard": "layers.*"}, sw.Mesh(tp=2), "data"),
     ):
-        with raises(sw.ShardwiseError, what):
+        with raises(sw.ShardwiseError, "no axis", f"{what} parallelism"):
             check(net(), batch(), plan, 2, mesh=mesh)
     assert check(net(), batch(), {"fully_shard": "layers.*"}, 2).ok
 
@@ -387,9 +387,9 @@ def test_what_cannot_be_run_is_said() -> None:
 
     report = check(net(), batch(), apply, 2)
     assert (report.verdict, report.ok) == ("not run", False)
-    with raises(sw.ShardwiseError, "meta"):
+    with raises(sw.ShardwiseError, "meta tensors", fix="real batch"):
         check(net(), tuple(t.to("meta") for t in batch()), megatron(), 2)
-    with raises(sw.ShardwiseError, 3, 2, "divide"):
+    with raises(sw.ShardwiseError, "3 samples", "into 2", fix="multiple of 2"):
         check(net(), batch(3), {"fully_shard": []}, 2)
 
 

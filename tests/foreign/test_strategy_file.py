@@ -164,19 +164,19 @@ def test_what_cannot_be_is_wrong_with_its_reason(plan: dict[str, Any], says: str
 @pytest.mark.parametrize(
     ("plan", "says"),
     [
-        ({"parallel_layout_item": {"other.weight": slices([8], [-1], [4])}}, "other.weight"),
-        ({"parallel_layout_item": {"fc1.weight": slices([4], [-1, -1], [64, 16])}}, "[4]"),
-        ({"parallel_layout_item": {"fc1.weight": {"dev_matrix": [8]}}}, ("MindSpore", "KeyError")),
+        ({"parallel_layout_item": {"other.weight": slices([8], [-1], [4])}}, ("Net", "other.weight", "names nothing")),
+        ({"parallel_layout_item": {"fc1.weight": slices([4], [-1, -1], [64, 16])}}, ("is for 4 devices", "[4]")),
+        ({"parallel_layout_item": {"fc1.weight": {"dev_matrix": [8]}}}, "not a strategy file of MindSpore: KeyError"),
         (
             {"parallel_layout_item": {"fc1.weight": {**slices([8], [-1, -1], [64, 16]), "dev_matrix": ["8"]}}},
-            ("MindSpore", "strategy"),
+            "not a strategy file of MindSpore",
         ),
         (
             changed("fc1.bias", "fc1", opt_weight_shard_step=1, opt_weight_shard_size=-1),
-            ("opt_weight_shard", "fc1.bias"),
+            "opt_weight_shard of fc1.bias is",
         ),
-        ({"parallel_strategy_item": [1, 2]}, ("MindSpore", "strategy")),
-        (changed("fc1-Dense", "MatMul", stage=1), ("MindSpore", "pipelines")),
+        ({"parallel_strategy_item": [1, 2]}, "not a strategy file of MindSpore"),
+        (changed("fc1-Dense", "MatMul", stage=1), "pipelines of MindSpore are not checked"),
         (
             {
                 "parallel_layout_item": {
@@ -184,13 +184,13 @@ def test_what_cannot_be_is_wrong_with_its_reason(plan: dict[str, Any], says: str
                     "fc1.bias": slices([3, 4], [-1], [64]),
                 }
             },
-            (4, 6),
+            "runs of 4 and of 6 ranks overlap",
         ),
     ],
 )
 def test_what_is_no_file_for_this_module_is_one_sentence_and_the_mend(plan: dict[str, Any], says: object) -> None:
     with raises(sw.ShardwiseError, says, "fix:"):
-        sw.check(net(), batch(), plan, 12 if says == (4, 6) else 8)
+        sw.check(net(), batch(), plan, 12 if "6 ranks" in str(says) else 8)
 
 
 def test_the_mesh_is_the_files() -> None:
@@ -223,7 +223,7 @@ def test_a_parameter_under_two_names_has_one_layout() -> None:
 
 
 def test_the_cluster_has_as_many_devices_as_the_file() -> None:
-    with raises(sw.ShardwiseError, "h100-1x4", 4, 8):
+    with raises(sw.ShardwiseError, "h100-1x4", "4 devices", "for 8"):
         sw.check(net(), batch(), megatron(), 8, cluster=sw.Cluster.load("h100-1x4"))
 
 

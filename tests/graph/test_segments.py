@@ -174,7 +174,7 @@ def test_results_of_a_function_are_made_again() -> None:
 def test_mistakes_are_named() -> None:
     with raises(sw.ShardwiseError, "'every'"):
         sw.recompute(nn.Linear(2, 2), "every")  # type: ignore[arg-type]
-    with raises(sw.ShardwiseError, "module", "int"):
+    with raises(sw.ShardwiseError, "not int", fix="recompute(model.layers[3])"):
         sw.recompute(7)  # type: ignore[type-var]
     with raises(sw.ShardwiseError, "'some'", "messages"):
         sw.recompute(nn.Linear(2, 2), messages="some")  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ def test_mistakes_are_named() -> None:
         planned(Net(), recompute="some")
     with raises(sw.ShardwiseError, "recompute='full'"):
         sw.plan(nn.Linear(8, 8), X, 2, mode="data_parallel", recompute="full", loss=lambda y: y.sum())
-    with raises(sw.ShardwiseError, "zero", 4):
+    with raises(sw.ShardwiseError, "zero is 4", fix="1, 2 or 3"):
         planned(Net(), zero=4)
     with raises(sw.errors.LayoutError, "'tp'", "split"):
         planned(Net(), zero=sw.Zero(3, over=("tp",)))

@@ -99,13 +99,13 @@ def test_every_graph_survives_a_round_trip(graph):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("%x: f32[2] = aten.nothing.default()", "aten.nothing.default"),
+        ("%x: f32[2] = aten.nothing.default()", "aten.nothing.default is not an operator"),
         ("%x: f99[2] = input(x)", "dtype"),
         ("%x: f32[2] = input(x", "expected"),
         ("%x f32[2] = input(x)", "':'"),
         ("loss x", "'%'"),
-        ("return %x %y", "line"),
-        ("%x: f32[2] = aten.relu.default(torch.relu)", "torch.relu"),
+        ("return %x %y", "end of the line"),
+        ("%x: f32[2] = aten.relu.default(torch.relu)", "torch.relu is not a dtype"),
     ],
 )
 def test_an_error_points_at_the_column(line, message):

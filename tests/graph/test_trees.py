@@ -149,9 +149,9 @@ class Doubling(torch.Tensor):
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda x: x.to_sparse(), "sparse_coo"),
-        (lambda x: x.to_sparse_csr(), "sparse_csr"),
-        (lambda x: torch.nested.nested_tensor([x, x]), "nested"),
+        (lambda x: x.to_sparse(), "a sparse_coo tensor"),
+        (lambda x: x.to_sparse_csr(), "a sparse_csr tensor"),
+        (lambda x: torch.nested.nested_tensor([x, x]), "a nested tensor"),
         (lambda x: x.as_subclass(Doubling), "test_trees.Doubling"),
     ],
 )

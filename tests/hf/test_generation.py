@@ -122,10 +122,10 @@ def on_ranks() -> dict[str, Any]:
         made.side_effect = lambda *args, **kwargs: steps.append(sw.parallelize(*args, **kwargs)) or steps[-1]
         steps: list[sw.Parallel] = []
         writer = generate.generator(par, batch_size=2, max_length=24, chunk=8)
-    with raises(sw.ShardwiseError, 3, 5, "sequences"):
+    with raises(sw.ShardwiseError, "3 sequences", "5 tokens"):
         writer.generate(**prompts(5, 3), max_new_tokens=2)
     for name, value in REFUSED.items():
-        with raises(sw.ShardwiseError, name):
+        with raises(sw.ShardwiseError, f"support {name}"):
             writer.generate(**prompts(6), max_new_tokens=4, do_sample=False, **{name: value})
     with raises(sw.ShardwiseError, "guidance_scale"):
         writer.generate(**prompts(6), guidance_scale=1.5, **GREEDY)

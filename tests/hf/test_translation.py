@@ -72,10 +72,10 @@ def written(name: str, plan: dict[str, Any]) -> tuple[Any, tuple[int, ...]]:
     batch = padded([Sentences(4)[index] for index in range(4)])
     model = built(name)
     par = sw.parallelize(model, sw.plan(model, batch, 2, **plan))
-    with raises(sw.ShardwiseError, "T5ForConditionalGeneration"):
+    with raises(sw.ShardwiseError, type(model).__name__, "an encoder"):
         generator(par, batch_size=6, max_length=12)
     writer = generator(par, batch_size=6, max_length=12, source_length=11)
-    with raises(sw.ShardwiseError, 6, 12):
+    with raises(sw.ShardwiseError, "6 sources", "12 tokens"):
         writer.generate(input_ids=torch.ones(6, 12, dtype=torch.int64), max_new_tokens=2)
     return texts(writer), tuple(writer._generation.steps.get_buffer("source_keys_1").shape)
 

@@ -87,7 +87,7 @@ def test_spares_are_devices_that_the_user_chose(job: Job, monkeypatch: pytest.Mo
     outcome = job(BODY + body, 2, elastic=ElasticConfig(spares=1))
     assert outcome.stdout == "4,5,6\n6,5\n"
     assert "rank 0 failed with exit code 3; generation 1 goes on with slot 2 in place of slot 0" in outcome.stderr
-    with raises(LaunchError, 4, "3: 4, 5, 6"):
+    with raises(LaunchError, "4 ranks", "there are 3: 4, 5, 6"):
         job(body, 2, elastic=ElasticConfig(spares=2))
 
 
@@ -399,10 +399,10 @@ def test_nobody_is_blamed_for_what_stops_all_ranks_or_the_machine(monkeypatch: p
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"min_ranks": 3}, ("--min-ranks 3", 1, 2)),
-        ({"min_ranks": 0}, ("--min-ranks 0", 1)),
-        ({"spares": -1}, ("--spares", "--max-failures")),
-        ({"silent_seconds": 0.5}, ("--silent-after", 1)),
+        ({"min_ranks": 3}, ("--min-ranks 3", "from 1 to the 2 ranks")),
+        ({"min_ranks": 0}, ("--min-ranks 0", "from 1")),
+        ({"spares": -1}, "--spares and --max-failures cannot be negative"),
+        ({"silent_seconds": 0.5}, "--silent-after must be more than 1"),
     ],
 )
 def test_numbers_that_cannot_be_are_refused(job: Job, settings: dict[str, Any], message: object) -> None:

@@ -66,7 +66,7 @@ def test_results_come_back_in_the_order_of_ranks(run_ranks: Run) -> None:
 
 
 def test_an_exception_is_raised_again_with_the_traceback_of_its_rank(run_ranks: Run) -> None:
-    with raises(LayoutError, "shard", "dim", 1) as caught:
+    with raises(LayoutError, "cannot shard", "dim 1") as caught:
         run_ranks(fail_on_last, 3, "cannot shard dim 1")
     assert isinstance(caught.value.__cause__, RankTraceback)
     assert "on rank 2" in str(caught.value.__cause__)
@@ -74,7 +74,7 @@ def test_an_exception_is_raised_again_with_the_traceback_of_its_rank(run_ranks: 
 
 
 def test_a_rank_that_dies_is_named(run_ranks: Run) -> None:
-    with raises(RuntimeError, 0, "died"):
+    with raises(RuntimeError, "rank 0 died"):
         run_ranks(die_on_first, 2)
 
 
@@ -103,7 +103,7 @@ def test_what_one_rank_traced_the_others_read(tmp_path: Path) -> None:
     with mock.patch.object(vjp, "_TracedKernels", side_effect=AssertionError("traced again")):
         assert found() == traced
         shapes = shapes[0], shapes[1].with_gradient(False)
-        with raises(AssertionError, "traced"):
+        with raises(AssertionError, "traced again"):
             found()
 
 

@@ -62,25 +62,25 @@ def test_hosts_without_a_number_have_as_many_ranks_as_the_command_says(path: Pat
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("node1 slots=0", ("node1", "'0'")),
-        ("node1:eight", ("node1", "'eight'")),
-        ("node1:2 slots=2", ("node1", "numbers")),
-        ("node1 slot=2", ("'slot'", "node1")),
-        ("node1 node2", "'node1 node2'"),
-        ("=8", "'=8'"),
+        ("node1 slots=0", "host node1 has '0' slots"),
+        ("node1:eight", "host node1 has 'eight' slots"),
+        ("node1:2 slots=2", "host node1 has two numbers of slots"),
+        ("node1 slot=2", "unknown option 'slot' of host node1"),
+        ("node1 node2", "'node1 node2' is not a line of a hostfile"),
+        ("=8", "'=8' is not a line of a hostfile"),
     ],
 )
 def test_a_line_that_is_not_understood_is_named(path: Path, line: str, message: object) -> None:
     path.write_text(f"# first\n{line}\n")
-    with raises(LaunchError, message, f"{path}:2", "node1 slots=8"):
+    with raises(LaunchError, message, source=f"{path}:2", fix="node1 slots=8"):
         read_hostfile(str(path))
 
 
 def test_a_hostfile_without_hosts_and_one_that_is_not_there_are_errors(path: Path) -> None:
-    with raises(LaunchError, "[Errno 2]", path):
+    with raises(LaunchError, "the hostfile", "[Errno 2]", path):
         read_hostfile(str(path))
     path.write_text("# nobody\n")
-    with raises(LaunchError, path, "node1 slots=8"):
+    with raises(LaunchError, "no host", path, fix="node1 slots=8"):
         read_hostfile(str(path))
 
 
@@ -106,28 +106,31 @@ def test_a_rank_table_says_ranks_and_devices(path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ([], ("server_list", "file")),
-        ({"server_list": []}, ("server_list", "file")),
-        ({"server_list": [{"device": []}]}, ("server_id", "server_list[0]")),
-        ({"server_list": [{"server_id": "a"}]}, ("server_list[0]", "list")),
+        ([], "no list server_list in the file"),
+        ({"server_list": []}, "no list server_list in the file"),
+        ({"server_list": [{"device": []}]}, "no server_id in server_list[0]"),
+        ({"server_list": [{"server_id": "a"}]}, "no list device in server_list[0]"),
         (
             {"server_list": [{"server_id": "a", "device": [{"device_id": "0"}]}]},
-            ("rank_id", "server_list[0].device[0]", "number"),
+            "no number rank_id in server_list[0].device[0]",
         ),
         (
             {"server_list": [{"server_id": "a", "device": [{"device_id": -1, "rank_id": True}]}]},
-            ("rank_id", "server_list[0].device[0]", "number"),
+            "no number rank_id in server_list[0].device[0]",
         ),
-        ({"server_list": [server("a", {0: 0}), server("b", {0: 0})]}, (0, "twice")),
-        ({"server_list": [server("a", {0: 0}), server("a", {0: 1})]}, ("a", "twice")),
-        ({"server_list": [server("a", {0: 0, 1: 2})]}, (2, 1, 0, "devices")),
-        ({"server_count": 2, "server_list": [server("a", {0: 0})]}, ("server_count 2", 1)),
-        ({"status": "initializing", "server_list": [server("a", {0: 0})]}, "'initializing'"),
+        ({"server_list": [server("a", {0: 0}), server("b", {0: 0})]}, "rank 0 twice"),
+        ({"server_list": [server("a", {0: 0}), server("a", {0: 1})]}, "server a twice"),
+        ({"server_list": [server("a", {0: 0, 1: 2})]}, "2 devices but not rank 1: ranks are 0 to 1"),
+        ({"server_count": 2, "server_list": [server("a", {0: 0})]}, "server_count 2 but 1 servers"),
+        (
+            {"status": "initializing", "server_list": [server("a", {0: 0})]},
+            "not finished: its status is 'initializing'",
+        ),
     ],
 )
 def test_a_rank_table_that_is_wrong_says_where(path: Path, table: Any, message: object) -> None:
     path.write_text(json.dumps(table))
-    with raises(LaunchError, message, path):
+    with raises(LaunchError, message, "rank table", "fix:", source=str(path)):
         read_rank_table(str(path))
 
 
@@ -135,13 +138,13 @@ def test_a_device_with_two_ranks_is_an_error(path: Path) -> None:
     entry = server("a", {3: 0})
     entry["device"] += server("a", {3: 1})["device"]
     path.write_text(json.dumps({"server_list": [entry]}))
-    with raises(LaunchError, 3, "two", source=str(path)):
+    with raises(LaunchError, "device 3", "two ranks", source=str(path)):
         read_rank_table(str(path))
 
 
 def test_a_rank_table_that_is_not_json_names_the_line(path: Path) -> None:
     path.write_text('{"server_list":\n  [}')
-    with raises(LaunchError, "JSON", f"{path}:2"):
+    with raises(LaunchError, "not JSON", source=f"{path}:2"):
         read_rank_table(str(path))
 
 
@@ -172,9 +175,9 @@ def test_this_machine_is_found_by_name_or_address(
 
 def test_a_machine_that_is_not_found_or_found_twice_asks_for_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "login")
-    with raises(LaunchError, "192.0.2.1, 192.0.2.9", "--node"):
+    with raises(LaunchError, "not one", "192.0.2.1, 192.0.2.9", fix="--node"):
         find_host(hosts("192.0.2.1", "192.0.2.9"), "hosts.txt")
-    with raises(LaunchError, 2, "hosts.txt", "127.0.0.1", "--node"):
+    with raises(LaunchError, "2 hosts", "hosts.txt", "127.0.0.1, localhost", fix="--node"):
         find_host(hosts("127.0.0.1", "localhost"), "hosts.txt")
 
 
@@ -198,7 +201,7 @@ def test_slurms_lists_of_machines_are_written_out(text: str, names: tuple[str, .
 def test_slurms_tasks_per_node_are_written_out() -> None:
     assert expand_counts("4(x2),3") == (4, 4, 3)
     assert expand_counts("8") == (8,)
-    with raises(ValueError, "''"):
+    with raises(ValueError, "invalid literal", "''"):
         expand_counts("")
 
 

@@ -56,7 +56,7 @@ def test_ranks_are_forked_from_a_process_that_has_imported_what_is_preloaded(
     (importer,) = {importer for importer, *_ in said}
     assert len({importer, said[0][1], said[1][1]}) == 3
     assert [rest for _, _, *rest in said] == [["0"], ["1"]]
-    with raises(LaunchError, 0, "starts"):
+    with raises(LaunchError, "rank 0", "has ended", fix="fewer ranks"):
         job("", 2, preload=["nowhere_to_be_found"])
 
 
@@ -180,18 +180,18 @@ def test_a_log_file_keeps_all_that_a_rank_wrote(job: Job, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("command", "num_ranks", "options", "message"),
     [
-        (["nowhere.py"], 2, {}, "'nowhere.py'"),
-        ([], 2, {}, "nothing"),
-        (["-m"], 2, {}, "nothing"),
-        ([__file__], 0, {}, (0, "start")),
-        ([__file__], -1, {}, "-1"),
-        ([__file__], 1, {"nnodes": 2, "node_rank": 2, "master_port": 1}, (2, "rank")),
-        ([__file__], None, {}, "missing"),
-        ([__file__], 1, {"nnodes": 0}, (0, "rank")),
-        ([__file__], 1, {"nnodes": 2, "master_port": 1}, (2, 0, "address")),
-        ([__file__], 1, {"nnodes": 2, "master_addr": "node0"}, (2, "port")),
-        ([__file__], 1, {"master_port": 65536}, "65536"),
-        ([__file__], 1, {"log_dir": "/dev/null/logs"}, "--log-dir"),
+        (["nowhere.py"], 2, {}, ("no script 'nowhere.py'", "fix:")),
+        ([], 2, {}, "nothing to run"),
+        (["-m"], 2, {}, "nothing to run"),
+        ([__file__], 0, {}, "cannot start 0 ranks"),
+        ([__file__], -1, {}, "cannot start -1 ranks"),
+        ([__file__], 1, {"nnodes": 2, "node_rank": 2, "master_port": 1}, "node rank 2 is not one of 2 nodes"),
+        ([__file__], None, {}, "the number of ranks is missing"),
+        ([__file__], 1, {"nnodes": 0}, "node rank 0 is not one of 0 nodes"),
+        ([__file__], 1, {"nnodes": 2, "master_port": 1}, ("2 nodes cannot meet without the address of node 0", "fix:")),
+        ([__file__], 1, {"nnodes": 2, "master_addr": "node0"}, "2 nodes cannot meet without a common port"),
+        ([__file__], 1, {"master_port": 65536}, "65536 is not a port"),
+        ([__file__], 1, {"log_dir": "/dev/null/logs"}, ("cannot write logs", "--log-dir")),
     ],
 )
 def test_a_job_that_cannot_start_says_why(command: list[str], num_ranks: int, options: Any, message: object) -> None:
@@ -203,7 +203,7 @@ def test_a_job_that_cannot_start_says_why(command: list[str], num_ranks: int, op
 def test_a_port_that_is_taken_is_named_before_any_rank_starts(job: Job, hosts: tuple[Host, ...]) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        with raises(LaunchError, port, "--master-port"):
+        with raises(LaunchError, f"port {port}", "another process", fix="another --master-port"):
             job("print('started')", 1, hosts=hosts, master_port=port)
         if hosts:  # the second machine only connects to it
             assert job("pass", 1, hosts=hosts, node_rank=1, master_port=port).exit_code == 0

@@ -517,7 +517,7 @@ def test_settings_that_cannot_be_are_refused(script: Callable[[str], str]) -> No
         launch([path], hosts=hosts, elastic=ElasticConfig())
     with raises(LaunchError, "--wait-for-machines", 0):
         launch([path], 1, nnodes=2, master_addr="a", master_port=1, elastic=ElasticConfig(wait_seconds=0))
-    with raises(LaunchError, 2, "nodes"):
+    with raises(LaunchError, "node rank 2", "2 nodes", fix="--node-rank 1"):
         launch([path], 1, nnodes=2, node_rank=2, master_addr="a", master_port=1)
-    with raises(LaunchError, 1, "nodes"):
+    with raises(LaunchError, "node rank 1", "1 nodes", fix="--node-rank 1"):
         launch([path], 1, node_rank=1, elastic=ElasticConfig())

@@ -52,10 +52,10 @@ def test_what_others_may_read_or_have_put_there_is_no_secret(kind: str, tmp_path
     else:
         path.write_text({"readable": "x" * 32, "short": "x" * 15}.get(kind, ""))
         path.chmod(0o644 if kind == "readable" else 0o600)
-    said = {"readable": "users", "short": 15, "empty": 0}
+    said = {"readable": "other users may read", "short": "has 15 bytes", "empty": "has 0 bytes"}
     with raises(LaunchError, said.get(kind, "[Errno"), tmp_path):
         job_secret({"SHARDWISE_JOB_SECRET_FILE": str(path)})
-    with raises(LaunchError, "SHARDWISE_JOB_SECRET", 3):
+    with raises(LaunchError, "SHARDWISE_JOB_SECRET has 3 bytes"):
         job_secret({"SHARDWISE_JOB_SECRET": "abc"})
 
 

@@ -26,10 +26,10 @@ def test_devices_of_the_mesh_are_global_ranks() -> None:
 @pytest.mark.parametrize(
     ("ranks", "message"),
     [
-        ((0, 1, 2), (4, 3, "0, 1, 2")),
-        ((0, 1, 1, 2), (1, "0, 1, 1, 2", "Mesh(dp=2, tp=2)")),
-        ((-2, 0, 1, 2), (-2, "0, 1, 2", 0)),
-        ((0, 2, 1, 3), (1, 2, "ascending")),
+        ((0, 1, 2), ("4 devices", "3 ranks: 0, 1, 2", "one global rank for every")),
+        ((0, 1, 1, 2), ("rank 1 is listed twice", "0, 1, 1, 2 of Mesh(dp=2, tp=2)", "fix:    list every")),
+        ((-2, 0, 1, 2), ("rank -2 is negative", "-2, 0, 1, 2", "counted from 0")),
+        ((0, 2, 1, 3), ("rank 1 comes after rank 2", "ascending")),
     ],
 )
 def test_a_placement_that_is_none_is_refused(ranks: tuple[int, ...], message: object) -> None:
@@ -38,7 +38,7 @@ def test_a_placement_that_is_none_is_refused(ranks: tuple[int, ...], message: ob
 
 
 def test_a_rank_that_is_elsewhere_has_no_coordinates() -> None:
-    with raises(LayoutError, 5, "Mesh(dp=2, tp=2)", "0, 1, 2, 3"):
+    with raises(LayoutError, "rank 5", "Mesh(dp=2, tp=2)", "0, 1, 2, 3", "fix:"):
         Placement.whole(FOUR).coordinates(5)
 
 
@@ -55,10 +55,22 @@ def test_stages_have_ranks_of_their_own_or_the_same() -> None:
 @pytest.mark.parametrize(
     ("placements", "num_ranks", "message"),
     [
-        ([], 2, "stages"),
-        ([placed(0, 1), placed(2, 5, 6)], 5, (1, 2, 3, 5, "5, 6", 7)),
-        ([placed(0, 1), placed(2, 3), placed(1, 2, 3)], 4, (0, 2, 1, "0, 1", "1, 2, 3")),
-        ([placed(0, 1), placed(11)], 12, (9, 12, "2, 3, 4, 5, 6, 7, 8, 9")),
+        ([], 2, ("the plan has no stages", "fix:")),
+        (
+            [placed(0, 1), placed(2, 5, 6)],
+            5,
+            ("stage 1 names 2 of its 3 ranks beyond the 5 of the job: 5, 6", "start 7 ranks"),
+        ),
+        (
+            [placed(0, 1), placed(2, 3), placed(1, 2, 3)],
+            4,
+            ("stages 0 and 2 share 1 rank (1), but not all: stage 0 has 0, 1, stage 2 has 1, 2, 3", "fix:    give"),
+        ),
+        (
+            [placed(0, 1), placed(11)],
+            12,
+            ("9 of 12 ranks are in no stage: 2, 3, 4, 5, 6, 7, 8, 9, ... (9)", "add them to the placement"),
+        ),
     ],
 )
 def test_placements_that_overlap_or_leave_ranks_out_are_refused(

@@ -46,7 +46,7 @@ def test_one_bad_element_anywhere_is_found(bad: float, dtype: torch.dtype) -> No
         assert not all_finite(wrong)
     assert all_finite([])
     assert init_register().tolist() == [0.0] * 8
-    with raises(TypeError, "tensor"):
+    with raises(TypeError, "is not a tensor"):
         all_finite([1.0])
 
 
@@ -80,7 +80,7 @@ def test_scaling_and_unscaling_keep_dtypes_and_nests(dtype: torch.dtype) -> None
     assert torch.equal(back[1][0], given[1][0])
     assert scaler.adjust(False) is False
     assert float(scaler.scale_value) == 1024
-    with raises(TypeError, "tensor"):
+    with raises(TypeError, "is not a tensor"):
         scaler.scale(3.0)
 
 
@@ -135,9 +135,9 @@ def test_settings_beside_a_level_say_which_cells_are_in_half_precision(
     assert not capsys.readouterr().err
     dtypes("O0", boost_level="O1")
     assert "boost_level='O1') has no effect here" in capsys.readouterr().err
-    with raises(TypeError, "'level'"):
+    with raises(TypeError, "Model: got an unexpected keyword argument 'level'"):
         ms.Model(nn.Dense(4, 4), level="O2")
-    with raises(ValueError, "O1"):
+    with raises(ValueError, "O1 lists the cells"):
         ms.Model(nn.Dense(4, 4), amp_level="O1", keep_batchnorm_fp32=False)
 
 
@@ -320,7 +320,7 @@ def clipped_step(kind: str) -> tuple[list[torch.Tensor], list[torch.Tensor], str
     try:
         clip_by_global_norm([grad * 2 for grad in grads])
     except ShardwiseError as error:
-        with raises(ShardwiseError, "DistributedGradReducer"):
+        with raises(ShardwiseError, "DistributedGradReducer", "already reduced"):
             DistributedGradReducer(parameters)(grads)
         refused = str(error)
     return [*once, *each], [*clip_by_global_norm(once, 0.125)], refused

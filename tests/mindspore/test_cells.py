@@ -96,17 +96,17 @@ class WithParameter(Clipped):
 
 
 def test_a_bprop_that_could_not_be_honoured_is_refused() -> None:
-    with raises(TypeError, op="WithParameter"):
+    with raises(TypeError, "the parameter w, whose gradient bprop cannot return", op="WithParameter"):
         WithParameter()(torch.ones(3))
-    with raises(TypeError, "bprop", "forward"):
+    with raises(TypeError, "has a bprop and a forward"):
         type("Both", (ms.nn.Cell,), {"forward": lambda self, x: x, "bprop": lambda self, x, out, dout: dout})
-    with raises(TypeError, "SequentialCell"):
+    with raises(TypeError, "bprop is assigned to a SequentialCell", fix="define it in the class"):
         ms.nn.SequentialCell().bprop = lambda x, out, dout: dout
     short = type("Short", (Swapped,), {"bprop": lambda self, x, factor, y, out, dout: (dout[0],)})
-    with raises(ValueError, 1, 3, op="Short"):
+    with raises(ValueError, "1 gradients for 3 inputs", op="Short"):
         ms.grad(lambda x: short()(x, 1.0, x)[0])(torch.ones(3))
     flat = type("Flat", (Clipped,), {"bprop": lambda self, x, out, dout: dout.sum()})
-    with raises(ValueError, "[]", 0, "[3]", op="Flat"):
+    with raises(ValueError, "returned [] as the gradient of input 0", "[3]", op="Flat"):
         ms.grad(flat(1.0, 1.0))(torch.ones(3))
 
 
@@ -192,7 +192,7 @@ def test_stages_are_whole_numbers_that_cells_keep() -> None:
     net.dense.pipeline_stage = 0
     assert (net.dense.pipeline_stage, net.inner is net.inner, net.pipeline_stage) == (0, True, None)
     for wrong in (-1, 1.0, True):
-        with raises(ValueError, 0, "pipeline_stage"):
+        with raises(ValueError, f"pipeline_stage is {wrong}", "a whole number from 0"):
             net.pipeline_stage = wrong
 
 

@@ -97,16 +97,16 @@ def test_checkpoints_of_two_ranks_go_on_there_and_elsewhere(
         torch.testing.assert_close(found["weight"], weight.chunk(2)[rank], rtol=1e-10, atol=1e-13)
         assert len(set(found["layouts"])) == 1
         assert found["predicted"] < 1e-12
-    with raises(RuntimeError, "'stand_alone'", op="Net"):
+    with raises(RuntimeError, "'stand_alone' splits no parameters", op="Net"):
         ms.Model(Net()).infer_predict_layout(batches()[0][0])
     files = [str(tmp_path / f"{rank}/{kind}.ckpt") for rank in (1, 0)]  # in any order
     net = Net()
     optimizer = MADE[kind](net.trainable_params())
     ms.load_param_into_net(optimizer, ms.load_distributed_checkpoint(net, files))
     assert trained(net, optimizer, batches()[2:]) == pytest.approx(want, rel=1e-10)
-    with raises(RuntimeError, "[12@data, 16]", "load_distributed_checkpoint"):
+    with raises(RuntimeError, "[12@data, 16]", "w is whole here", fix="load_distributed_checkpoint"):
         ms.load_checkpoint(files[0], Net())
-    with raises(RuntimeError, "files", 1, 96, 192, 2):
+    with raises(RuntimeError, "96 of the 192 elements of w", "ranks 1", "all 2 ranks"):
         ms.load_distributed_checkpoint(Net(), files[:1])
 
 
@@ -164,5 +164,5 @@ def test_a_training_that_fails_leaves_a_checkpoint_where_it_is_asked_to(tmp_path
         with raises(RuntimeError, "stopped"):
             model.train(1, batches(), callbacks=[saver, Fails()])
         assert [path.name for path in (tmp_path / str(number)).glob("*")] == ["net-1_2.ckpt"] * saves
-    with raises(ValueError, "enc_key"):
+    with raises(ValueError, "enc_key", "not encrypted"):
         ms.CheckpointConfig(enc_key=b"0" * 16)

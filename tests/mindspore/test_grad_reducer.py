@@ -118,11 +118,11 @@ def test_a_reducer_in_one_process_changes_nothing_but_the_mean() -> None:
 
 def test_a_reducer_names_what_does_not_fit() -> None:
     reducer = DistributedGradReducer([Shaped()] * 2)
-    with raises(ValueError, "gradients", 2, 1):
+    with raises(ValueError, "has 2 parameters and is given 1 gradients"):
         reducer(gradients(0)[:1])
-    with raises(TypeError, 1, "None"):
+    with raises(TypeError, "gradient 1 is None"):
         reducer([torch.ones(1), None])  # type: ignore[list-item]
-    with raises(ValueError, "degree", 0):
+    with raises(ValueError, "degree is 0"):
         DistributedGradReducer([], degree=0)
 
 

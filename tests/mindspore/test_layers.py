@@ -288,22 +288,26 @@ def test_reductions_default_as_in_the_reference() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "words"),
     [
-        (lambda: nn.Dense(0, 3), ValueError, ("in_channels", 0)),
-        (lambda: nn.Dense(3, 2, activation="rely"), ValueError, '"rely"'),
-        (lambda: nn.Embedding(4, -1), ValueError, ("embedding_size", -1)),
-        (lambda: nn.Conv2d(3, 4, 3, group=2), ValueError, ("group", 2, 3, 4)),
-        (lambda: nn.Conv2d(3, 4, 3, pad_mode="nearly"), ValueError, ("pad_mode", "'nearly'")),
-        (lambda: nn.Conv2d(3, 4, "3"), ValueError, ("kernel_size", "'3'")),
-        (lambda: nn.Conv2d(3, 4, 3, pad_mode="pad", padding=(1, 2)), ValueError, "(1, 2)"),
-        (lambda: nn.BatchNorm2d(3, momentum=1.5), ValueError, ("momentum", "1.5")),
-        (lambda: nn.BatchNorm2d(3)(torch.rand(2, 3)), ValueError, "[2, 3]"),
-        (lambda: nn.BatchNorm2d(3, data_format="NHWC"), NotImplementedError, "BatchNorm2d(data_format='NHWC')"),
-        (lambda: nn.LayerNorm(6), TypeError, ("normalized_shape", 6, "(6,)")),
-        (lambda: nn.GroupNorm(3, 4), ValueError, (3, 4, "groups")),
-        (lambda: nn.Dropout(0.5, 0.5), ValueError, "Dropout(keep_prob=0.5, p=0.5)"),
-        (lambda: nn.Dropout(p=1.0), ValueError, "1.0"),
-        (lambda: nn.MSELoss("max"), ValueError, "'max'"),
-        (lambda: nn.SmoothL1Loss(0), ValueError, "beta"),
+        (lambda: nn.Dense(0, 3), ValueError, "in_channels is 0"),
+        (lambda: nn.Dense(3, 2, activation="rely"), ValueError, ('no activation "rely"', "relu")),
+        (lambda: nn.Embedding(4, -1), ValueError, "embedding_size is -1"),
+        (lambda: nn.Conv2d(3, 4, 3, group=2), ValueError, "group 2 does not divide 3 and 4"),
+        (lambda: nn.Conv2d(3, 4, 3, pad_mode="nearly"), ValueError, "pad_mode is 'nearly'"),
+        (lambda: nn.Conv2d(3, 4, "3"), ValueError, "kernel_size is '3'"),
+        (lambda: nn.Conv2d(3, 4, 3, pad_mode="pad", padding=(1, 2)), ValueError, "pad is (1, 2)"),
+        (lambda: nn.BatchNorm2d(3, momentum=1.5), ValueError, "momentum is 1.5"),
+        (lambda: nn.BatchNorm2d(3)(torch.rand(2, 3)), ValueError, "shape [2, 3]"),
+        (
+            lambda: nn.BatchNorm2d(3, data_format="NHWC"),
+            NotImplementedError,
+            ("BatchNorm2d(data_format='NHWC')", "channels are dim 1"),
+        ),
+        (lambda: nn.LayerNorm(6), TypeError, ("normalized_shape is 6", "(6,)")),
+        (lambda: nn.GroupNorm(3, 4), ValueError, "3 groups of 4 channels"),
+        (lambda: nn.Dropout(0.5, 0.5), ValueError, ("Dropout(keep_prob=0.5, p=0.5)", "one of the two")),
+        (lambda: nn.Dropout(p=1.0), ValueError, "drop with probability 1.0"),
+        (lambda: nn.MSELoss("max"), ValueError, "reduction is 'max'"),
+        (lambda: nn.SmoothL1Loss(0), ValueError, "beta is 0"),
     ],
 )
 def test_wrong_arguments_are_refused_with_the_numbers(make: Any, error: type[Exception], words: object) -> None:
@@ -318,9 +322,9 @@ def test_weights_of_losses_may_be_arrays() -> None:
 
 def test_arguments_are_those_of_the_class_statement_and_initial_values_are_not_kept() -> None:
     assert list(inspect.signature(nn.Conv1d).parameters)[:4] == ["in_channels", "out_channels", "kernel_size", "stride"]
-    with raises(TypeError, "'out_channels'", "Dense(in_channels"):
+    with raises(TypeError, "Dense: missing a required argument: 'out_channels'", "Dense(in_channels"):
         nn.Dense(3)
-    with raises(TypeError, "'slope'"):
+    with raises(TypeError, "unexpected keyword argument 'slope'"):
         ms.ops.ReLU(slope=0.1)
     volumes = nn.Conv3d(2, 2, 1, has_bias=True)
     assert not hasattr(volumes, "bias_add"), "it adds its bias itself"

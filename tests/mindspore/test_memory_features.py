@@ -113,7 +113,7 @@ def test_a_cell_gathers_parameters_again_where_it_is_asked_to() -> None:
         plan = planning.planned(net, (X,))
         assert any(entry.again for entry in plan.parameters) is again
     assert sw.verify(net, X, plan).ok
-    with raises(NotImplementedError, "mp_comm_recompute True", op="Block"):
+    with raises(NotImplementedError, "leave mp_comm_recompute True", op="Block"):
         Net({"parallel_optimizer_comm_recompute": True, "mp_comm_recompute": False})
 
 
@@ -152,17 +152,17 @@ def test_layouts_by_name_place_operands_where_they_say() -> None:
 
 def test_layouts_that_do_not_fit_say_what() -> None:
     for make, message in (
-        (lambda: ms.Layout((2, 2), ("dp",)), "Layout((2, 2), ('dp',))"),
-        (lambda: ms.Layout((2, 0), ("dp", "mp")), "Layout((2, 0), ('dp', 'mp'))"),
-        (lambda: ms.Layout((2, 2), ("dp", "mp"), [3, 2, 1, 0]), "[3, 2, 1, 0]"),
-        (lambda: GRID("dp", "mq"), "'mq'"),
-        (lambda: GRID("dp", "dp"), "splits"),
-        (lambda: ops.MatMul().shard((GRID, GRID)), "tensor"),
+        (lambda: ms.Layout((2, 2), ("dp",)), ("Layout((2, 2), ('dp',))", "one name for each dim")),
+        (lambda: ms.Layout((2, 0), ("dp", "mp")), ("Layout((2, 0), ('dp', 'mp'))", "whole numbers from 1")),
+        (lambda: ms.Layout((2, 2), ("dp", "mp"), [3, 2, 1, 0]), ("[3, 2, 1, 0]", "all ranks, in order")),
+        (lambda: GRID("dp", "mq"), "no dim 'mq'"),
+        (lambda: GRID("dp", "dp"), "splits two dims"),
+        (lambda: ops.MatMul().shard((GRID, GRID)), "does not place a tensor"),
     ):
         with raises(ValueError, message):
             make()
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", device_num=8)
-    with raises(sw.errors.LayoutError, 4, "Layout((2, 2), ('dp', 'mp'))(('dp',), ('mp',))", 2):
+    with raises(sw.errors.LayoutError, "4 devices", "Layout((2, 2), ('dp', 'mp'))(('dp',), ('mp',))", 2):
         planning.planned(Placed((GRID("dp", "mp"), GRID("mp", "None"))), (X.double(),))
 
 
@@ -182,7 +182,7 @@ def test_a_parameter_plan_says_how_parameters_are_stored() -> None:
     assert sw.verify(Outer("self.block.weight"), X, plan).ok
     (entry,) = (entry for entry in plan.parameters if entry.name.endswith("block.weight") or "weight" in entry.name)
     assert entry.layout == "f32[8@data, 16]"
-    with raises(ValueError, "parameter_plan"):
+    with raises(ValueError, "parameter_plan names"):
         planning.planned(Outer("self.block.wieght"), (X,))
 
 
@@ -208,7 +208,7 @@ def test_reports_list_copies_and_the_parts_of_redistributions() -> None:
     listed = ms.parallel.redistribution_report(planning.planned(Pair(), (X.double(),)))
     assert "all_gather" in listed
     assert "AllGather" in listed
-    with raises(RuntimeError, "split", "run"):
+    with raises(RuntimeError, "has not run split yet"):
         ms.parallel.copies_report(Net())
 
 
@@ -219,14 +219,14 @@ def test_checkpoints_of_other_versions_and_broken_ones_say_so(tmp_path: Any) -> 
     path = tmp_path / "net.ckpt"
     good = {"format": "shardwise-rank-checkpoint", "rank": 0, "info": {}, "parameters": {"w": {"data": torch.ones(2)}}}
     for content, message in (
-        ({**good, "format": "other"}, "library"),
-        ({key: value for key, value in good.items() if key != "rank"}, "rank"),
-        ({**good, "parameters": {"w": torch.ones(2)}}, "entry"),
-        ({**good, "parameters": {"w": {"data": torch.ones(2), "layout": "[2]"}}}, "layout"),
+        ({**good, "format": "other"}, "not a checkpoint of this library"),
+        ({key: value for key, value in good.items() if key != "rank"}, "another version: it lacks rank"),
+        ({**good, "parameters": {"w": torch.ones(2)}}, "its entry w lacks data"),
+        ({**good, "parameters": {"w": {"data": torch.ones(2), "layout": "[2]"}}}, "lacks data, or half its layout"),
     ):
         torch.save(content, path)
         with raises(ValueError, message):
             ms.load_checkpoint(str(path))
     path.write_bytes(b"not a checkpoint")
-    with raises(ValueError, "net.ckpt"):
+    with raises(ValueError, "net.ckpt", "cannot be read as a checkpoint"):
         ms.load_checkpoint(str(path))

@@ -176,11 +176,11 @@ def test_places_of_the_largest_are_those_of_the_image() -> None:
                 kernel, 2, "same", return_indices=True)(IMAGE)):  # fmt: skip
             assert torch.equal(IMAGE.flatten(2).gather(2, places.flatten(2)), largest.flatten(2))
     for cell in (nn.MaxPool2d(3, 2, padding=1), nn.MaxPool1d(3, 2, padding=1), nn.AvgPool1d(3, 2, "same", 1)):
-        with raises(ValueError, 1, "pad_mode", "padding"):
+        with raises(ValueError, "padding is 1 with pad_mode"):
             cell(IMAGE[0])
-    with raises(ValueError, "pad_mode", "'full'"):
+    with raises(ValueError, "pad_mode", "'full'", "one of valid, same, pad"):
         nn.MaxPool3d(3, 2, "full")(CUBE[None])
-    with raises(ValueError, "ResizeBilinear(size=None, scale_factor=None)"):
+    with raises(ValueError, "ResizeBilinear(size=None, scale_factor=None)", "one of the two"):
         nn.ResizeBilinear()(IMAGE)
 
 
@@ -204,7 +204,7 @@ def test_absent_names_say_the_nearest_one(capsys: pytest.CaptureFixture[str]) ->
         ("", "transform_checkpoint", "transform_checkpoints"),
     ):  # fmt: skip
         module = importlib.import_module(f"shardwise.mindspore.{path}".rstrip("."))
-        with raises(AttributeError, name, nearest):
+        with raises(AttributeError, f"has no {name}\n", nearest):
             getattr(module, name)
         assert not hasattr(module, name)
         assert re.search(rf"has no {name}\n(.|\n)*{nearest}", capsys.readouterr().err)  # what an import drops
@@ -265,7 +265,7 @@ def test_what_flash_attention_has_not_is_refused() -> None:
     for settings, message in (({"real_shift": X}, "real_shift"), ({"sparse_mode": 7}, "sparse_mode=7")):
         with raises(NotImplementedError, message, op="FlashAttentionScore"):
             ops.flash_attention_score(CUBE, CUBE, CUBE, 2, **settings)
-    with raises(ValueError, "input_layout", '"TND"'):
+    with raises(ValueError, 'input_layout is "TND"'):
         ops.flash_attention_score(CUBE, CUBE, CUBE, 2, input_layout="TND")
 
 
@@ -337,7 +337,7 @@ def test_mint_takes_what_programs_give() -> None:
     for name in (*mint.__all__, "concatenate"):
         if name != "concatenate":
             assert getattr(mint, name) is not None
-    with raises(AttributeError, "ms.mint", "concatenate", "concat"):
+    with raises(AttributeError, "ms.mint", "has no concatenate\n", "concat"):
         _ = mint.concatenate
     conv = nn.SequentialCell(mint.nn.Conv2d(4, 3, 3, padding=1), mint.nn.BatchNorm2d(3), mint.nn.ReLU())
     image = IMAGE.float()
@@ -406,7 +406,7 @@ def test_metrics_follow_their_definitions() -> None:
     false, true, _ = roc.eval()
     np.testing.assert_allclose((false, true), ([0, 0, 0.5, 0.5, 1], [0, 0.5, 0.5, 1, 1]))
     assert nn.auc(false, true) == 0.75
-    with raises(RuntimeError, "batch", "seen"):
+    with raises(RuntimeError, "has seen no batch"):
         nn.Recall().eval()
 
 

@@ -63,7 +63,7 @@ def test_dropout_keeps_the_share_and_scales_it() -> None:
     assert 0.75 < kept.double().mean() < 0.85
     assert torch.equal(y, torch.where(kept, 1 / 0.8, 0.0))
     equal_to_one_device(Applied(P.Dropout(0.7).shard(((2, 2),)), (r(8, 12),)), (), 4)
-    with raises(ValueError, "keep_prob", 0):
+    with raises(ValueError, "keep_prob is 0"):
         P.Dropout(keep_prob=0)
 
 
@@ -135,26 +135,26 @@ def test_lower_case_functions_are_those_of_the_primitives() -> None:
 
 
 def test_wrong_arguments_of_operators_are_refused_with_the_numbers() -> None:
-    with raises(ValueError, 12, 5, "12 % 5 = 2"):
+    with raises(ValueError, "12 in 5 parts: 12 % 5 = 2"):
         P.Split(1, 5)(X)
-    with raises(ValueError, 0, 8, "size"):
+    with raises(ValueError, "dim 0, which has size 8"):
         P.Squeeze(0)(X)
-    with raises(ValueError, "pad_mode", "'full'"):
+    with raises(ValueError, "pad_mode is 'full'", "valid, same, pad"):
         P.Conv2D(8, 3, pad_mode="full")
     assert P.Conv2D(8, 3, stride=(1, 1, 2, 3)).stride == (2, 3)
-    for stride, words in (((2, 2, 1, 1), (1, "(1, 1, 1, 1)")), ((1, 2, 2), "(1, 2, 2)"),
-                          (0, 0), ((1, True), "(1, True)")):  # fmt: skip
-        with raises(ValueError, words):
+    for stride, words in (((2, 2, 1, 1), ("first two are not 1", "(1, 1, 1, 1)")), ((1, 2, 2), ("(1, 2, 2)", "or two")),
+                          (0, "whole numbers from 1"), ((1, True), "whole numbers from 1")):  # fmt: skip
+        with raises(ValueError, f"stride is {stride}", words):
             P.Conv2D(8, 3, stride=stride)
-    with raises(ValueError, 1, "pad_mode 'valid'", "pad"):
+    with raises(ValueError, "pad is 1 with pad_mode 'valid'"):
         P.Conv2D(8, 3, pad=1)
-    with raises(ValueError, "'max'"):
+    with raises(ValueError, "reduction is 'max'"):
         P.BinaryCrossEntropy("max")
     for operator in (lambda: P.Conv2D(8, 3, data_format="NHWC"), lambda: P.MaxPool(data_format="NHWC"),
                      lambda: P.BatchNorm(data_format="NHWC")):  # fmt: skip
         with raises(NotImplementedError, "NHWC"):
             operator()
-    with raises(TypeError, "True", "False"):
+    with raises(TypeError, "True or False"):
         P.ReLU().recompute("yes")
 
 
@@ -177,7 +177,7 @@ def test_maps_overloads_and_gradient_operations() -> None:
     assert torch.equal(nested[0][1], Y + 1)
     assert torch.equal(ms.ops.Map(lambda x, y: x - y)([X], [Y])[0], X - Y)
     assert torch.equal(scale((X, Y), 2)[1], 2 * Y)
-    with raises(TypeError, "scale"):
+    with raises(TypeError, "scale has no body for (str, int)"):
         scale("x", 1)
     weight = ms.Parameter(r(12, 3), "w")
     net = Product(weight)
@@ -189,7 +189,7 @@ def test_maps_overloads_and_gradient_operations() -> None:
     torch.testing.assert_close(scaled[0].as_subclass(Tensor), 2 * weight.detach().sum(1).expand(8, 12))
     both = ms.ops.GradOperation(sens_param=True)(lambda x: (x * x, 3 * x))(X, (Y, 2.0))  # a sensitivity per output
     torch.testing.assert_close(both.as_subclass(Tensor), 2 * X * Y + 6)
-    with raises(ValueError, "GradOperation(get_by_list=True)"):
+    with raises(ValueError, "GradOperation(get_by_list=True)", "has no weights"):
         ms.ops.GradOperation(get_by_list=True)(net)
 
 

@@ -125,7 +125,7 @@ def test_the_threshold_and_the_size_of_groups_say_what_is_split() -> None:
     assert parts(plan_of(4)) == {"w": 4, "w2": 4, "b": 4}
     assert parts(plan_of(4, parallel_optimizer_threshold=1)) == {"w": 4, "w2": 1, "b": 1}  # 1 KB is 128 elements
     assert parts(plan_of(4, optimizer_weight_shard_size=2)) == {"w": 2, "w2": 2, "b": 2}
-    with raises(ValueError, 4, "optimizer_weight_shard_size", 3):
+    with raises(ValueError, "at most 4 copies", "optimizer_weight_shard_size", 3):
         plan_of(4, optimizer_weight_shard_size=3)
     assert any(entry.again for entry in plan_of(4, optimizer_level="level3").parameters)
     assert not any(entry.again for entry in plan_of(4, optimizer_level="level2").parameters)
@@ -159,7 +159,7 @@ def test_the_groups_of_case_opt_1() -> None:
 def test_modes_without_a_parallel_optimizer_refuse_it() -> None:
     for mode in ("stand_alone", "hybrid_parallel"):
         ms.set_auto_parallel_context(parallel_mode=mode, enable_parallel_optimizer=True)
-        with raises(RuntimeError, mode):
+        with raises(RuntimeError, f"not supported in {mode} mode"):
             ms.nn.Momentum(Net().trainable_params(), 0.1, 0.9)
 
 

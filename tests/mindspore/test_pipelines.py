@@ -245,7 +245,7 @@ def elsewhere(folder: Path, want: dict[str, Any]) -> None:
     assert ms.load_param_into_net(optimizer, content)[0] == []  # states came along
     for name, parameter in net.parameters_dict().items():
         np.testing.assert_allclose(parameter.asnumpy(), want["weights"][name], rtol=1e-4, atol=1e-6)
-    with raises(ValueError, "[0, 1]", "2, 3"):
+    with raises(ValueError, "files of the ranks [0, 1], not of 2, 3"):
         ms.transform_checkpoints(str(folder), str(folder / "dst"), "net", target, source)
 
 
@@ -374,7 +374,7 @@ def test_the_plan_of_a_pipeline_is_verified_as_its_micro_batches() -> None:
     assert report.ok, str(report)
     assert plan.micro_batches == 4
     assert {own.kind for own in report.differences} == {"loss", "gradient", "parameter"}
-    with raises(ShardwiseError, "sw.verify(staged.MicroBatch(cell.network)"):
+    with raises(ShardwiseError, fix="sw.verify(staged.MicroBatch(cell.network)"):
         sw.verify(cell, inputs, plan)
 
 
@@ -387,20 +387,28 @@ def test_1f1b_keeps_fewer_micro_batches_than_gpipe() -> None:
 
 
 def test_what_stages_need_is_told() -> None:
-    with raises(ValueError, "layer2.norm (LayerNorm)", "network.layer2.dense", op="pipeline_stage"):
+    with raises(
+        ValueError,
+        "layer2.norm (LayerNorm)",
+        "network.layer2.dense",
+        op="pipeline_stage",
+        fix="net.layer1.pipeline_stage = 0",
+    ):
         planned(Net((0, 0, None, 1)))
-    with raises(PlanError, "layer2", 0, "layer1", op="network.layer2.norm/layer_norm", source="test_pipelines.py"):
+    with raises(
+        PlanError, "layer2", "stage 0", "layer1", op="network.layer2.norm/layer_norm", source="test_pipelines.py"
+    ):
         planned(Net((0, 1, 0, 1)))
-    with raises(ValueError, "pipeline_stages", 2, "network.fc"):
+    with raises(ValueError, "pipeline_stages is 2", "network.fc in stage 2"):
         planned(Net((0, 0, 1, 2)))
-    with raises(ValueError, "micro_size", 1, "pipeline_stages 2"):
+    with raises(ValueError, "micro_size is 1", "pipeline_stages 2"):
         planned(Net(), 1)
     ms.reset_auto_parallel_context()
-    with raises(ValueError, 0, "PipelineCell", "[8, 6]", 3):
+    with raises(ValueError, "input 0 of a PipelineCell", "[8, 6]", "3 micro-batches"):
         nn.PipelineCell(Net(), 3)(*batches()[0])
-    with raises(NotImplementedError, "pipeline_config['pipeline_scheduler']='seqpipe'"):
+    with raises(NotImplementedError, "pipeline_config['pipeline_scheduler']='seqpipe'", "parts of a sequence"):
         ms.set_auto_parallel_context(pipeline_config={"pipeline_scheduler": "seqpipe"})
-    with raises(ValueError, "pipeline_stage", -1):
+    with raises(ValueError, "pipeline_stage is -1"):
         Net().head.pipeline_stage = -1
     ms.set_auto_parallel_context(**STAGED, device_num=2)
     net = Net()

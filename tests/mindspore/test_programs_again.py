@@ -73,7 +73,7 @@ def test_gradients_are_found_by_positions_and_parameters() -> None:
     assert torch.equal(ms.get_grad(found, weights[1].name), want[1][1])
     alone = ms.grad(lambda x: critic(x).sum(), return_ids=True)(x)
     assert alone[0] == 0
-    for grads, message in ((found, "2"), (want, "return_ids=True")):
+    for grads, message in ((found, ("one of", "w")), (want, "return_ids=True")):
         with raises(RuntimeError, message):
             ms.get_grad(grads, 2)
 
@@ -335,7 +335,7 @@ def test_parameters_take_values_of_their_shapes_by_their_names() -> None:
     cell.centre = Tensor(np.full(4, 2.0, np.float32))
     assert isinstance(cell.centre, Parameter)
     assert cell.centre.asnumpy().tolist() == [2.0] * 4
-    with raises(ValueError, "[4]", "[2]"):
+    with raises(ValueError, "[4] gets a value [2]"):
         cell.centre = Tensor([1.0, 2.0])
     assert cell.infer_param_pipeline_stage() == cell.trainable_params()
 
@@ -412,7 +412,7 @@ def test_numpys_functions_are_numpys() -> None:
     for mode in ("clip", "wrap"):
         own = ms.numpy.choose(Tensor(numbers), [*map(Tensor, choices)], mode)
         assert own.asnumpy().tolist() == np.choose(numbers, choices, mode=mode).tolist()
-    with raises(ValueError, '"raise"'):
+    with raises(ValueError, 'mode is "raise"'):
         ms.numpy.choose(Tensor(numbers), [*map(Tensor, choices)], "raise")
     assert ms.numpy.geomspace(1, 100, 5, dtype=ms.float64).dtype == ms.float64
     for name, args in NUMPYS:

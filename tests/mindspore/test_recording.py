@@ -84,7 +84,7 @@ def test_distributions_are_their_formulas() -> None:
     # KL(N(1, 2) || N(0, 1)) = ln(1 / 2) + (4 + 1) / 2 - 1 / 2
     np.testing.assert_allclose(float(normal.kl_loss("Normal", 0.0, 1.0)), math.log(0.5) + 2, rtol=1e-6)
     np.testing.assert_allclose(float(distribution.Categorical([0.5, 0.5]).entropy()), math.log(2), rtol=1e-6)
-    with raises(NotImplementedError, "Poisson", "cdf"):
+    with raises(NotImplementedError, "Poisson has no cdf"):
         distribution.Poisson(1.0).cdf(x)
 
 
@@ -109,7 +109,7 @@ def test_functions_are_their_formulas() -> None:
 
 def test_a_profiler_writes_a_trace_of_what_ran_meanwhile(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     profiler = ms.Profiler(output_path=str(tmp_path), start_profile=False)
-    with raises(RuntimeError, "recorded"):
+    with raises(RuntimeError, "recorded nothing"):
         profiler.analyse()
     for on, function in ((False, ops.sin), (True, ops.cos)):
         if on:

@@ -94,11 +94,11 @@ def test_torchs_words_mean_what_they_mean_in_torch() -> None:
     assert x.std(unbiased=True).item() == plain.std().item()
     assert x.mean(1, keepdim=True).shape == (2, 1, 4)
     for wrong in (lambda: x.mean(axis=1, keep=True), lambda: x.var(axes=1)):
-        with raises(TypeError, "argument"):
+        with raises(TypeError, "there is no argument"):
             wrong()
-    with raises(TypeError, "'flaot16'", "float16"):
+    with raises(TypeError, "there is no dtype 'flaot16'", "float16"):
         x.astype("flaot16")
-    with raises(ValueError, 4, 3, "elements"):
+    with raises(ValueError, "4 elements in 3 parts"):
         x.split(axis=2, output_num=3)
 
 

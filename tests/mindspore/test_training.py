@@ -139,7 +139,7 @@ def test_the_lines_of_the_monitors_and_the_files_of_checkpoints(capsys: Any, tmp
     missing, extra = ms.load_param_into_net(fresh, {"w": found["w"], "other": found["w2"]})
     assert set(missing) == {"w2", "norm.weight", "norm.bias"}
     assert extra == ["other"]
-    with raises(RuntimeError, "[12, 16]", "[16, 8]"):
+    with raises(RuntimeError, "[12, 16] in the checkpoint and [16, 8]"):
         ms.load_param_into_net(fresh, {"w2": found["w"]})
 
 
@@ -162,7 +162,7 @@ class Reduces(ms.nn.Cell):
 
 
 def test_a_plan_takes_no_communication_by_hand() -> None:
-    with raises(sw.errors.CaptureError, "AllReduce", op="reduce"):
+    with raises(sw.errors.CaptureError, "AllReduce is called", op="reduce"):
         sw.plan(Reduces(), torch.zeros(4, 4), 2)
     x = torch.arange(3.0)
     assert torch.equal(Reduces()(x), x)
@@ -172,7 +172,7 @@ def test_a_loss_that_is_no_number_ends_the_training() -> None:
     net = Net()
     model = ms.Model(net, ms.nn.MSELoss(), ms.nn.Momentum(net.trainable_params(), 0.05, 0.9))
     bad = [(torch.full((BATCH, 12), np.nan, dtype=torch.float64), batches()[0][1])]
-    with raises(ValueError, 1, "terminating"):
+    with raises(ValueError, "epoch: 1 step: 1. Invalid loss, terminating training"):
         model.train(1, bad, callbacks=ms.train.LossMonitor())
 
 
@@ -231,15 +231,15 @@ def planned_alone(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("act", "error", "words"),
     [
-        (lambda: planned_alone(SEMI), RuntimeError, ("communication.init()", 4)),
+        (lambda: planned_alone(SEMI), RuntimeError, ("communication.init()", "shardwise run -n 4")),
         (lambda: ms.Tensor(12288, 128), TypeError, "np.zeros((12288, 128)"),
         (lambda: ms.ops.MatMul.shard(((4, 1), (1, 1))), TypeError, "MatMul().shard"),
         (lambda: ms.ops.MatMul().shard((4, 1), (1, 1)), ValueError, "shard(((4, 1), (1, 1)))"),
-        (lambda: ms.ops.MatMul().set_strategy({(4, 1), (1, 1)}), TypeError, "order"),
-        (lambda: ms.Model(Net()).train(1, batches()), ValueError, "Model.train"),
-        (lambda: ms.Model(Net(), ms.nn.MSELoss()).eval(batches()), ValueError, "Model.eval"),
-        (lambda: ms.Model(Net(), metrics="f2"), ValueError, "'f2'"),
-        (lambda: ms.load_checkpoint("nowhere.ckpt"), ValueError, "nowhere.ckpt"),
+        (lambda: ms.ops.MatMul().set_strategy({(4, 1), (1, 1)}), TypeError, "set, which has no order"),
+        (lambda: ms.Model(Net()).train(1, batches()), ValueError, ("Model.train", "needs an optimizer")),
+        (lambda: ms.Model(Net(), ms.nn.MSELoss()).eval(batches()), ValueError, ("Model.eval", "nothing to measure")),
+        (lambda: ms.Model(Net(), metrics="f2"), ValueError, "no metric 'f2'"),
+        (lambda: ms.load_checkpoint("nowhere.ckpt"), ValueError, "no checkpoint nowhere.ckpt"),
     ],
 )
 def test_bad_input_is_told_with_the_mend(act: Callable[[], Any], error: type[Exception], words: object) -> None:

@@ -253,7 +253,7 @@ def test_unknown_names_and_choices_are_refused_with_those_there_are(plan: sw.Pla
         plan.report.explain("up/linea")
     with raises(sw.PlanError, "'q@dp'", "up/linear"):
         plan.report.what_if("up/linear", "q@dp")
-    with raises(sw.PlanError, "k", 0):
+    with raises(sw.PlanError, "k is 0", fix="1 to 1,000"):
         plan.report.top(0)
 
 
@@ -262,7 +262,7 @@ def test_a_graph_that_is_too_wide_cannot_be_explained(plan: sw.Plan, monkeypatch
         raise TooWide((0, 1), "too wide")
 
     monkeypatch.setattr("shardwise.plans.bounds.solve", too_wide)
-    with raises(sw.PlanError, "connected"):
+    with raises(sw.PlanError, "densely connected", fix="sw.plan(..., strategies=...)"):
         plan.report.explain("up/linear")
 
 

@@ -54,7 +54,7 @@ def test_a_step_has_as_many_passes_as_batches_and_one_update():
 @pytest.mark.parametrize(
     ("global_batch", "said"),
     [
-        (12, (8, "12 / 8")),
+        (12, ("8 samples", "12 / 8")),
         (0, ("global_batch", 0)),
         (True, ("global_batch", "True")),
     ],
@@ -86,7 +86,7 @@ def small(global_batch=None, micro_batch=None, x=X, **options):
         (8, -2, ("micro_batch", -2)),
         (8, True, ("micro_batch", "True")),
         (8, 2.0, ("micro_batch", "2.0")),
-        (32, 4, (8, 4, 32)),
+        (32, 4, ("8 samples", "(4)", "(32)", "micro-batch-size")),
     ],
 )
 def test_micro_batches_that_do_not_fit_are_refused_with_the_arithmetic(global_batch, micro_batch, said):

@@ -67,14 +67,14 @@ def test_a_summed_value_is_reduced_whole_and_then_sliced() -> None:
     ("layouts", "words"),
     [
         ({"args[2]": (8, 1)}, "'args[2]'"),
-        ({"w": (8,)}, (1, 2, "counts")),
-        ({"w": (3, 1)}, 3),
-        ({"w": "[32, 16] partial(sum@x)"}, "'[32, 16] partial(sum@x)'"),
-        ({"w": "[32, 16] replicated(x)"}, "'[32, 16] replicated(x)'"),
-        ({"w": "[32@x{0:4|4:8|8:12|12:16|16:20|20:24|24:28|28:32}, 16]"}, "evenly"),
-        ({"w": 8}, "numbers"),
-        ({"w": (2.0, 1)}, "numbers"),
-        ({"w": "[16@x, 32]"}, ("[16, 32]", "[32, 16]")),
+        ({"w": (8,)}, ("(8,)", "1 split counts for 2 dims")),
+        ({"w": (3, 1)}, ("(3, 1)", "3 is no product", "[2, 2, 2]")),
+        ({"w": "[32, 16] partial(sum@x)"}, ("'[32, 16] partial(sum@x)'", "split evenly, and whole")),
+        ({"w": "[32, 16] replicated(x)"}, ("'[32, 16] replicated(x)'", "split evenly, and whole")),
+        ({"w": "[32@x{0:4|4:8|8:12|12:16|16:20|20:24|24:28|28:32}, 16]"}, "split evenly, and whole"),
+        ({"w": 8}, ("kept as 8", "whole numbers, one per dim")),
+        ({"w": (2.0, 1)}, ("(2.0, 1)", "whole numbers, one per dim")),
+        ({"w": "[16@x, 32]"}, "of shape [16, 32], not [32, 16]"),
     ],
 )
 def test_layouts_that_do_not_fit_are_named(layouts: dict[str, Any], words: object) -> None:
@@ -86,7 +86,7 @@ def test_two_names_of_one_parameter_are_not_kept_in_two_layouts() -> None:
     module = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
     module[1].weight = module[0].weight
     settings: dict[str, Any] = {"loss": lambda output: output.square().mean(), "mesh": sw.Mesh(x=4)}
-    with raises(LayoutError, "0.weight", "1.weight"):
+    with raises(LayoutError, "0.weight and 1.weight", "one tensor"):
         sw.plan(module, torch.randn(8, 16), 4, layouts={"0.weight": (4, 1), "1.weight": (1, 4)}, **settings)
     plan = sw.plan(module, torch.randn(8, 16), 4, layouts={"0.weight": (4, 1), "1.weight": "[16@x, 16]"}, **settings)
     assert [entry.layout for entry in plan.parameters] == ["f32[16@x, 16]"]
@@ -127,7 +127,7 @@ def test_a_fused_projection_is_kept_block_by_block() -> None:
         return str(plan.layouts["qkv.weight"])
 
     mend = "[(3 16@tp), 16]"
-    with raises(LayoutError, f'"{mend}"'):
+    with raises(LayoutError, "each of", f'them, "{mend}"'):
         planned("[48@tp, 16]")
     assert planned(mend) == mend
     assert planned((2, 1)) == mend  # counts do not say where

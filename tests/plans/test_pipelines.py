@@ -145,32 +145,41 @@ def test_what_is_sent_is_compared_with_what_is_listed() -> None:
     first, second = found.stages
     assert sw.verify(Staged(), BATCH, found, steps=1).ok
     for wrong in (first.sends[1:], (replace(first.sends[0], layout="bool[2, 5]"), *first.sends[1:])):
-        with raises(sw.PlanError, 0, "sends"):
+        with raises(sw.PlanError, "stage 0 sends", "ne [2@dp, 5]", "and lists", fix="edited=True"):
             sw.verify(Staged(), BATCH, replace(found.plan, stages=(replace(first, sends=wrong), second)), steps=1)
 
 
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "decreasing": (lambda: plan(marked(norms_1=2, blocks_1=1), stages="marked", devices=3), "blocks.1"),
-    "missing": (lambda: plan(marked(norms_1=2), stages="marked"), ("marked", 1, "module")),
-    "beyond": (lambda: plan(marked(norms_1=2), stages=2), ("norms.1", 2, "range")),
-    "unmarked": (lambda: plan(stages="marked"), "marked"),
-    "one stage": (lambda: plan(stages=1), ("stages", 1)),
-    "only the first": (lambda: plan(marked(tokens=0), stages="marked"), "pipeline"),
-    "not a stage": (lambda: sw.stage(Staged(), -1), ("stage", -1)),
-    "no module": (lambda: sw.stage(torch.tanh, 1), "builtin_function_or_method"),  # type: ignore[type-var]
-    "too many": (lambda: plan(stages=50, devices=50), ("stages", 50)),
+    "decreasing": (lambda: plan(marked(norms_1=2, blocks_1=1), stages="marked", devices=3), "blocks.1 is marked with"),
+    "missing": (lambda: plan(marked(norms_1=2), stages="marked"), "no module is marked with stage 1"),
+    "beyond": (lambda: plan(marked(norms_1=2), stages=2), "out of range: norms.1 in stage 2"),
+    "unmarked": (lambda: plan(stages="marked"), 'stages="marked", but no module is marked'),
+    "one stage": (lambda: plan(stages=1), "stages is 1"),
+    "only the first": (lambda: plan(marked(tokens=0), stages="marked"), "which makes no pipeline"),
+    "not a stage": (lambda: sw.stage(Staged(), -1), "stage -1 of a module"),
+    "no module": (lambda: sw.stage(torch.tanh, 1), ("stage takes a module", "builtin_function_or_method")),  # type: ignore[type-var]
+    "too many": (lambda: plan(stages=50, devices=50), "50 stages needs 50 micro-batches, and there are 4"),
     "devices that do not divide": (lambda: plan(stages=3), "4 / 3 = 1.333"),
-    "too few micro-batches": (lambda: plan(stages=4, micro_batch=4), ("stages", 4, 2, "micro-batches")),
-    "an unknown schedule": (lambda: plan(schedule="2F2B"), ("GPipe", "1F1B", "LoopedBFS")),
-    "a number for a schedule of one stage": (lambda: plan(schedule="1F1B:2"), "other"),
-    "a number for a fold": (lambda: plan(stages=6, schedule="ZBVZeroBubble:3"), ("LoopedBFS", "Interleaved1F1B")),
-    "no number": (lambda: plan(stages=4, schedule="LoopedBFS:"), "many"),
-    "one stage of a loop": (lambda: plan(schedule="LoopedBFS:1"), (2, "LoopedBFS:4")),
-    "stages that fill no loop": (lambda: plan(stages=4, schedule="LoopedBFS:3"), ("stages", 4, "1.33333")),
-    "a schedule without stages": (lambda: plan(stages=None, schedule="GPipe"), "none"),
-    "an odd number for a loop": (lambda: plan(stages=3, schedule="LoopedBFS"), ("stages", 3, "1.5")),
-    "a mesh of all devices": (lambda: plan(mesh=sw.Mesh(dp=4)), "Mesh(dp=4)"),
-    "no loss": (lambda: sw.plan(Staged(), BATCH[:1], 4, stages=2), ("stages", "loss")),
+    "too few micro-batches": (lambda: plan(stages=4, micro_batch=4), "4 stages needs 4 micro-batches, and there are 2"),
+    "an unknown schedule": (lambda: plan(schedule="2F2B"), ("'2F2B'", "one of GPipe, 1F1B, LoopedBFS")),
+    "a number for a schedule of one stage": (
+        lambda: plan(schedule="1F1B:2"),
+        ("1F1B has 1 stages", "no other number of them", "leave out :'2'"),
+    ),
+    "a number for a fold": (
+        lambda: plan(stages=6, schedule="ZBVZeroBubble:3"),
+        ("ZBVZeroBubble", "LoopedBFS, Interleaved1F1B"),
+    ),
+    "no number": (lambda: plan(stages=4, schedule="LoopedBFS:"), "does not say how many stages a place has"),
+    "one stage of a loop": (lambda: plan(schedule="LoopedBFS:1"), "a whole number from 2: LoopedBFS:4"),
+    "stages that fill no loop": (lambda: plan(stages=4, schedule="LoopedBFS:3"), "4 stages are 1.33333 places"),
+    "a schedule without stages": (
+        lambda: plan(stages=None, schedule="GPipe"),
+        "a schedule orders stages, and there are none",
+    ),
+    "an odd number for a loop": (lambda: plan(stages=3, schedule="LoopedBFS"), "3 stages are 1.5 places"),
+    "a mesh of all devices": (lambda: plan(mesh=sw.Mesh(dp=4)), ("Mesh(dp=4)", "a stage has 2")),
+    "no loss": (lambda: sw.plan(Staged(), BATCH[:1], 4, stages=2), "stages need a loss"),
     "a stage without parameters": (
         lambda: sw.plan(
             nn.Sequential(nn.Linear(4, 4), sw.stage(nn.Tanh(), 1)),
@@ -180,7 +189,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
             stages="marked",
             micro_batch=2,
         ),
-        "1/tanh",
+        "stage 1 has no parameters",
     ),
 }
 
@@ -202,7 +211,7 @@ def test_the_file_holds_stages_and_the_printed_plan_shows_them() -> None:
     assert "pipeline of 2 stages on 2 places, 1F1B" in text
     assert "bubble" in text
     assert "stage 1: Mesh" in text
-    with raises(sw.PlanError, 2, "0-1", "2-3", "plan.stages"):
+    with raises(sw.PlanError, "2 stages", "0-1", "2-3", "plan.stages"):
         _ = found.mesh
 
 
@@ -240,13 +249,22 @@ def test_pipelines_are_compared(solved: sw.Plan) -> None:
 
 
 WRONG_ORDERS: dict[str, tuple[Callable[[list[str]], Any], str]] = {
-    "one is lost": (lambda lines: [lines[0].rpartition(" ")[0], lines[1]], (47, 4, 2)),
-    "one is twice": (lambda lines: [lines[0] + " " + lines[0].split()[0], lines[1]], 49),
-    "on another place": (lambda lines: lines[::-1], "place"),
-    "a deadlock": (lambda lines: [" ".join(reversed(lines[0].split())), lines[1]], "other"),
-    "no action": (lambda lines: ["0X0", lines[1]], "'0X0'"),
-    "no text": (lambda lines: [3, lines[1]], ("order[0]", 3)),
-    "none": (lambda lines: [], "actions"),
+    "one is lost": (
+        lambda lines: [lines[0].rpartition(" ")[0], lines[1]],
+        "order has 47 actions; 4 micro-batches in 2 places have 48, each once: 0W3 on place 0",
+    ),
+    "one is twice": (
+        lambda lines: [lines[0] + " " + lines[0].split()[0], lines[1]],
+        "order has 49 actions; 4 micro-batches in 2 places have 48",
+    ),
+    "on another place": (lambda lines: lines[::-1], "each once: 0F0 on place 0"),
+    "a deadlock": (
+        lambda lines: [" ".join(reversed(lines[0].split())), lines[1]],
+        "deadlocks: ranks wait for each other",
+    ),
+    "no action": (lambda lines: ["0X0", lines[1]], "'0X0', which is no action"),
+    "no text": (lambda lines: [3, lines[1]], "order[0] is 3"),
+    "none": (lambda lines: [], "order has 0 actions"),
 }
 
 
@@ -261,7 +279,10 @@ def test_a_wrong_order_in_a_file_is_refused(case: str, solved: sw.Plan) -> None:
 
 def test_an_order_belongs_to_a_solved_schedule(solved: sw.Plan) -> None:
     data = json.loads(solved.to_json())
-    for changed, text in (({"schedule": "ZBVZeroBubble"}, ("order", "schedule")), ({"order": 3}, "3")):
+    for changed, text in (
+        ({"schedule": "ZBVZeroBubble"}, "order is for a solved schedule, and the plan has ZBVZeroBubble"),
+        ({"order": 3}, "order is 3, not a list"),
+    ):
         with raises(sw.PlanError, text):
             sw.Plan.from_json(json.dumps({**data, **changed}), edited=True)
 
@@ -309,7 +330,9 @@ def test_stages_fit_with_the_layouts_in_which_they_meet() -> None:
     assert held(plan(model, memory_bytes=limit, **options)) <= limit
     with (
         mock.patch.object(pipelines, "_excess", return_value={0: 10_240.0}),
-        raises(sw.errors.NothingFits, 0, "225 KiB", 2, "(limit 215 KiB)", section="nothing-fits"),
+        raises(
+            sw.errors.NothingFits, "stage 0", "225 KiB", "2 micro-batches", "(limit 215 KiB)", section="nothing-fits"
+        ),
     ):
         plan(model, memory_bytes=limit, **options)
 

@@ -57,12 +57,12 @@ def test_a_precision_is_in_the_file_the_print_and_the_digest() -> None:
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ("bf16", "'bf16'"),
-        ({"compute": "bf16"}, "parameter, reduce"),
-        ({"compute": "i8", "parameter": "", "reduce": ""}, "Precision(compute=torch.int8)"),
-        ({"compute": 7, "parameter": "", "reduce": ""}, "7"),
+        ("bf16", "precision is 'bf16'"),
+        ({"compute": "bf16"}, "not an object of compute, parameter, reduce"),
+        ({"compute": "i8", "parameter": "", "reduce": ""}, ("Precision(compute=torch.int8)", "carries no gradients")),
+        ({"compute": 7, "parameter": "", "reduce": ""}, "precision: 7 is no dtype"),
         ({"compute": "bf17", "parameter": "", "reduce": ""}, "bf17"),
-        ({"compute": "", "parameter": "", "reduce": ""}, "empty"),
+        ({"compute": "", "parameter": "", "reduce": ""}, "precision is empty"),
     ],
 )
 def test_a_file_with_a_wrong_precision_is_refused(entry: Any, said: str) -> None:
@@ -279,7 +279,7 @@ def test_a_dtype_without_gradients_is_refused(name: str, dtype: torch.dtype) -> 
 
 
 def test_the_name_of_a_dtype_is_not_a_dtype() -> None:
-    with raises(sw.ShardwiseError, "compute='bfloat16'", "torch"):
+    with raises(sw.ShardwiseError, "compute='bfloat16'", "not a dtype", fix="torch."):
         sw.Precision(compute="bfloat16")  # type: ignore[arg-type]
 
 
@@ -297,7 +297,7 @@ def test_complex_parameters_have_no_precision() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return (x * self.turn).abs().sum()
 
-    with raises(sw.errors.CaptureError, "complex", "turn"):
+    with raises(sw.errors.CaptureError, "parameter turn", "is complex", fix="torch.view_as_real"):
         sw.plan(Rotated(), torch.ones(4, 4), 2, precision=MIXED, search="sharding_propagation")
     assert sw.plan(Rotated(), torch.ones(4, 4), 2, search="sharding_propagation")
 

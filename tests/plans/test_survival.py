@@ -107,9 +107,9 @@ def test_stages_hold_what_is_theirs() -> None:
 def test_machines_and_ranks_that_do_not_exist_are_refused() -> None:
     plan = plan_of(sw.Mesh(dp=4))
     for size in (0, 3, 8):
-        with raises(PlanError, 4, size):
+        with raises(PlanError, "4 ranks", f"of {size}"):
             survival(plan, size)
-    with raises(PlanError, "rank", 7, 4, 3):
+    with raises(PlanError, "rank 7", "plan's 4", fix="0 to 3"):
         plan.survives().loss_of([1, 7])
 
 

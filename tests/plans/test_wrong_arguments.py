@@ -57,7 +57,7 @@ def test_a_setting_of_the_wrong_kind_is_refused(name: str) -> None:
     ],
 )
 def test_an_optimizer_in_place_of_its_name_is_answered_with_the_name(optimizer: Any, suggested: str) -> None:
-    with raises(sw.ShardwiseError, f"optimizer='{suggested}'"):
+    with raises(sw.ShardwiseError, "the name", "an optimizer", f"optimizer='{suggested}'"):
         sw.plan(nn.Linear(4, 4), (X,), 2, loss=mean, optimizer=optimizer)
     sw.plan(nn.Linear(4, 4), (X,), 2, loss=mean, optimizer=suggested)
 
@@ -68,7 +68,7 @@ def test_what_is_no_plan_is_refused(plan: Any) -> None:
         lambda: sw.verify(nn.Linear(4, 4), (X,), plan, loss=mean),
         lambda: sw.parallelize(nn.Linear(4, 4), plan),
     ):
-        with raises(sw.ShardwiseError, type(plan).__name__, "sw.plan"):
+        with raises(sw.ShardwiseError, f"of type {type(plan).__name__}", fix="sw.plan"):
             ask()
 
 
@@ -80,7 +80,7 @@ def test_numbers_of_other_questions_are_refused() -> None:
         "seed": ["x", 1.5, True],
     }.items():
         for value in values:
-            with raises(sw.ShardwiseError, name):
+            with raises(sw.ShardwiseError, f"{name} is {value!r}"):
                 sw.verify(nn.Linear(4, 4), (X,), plan, loss=mean, **{name: value})
     for name, values in {"seconds": ["x", None, -1, float("nan")], "price_per_hour": ["x", -1, [1]]}.items():
         for value in values:

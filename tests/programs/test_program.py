@@ -239,13 +239,13 @@ def broken(how: str) -> RankProgram:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("use before it is made", (0, "norm/layer_norm")),
-        ("lost arrival", "16"),
-        ("lost departure", "14"),
-        ("made twice", "/div"),
-        ("lost kernel", (0, "/mse_loss")),
-        ("overwritten too early", (21, "/mse_loss")),
-        ("a saved value overwritten", (1, "/mse_loss")),
+        ("use before it is made", ("backward 0 (norm/layer_norm)", "has not left")),
+        ("lost arrival", ("backward 16 (norm/layer_norm)", "before it is made")),
+        ("lost departure", ("backward 14 (up/linear)", "has not left")),
+        ("made twice", ("/div", "a second time")),
+        ("lost kernel", (0, "/mse_loss", "before it is made")),
+        ("overwritten too early", (21, "/mse_loss", "has used")),
+        ("a saved value overwritten", (1, "/mse_loss", "does not own")),
     ],
 )
 def test_a_broken_program_is_refused(how: str, message: object) -> None:
@@ -284,7 +284,7 @@ def test_an_exchange_does_not_use_memory_from_which_a_message_is_still_sent() ->
     assert overwrites((*ahead, sent, landed, *rest))
     assert not overwrites((*ahead, sent, *rest, landed))
     check_program(replace(step, backward=(*ahead, sent, landed, *rest)))
-    with raises(BrokenProgram, "down/add", "add_1'b6", "sent"):
+    with raises(BrokenProgram, "down/add", "add_1'b6", "from which a message is still sent"):
         check_program(replace(step, backward=(*ahead, sent, *rest, landed)))
     assert not overwrites((*ahead, exchange, sent, landed, *rest[1:])), (
         "which reads it while the exchange is on its way"

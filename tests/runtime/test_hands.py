@@ -60,7 +60,7 @@ def test_who_leaves_a_later_call_is_known_when_the_others_come_to_it(ranks: Rank
     ranks.of(0).begin()
     ranks.of(0).wait(Late(3))  # of the first call, which rank 1 has made; the hand was read meanwhile
     ranks.of(0).begin()
-    with raises(CollectiveError, 1, "ValueError"):
+    with raises(CollectiveError, "rank 1", "ValueError: no such"):
         ranks.of(0).wait(Late(3))
     ranks.of(0).begin()
     ranks.of(0).wait(Late(3))
@@ -73,7 +73,7 @@ def test_who_asks_about_a_later_call_is_known_when_the_others_come_to_it(ranks: 
     ranks.of(0).begin()
     ranks.of(0).wait(Late(3))
     ranks.of(0).begin()
-    with raises(ShardwiseError, 1, 0, "evaluation"):
+    with raises(ShardwiseError, "rank 1", "rank 0", "an evaluation"):
         ranks.of(0).wait(Late(3))
     ranks.of(0).ask("an evaluation")
     ranks.of(0).wait(Late(3))  # both ask, and wait for each other

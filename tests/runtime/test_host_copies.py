@@ -81,7 +81,11 @@ def test_where_no_memory_can_be_pinned_the_error_says_so() -> None:
     def refuses(*_: Any, **__: Any) -> Any:
         raise RuntimeError("CUDA error: out of memory")
 
-    with FakeTensorMode(), mock.patch.object(torch, "empty_like", refuses), raises(ShardwiseError, 48, "ulimit"):
+    with (
+        FakeTensorMode(),
+        mock.patch.object(torch, "empty_like", refuses),
+        raises(ShardwiseError, "48 bytes", "pinned memory", fix="ulimit"),
+    ):
         StartCopy("host", CUDA)(torch.empty(3, 4, device=CUDA))
 
 

@@ -382,14 +382,14 @@ def test_what_cannot_be_done_in_groups_is_refused_and_nothing_is_changed() -> No
 
     module = make()
     cpu_optimizer.place_states(module, "adamw on host")
-    refused(sw.elementwise_optimizer(Counting)(module.parameters(), 0.1), "Counting")
-    refused(torch.optim.Adam(module.parameters(), differentiable=True), "differentiable")
+    refused(sw.elementwise_optimizer(Counting)(module.parameters(), 0.1), "count its steps per parameter")
+    refused(torch.optim.Adam(module.parameters(), differentiable=True), "a differentiable update")
     hooked = torch.optim.Adam(module.parameters())
     hooked.register_step_pre_hook(lambda *_: None)
-    refused(hooked, "hooks")
+    refused(hooked, "hooks of this Adam")
     compiled = torch.optim.Adam(module.parameters())
     with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
-        refused(compiled, "torch.compile")
+        refused(compiled, "torch.compile wraps")
 
 
 def test_an_optimizer_that_fails_has_its_parameters_again() -> None:
@@ -434,7 +434,7 @@ def test_a_closure_runs_once_and_ahead_of_the_update() -> None:
 
 
 def test_optimizers_without_states_and_devices_that_are_the_host_are_told() -> None:
-    with raises(ShardwiseError, "sgd", "host"):
+    with raises(ShardwiseError, "sgd has", "no states"):
         sw.plan(make(), batch(), h100(), loss=loss, optimizer="sgd on host")
     with pytest.warns(PlanWarning, match=r"gains nothing"):
         sw.plan(make(), batch(), 2, loss=loss, optimizer="adamw on host", mode="data_parallel")

@@ -43,7 +43,7 @@ def profiled(path: str, num_ranks: int, schedule: str, stages: int, how: dict[st
     assert loss is not None
     assert wanted is not None
     assert torch.equal(loss, wanted)
-    with raises(sw.ShardwiseError, 1, 0, "steps"):
+    with raises(sw.ShardwiseError, "steps", "from 1"):
         par.profile(*batch, steps=0)
     if dist.get_rank() == 0:
         profile.trace(path)

@@ -111,7 +111,7 @@ def test_a_search_for_a_better_step_than_a_known_one_ends_where_prices_are_clear
     with raises(sw.PlanError, f"{0.1 * step:.3g}", "known"):
         fit_memory(far, ())
     together = replace(planner, settings=replace(settings, known=1.5 * step, together=2))
-    with raises(sw.PlanError, f"{1.5 * step:.3g}"):
+    with raises(sw.PlanError, f"a plan with {1.5 * step:.3g} s", "is known"):
         fit_memory(together, ())
 
 

@@ -52,15 +52,15 @@ def test_torn_and_damaged_ones_are_skipped_and_named(tmp_path: Path) -> None:
     assert "step-4.incomplete is skipped: its save did not finish" in text
     assert "step-3 is skipped" in text
     assert "step-2 is skipped" in text
-    with raises(sw.errors.CheckpointError, "step-2", "checksum"):
+    with raises(sw.errors.CheckpointError, "step-2", "damaged", "wrong checksum"):
         sw.load_checkpoint(tmp_path / "step-2", model)
     data.write_bytes(content[:-1])
     with raises(sw.errors.CheckpointError, "25,639", "25,640"):
         sw.load_checkpoint(tmp_path / "step-2", model)
-    with raises(sw.errors.CheckpointError, tmp_path / "nowhere"):
+    with raises(sw.errors.CheckpointError, tmp_path / "nowhere", "no checkpoint"):
         sw.load_checkpoint(tmp_path / "nowhere", model)
     (tmp_path / "empty").mkdir()
-    with raises(sw.errors.CheckpointError, tmp_path / "empty", "complete"):
+    with raises(sw.errors.CheckpointError, tmp_path / "empty", "is complete"):
         sw.load_checkpoint(tmp_path / "empty", model)
 
 
@@ -87,21 +87,21 @@ def test_what_is_not_of_this_run_is_refused_and_nothing_changes(tmp_path: Path) 
         assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
     model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
-    refused(("0.weight", "f32[17, 8]", "f32[16, 8]"), nn.Sequential(nn.Linear(8, 17)))
-    refused("2.weight", nn.Sequential(*model, nn.Linear(16, 2)))
-    refused("1.running_mean", nn.Sequential(nn.Linear(8, 16)))
+    refused(("0.weight is f32[17, 8] in the module and f32[16, 8]"), nn.Sequential(nn.Linear(8, 17)))
+    refused("2.weight is in the module but not in", nn.Sequential(*model, nn.Linear(16, 2)))
+    refused("1.running_mean is in the checkpoint but not in", nn.Sequential(nn.Linear(8, 16)))
     integers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
     integers[0].weight = nn.Parameter(torch.zeros(16, 8, dtype=torch.int32), requires_grad=False)
-    refused(("0.weight", "i32[16, 8]", "f32[16, 8]"), integers)
+    refused(("0.weight is i32[16, 8] in the module and f32[16, 8]"), integers)
     sgd = torch.optim.SGD(model.parameters())
-    refused(("Adam", "optimizer=", "SGD"), model, sgd)
+    refused("has states of Adam, but optimizer= is SGD", model, sgd)
     groups = torch.optim.Adam([{"params": [p]} for p in model.parameters()])
     del groups.param_groups[0]["params"][:]
     groups.param_groups[0]["params"] += [*model[0].parameters(), nn.Parameter(torch.ones(2))]
-    refused("parameters", model, groups)
+    refused("parameters that are not the module's", model, groups)
     adam = torch.optim.Adam(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(adam, 1)
-    refused((0, "schedulers", 1), model, adam, schedulers=scheduler)
+    refused("the states of 0 schedulers, and 1 are given", model, adam, schedulers=scheduler)
     refused("scaler=", model, adam, scaler=torch.amp.GradScaler("cpu"))
     data = [TensorDataset(torch.zeros(count, 8)) for count in (9, 12)]
     loader, longer = (sw.DataLoader(samples, model, 4) for samples in data)
@@ -113,11 +113,11 @@ def test_what_is_not_of_this_run_is_refused_and_nothing_changes(tmp_path: Path) 
     refused((9, 12), other, adam, data=longer)
     refused("AssertionError: 2 workers", other, adam, data=Elsewhere())
     assert (longer.cursor, adam.param_groups[0]["lr"], len(adam.state)) == (0, 7.0, 0)
-    with raises(sw.errors.CheckpointError, "overwritten"):
+    with raises(sw.errors.CheckpointError, "exists already", "never overwritten"):
         sw.save_checkpoint(folder, model, step=2)
-    with raises(sw.ShardwiseError, "step", 0, -1, "number"):
+    with raises(sw.ShardwiseError, "step", "a number", 0, -1):
         sw.save_checkpoint(tmp_path / "x", model, step=-1)
-    with raises(sw.ShardwiseError, "loss", "nan"):
+    with raises(sw.ShardwiseError, "metric loss", "is nan"):
         sw.save_checkpoint(tmp_path / "x", model, step=1, metrics={"loss": math.nan})
     assert not (tmp_path / "x.incomplete").exists()
 
@@ -254,7 +254,7 @@ def test_a_second_job_that_saves_to_one_place_is_refused_by_name(tmp_path: Path,
     assert began.wait(60)
     monkeypatch.setattr(saving, "write", real)
     other = nn.Linear(8, 8)
-    with raises(sw.errors.CheckpointError, "step-1", os.getpid()):
+    with raises(sw.errors.CheckpointError, "step-1", "saved", f"process {os.getpid()}"):
         sw.save_checkpoint(tmp_path / "step-1", other, step=1)  # the other job's
     sw.save_checkpoint(tmp_path / "step-2", other, step=2)
     assert (tmp_path / "step-1.incomplete").is_dir()  # of a live writer
@@ -304,7 +304,7 @@ def test_without_locks_a_save_whose_folder_another_job_takes_finds_out(
     monkeypatch.setattr(os, "rename", rename)
     saves = [saving.Saving(job) for job in jobs]
     for save in saves:
-        with raises(sw.errors.CheckpointError, "save", "began"):
+        with raises(sw.errors.CheckpointError, "another job", "began"):
             save.wait()
     folder = saving.incomplete(path) if when == "while it fills" else path
     assert (folder / "two.safetensors").read_text() == "the other job's"
