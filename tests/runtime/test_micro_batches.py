@@ -290,9 +290,9 @@ def keeps_of_steps() -> list[tuple[bool, bool]]:
     par.step(x)
     for worker in par._latest.workers:
         kept.append((worker.step is not None, bool(worker._saved or worker._running)))
-    with mock.patch.object(type(par._latest.workers[0]), "backward", side_effect=RuntimeError("no memory")):
-        with pytest.raises(RuntimeError, match="memory"):
-            par.step(x)
+    failing = mock.patch.object(type(par._latest.workers[0]), "backward", side_effect=RuntimeError("no memory"))
+    with failing, pytest.raises(RuntimeError, match="memory"):
+        par.step(x)
     for worker in par._latest.workers:
         kept.append((worker.step is not None, bool(worker._saved or worker._running)))
     return kept
