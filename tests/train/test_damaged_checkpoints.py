@@ -110,7 +110,7 @@ def test_what_is_not_of_this_run_is_refused_and_nothing_changes(tmp_path: Path) 
     folder = tmp_path / "with data"
     other = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))
     adam = torch.optim.Adam(other.parameters(), lr=7.0)
-    refused((9, 12), other, adam, data=longer)
+    refused(("samples in the data set 9", "this loader has 12"), other, adam, data=longer)
     refused("AssertionError: 2 workers", other, adam, data=Elsewhere())
     assert (longer.cursor, adam.param_groups[0]["lr"], len(adam.state)) == (0, 7.0, 0)
     with raises(sw.errors.CheckpointError, "exists already", "never overwritten"):
