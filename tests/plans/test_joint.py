@@ -256,8 +256,8 @@ def test_pairs_at_the_distances_of_a_band_are_counted() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "without prices": ({"mode": "data_parallel"}, 'stages="auto"'),
-    "propagation": ({"search": "sharding_propagation"}, 'stages="auto"'),
+    "without prices": ({"mode": "data_parallel"}, "compares plans by price"),
+    "propagation": ({"search": "sharding_propagation"}, "compares plans by price"),
     "a mesh of three": ({"mesh": sw.Mesh(dp=3)}, "no setting"),
     "a schedule of none": ({"schedule": "2F2B"}, "'2F2B'"),
     "too little memory": (
