@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shardwise.mindspore import context
-from shardwise.mindspore.library import Layout, rank_groups, shard
+from shardwise.mindspore import context, rank_groups
+from shardwise.mindspore.library import Layout, shard
 
 _HELD = "_shardwise_held"  # the attribute of a split parameter
 _AVERAGED = "_shardwise_averaged"  # the attribute of the number of ranks whose gradients it sums
