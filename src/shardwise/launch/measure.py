@@ -31,6 +31,7 @@ from shardwise.costs.fit import CollectiveTime, KernelTime, MatmulTime, Measurem
 from shardwise.errors import LaunchError
 from shardwise.launch.measure_kernels import KernelSizes, host_bandwidth, kernel_times, launch_seconds
 from shardwise.launch.ranks import init_ranks
+from shardwise.runtime.agree import gather_values
 from shardwise.runtime.communicator import adds_rows, exchange_rows, gather_rows, scatter_tensor, sum_received
 
 _Time = TypeVar("_Time", MatmulTime, StreamTime, CollectiveTime, KernelTime)
@@ -298,9 +299,7 @@ def _call(kind: str, group: Any, size: int, num_bytes: int, device: torch.device
 
 def _sizes() -> tuple[int, ...]:
     """Return (ranks per machine, machines if several). Raises LaunchError unless all have as many, consecutively."""
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, platform.node())
-    return sizes_of(names)
+    return sizes_of(gather_values(platform.node()))
 
 
 def sizes_of(names: Sequence[str]) -> tuple[int, ...]:

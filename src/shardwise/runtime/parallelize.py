@@ -17,7 +17,13 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.plan_precision import only_priced
 from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.plans.schedule import SCHEDULES, schedule_of
-from shardwise.runtime.agree import from_rank_zero, meet_rank_zero, show_progress_once
+from shardwise.runtime.agree import (
+    from_rank_zero,
+    gather_values,
+    meet_rank_zero,
+    rank_and_world_size,
+    show_progress_once,
+)
 from shardwise.runtime.cpu_embedding import matching_parameters
 from shardwise.runtime.hooks import announce_hooks
 from shardwise.runtime.initial.materialize import Init
@@ -177,11 +183,10 @@ def agree_on_plan(plan: Plan | str | Path | None) -> Plan:
         agreed = Plan.load(plan) if isinstance(plan, str | Path) else plan
     except ShardwiseError as error:
         failure = error
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = rank_and_world_size()
     if size > 1:
         meet_rank_zero("its plan")
-    states: list[Any] = [None] * size
-    dist.all_gather_object(states, agreed.digest if agreed else ("failed" if failure else None))
+    states = gather_values(agreed.digest if agreed else ("failed" if failure else None))
     if failure is not None:
         raise failure
     broken = [i for i, state in enumerate(states) if state == "failed"]

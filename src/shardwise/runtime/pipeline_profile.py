@@ -26,6 +26,7 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.price_scope import prices_of
 from shardwise.plans.quantities import format_seconds
 from shardwise.programs.vjp import VjpCache
+from shardwise.runtime.agree import gather_values
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.stage import StageCall, StageWorker
 from shardwise.runtime.step_profile import StepProfile, profile_step, steps_of
@@ -104,7 +105,7 @@ def profile_pipeline(
     profiles_here = {
         worker.number: _operators(worker, plan, ranks[worker.number], device, steps) for worker in ready.workers
     }
-    everywhere = _from_all((median(walls), busy / sum(walls), seconds, last, profiles_here))
+    everywhere = gather_values((median(walls), busy / sum(walls), seconds, last, profiles_here))
     places = dict.fromkeys(stage.placement.ranks for stage in plan.stages)
     place_of = {rank: place for place, place_ranks in enumerate(places) for rank in place_ranks}
     slowest: dict[tuple[int, Kind], float] = defaultdict(float)
@@ -130,12 +131,6 @@ def profile_pipeline(
         plan.stages[0].mesh,
         (tuple(events[place] for place in sorted(events)), _simulated_events(order, simulated.starts, predicted)),
     )
-
-
-def _from_all(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _steps(

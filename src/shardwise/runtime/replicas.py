@@ -13,7 +13,7 @@ invariant and replicated axes only: shards and partial sums differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -139,9 +139,10 @@ class Instrumented:
 
 class ReplicaCheck:
     """The check of one module in every ``every``-th training call, starting with the first. ``part``: the part of the
-    module, for messages."""
+    module, for messages; ``stages``: the checks of this rank's stages, by number."""
 
     part = ""
+    stages: Mapping[int, ReplicaCheck]
 
     def __init__(self, every: int, ranks: Communicator, device: torch.device) -> None:
         self.every, self.ranks = every, ranks
@@ -150,6 +151,7 @@ class ReplicaCheck:
         self._count = 0
         self._instrumented: dict[fx.GraphModule, Instrumented] = {}
         self._hooks: list[Any] = []
+        self.stages = {0: self}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_instrumented": {}, "_hooks": []}  # a copy builds its own programs
@@ -159,6 +161,13 @@ class ReplicaCheck:
         self._unwatch()  # a checked call without a backward pass
         self._count += 1
         return (self._count - 1) % self.every == 0
+
+    def begin(self, batch: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        """Compare what several stages have before a step. ``batch``: whole, by name; ``state``: this rank's parameters.
+        Raises ReplicaError on all ranks."""
+
+    def settle(self) -> None:
+        """Raise ReplicaError on all ranks if one of several stages has found a difference since ``begin``."""
 
     def run(
         self, step: CallableStep, tensors: Sequence[Tensor], batch: Sequence[Tensor]

@@ -17,7 +17,6 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
@@ -31,6 +30,7 @@ from shardwise.plans.price_scope import prices_of
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.programs.instructions import Compute, Instruction, sent_by
 from shardwise.programs.rank_program import RankProgram
+from shardwise.runtime.agree import gather_values
 from shardwise.runtime.grad_accum import GradAccumStep
 from shardwise.runtime.step import CallableStep
 from shardwise.runtime.transit import Converting, Departing
@@ -114,11 +114,7 @@ def profile_step(
     others."""
 
     def gather(value: Any) -> list[Any]:
-        if alone is not None:
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(values, value, group=group)
-        return values
+        return [value] if alone is not None else gather_values(value, group)
 
     wall, peak = _measured(step, device, steps)
     is_compiled = emitted_step.compiling is not None and emitted_step.compiling.variant is not None

@@ -21,8 +21,8 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from shardwise.errors import ShardwiseError
 from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.layout import Layout
+from shardwise.runtime.agree import gather_values
 from shardwise.runtime.initial.materialize import stable_seed
-from shardwise.train.agreement import gather_values
 from shardwise.train.parts import splits_in
 
 Rows = tuple[int, int]  # [start, stop) of a batch

@@ -35,8 +35,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import CollectiveError, ShardwiseError
+from shardwise.runtime.agree import gather_values, rank_and_world_size
 from shardwise.runtime.private import check_own_folder
-from shardwise.train.agreement import gather_values, rank_and_world_size
 from shardwise.train.checkpoints import assign_writers
 from shardwise.train.files import CheckpointReader, StagedFile
 from shardwise.train.manifest import BLOCK_BYTES, DataFile, Manifest, parse_manifest

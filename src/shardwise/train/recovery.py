@@ -11,12 +11,10 @@ from typing import Any
 import torch
 
 from shardwise.errors import PlanWarning
+from shardwise.runtime.agree import gather_values, rank_and_world_size
 from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.generation import current
 from shardwise.runtime.parallel_module import ParallelModule
-from shardwise.runtime.replicas import ReplicaCheck
-from shardwise.runtime.stage_replicas import PipelineCheck
-from shardwise.train.agreement import gather_values, rank_and_world_size
 from shardwise.train.checkpoints import Optimizers, Resumable, Resumables, Schedulers, values_of
 from shardwise.train.parts import TrainingState, state_of
 from shardwise.train.peers import PeerCopy, Peers, SurvivingState
@@ -185,7 +183,7 @@ class Recovery:
 
     def _see_checked(self) -> None:
         check = getattr(self.par, "_replicas", None)
-        if isinstance(check, (ReplicaCheck, PipelineCheck)) and check.passed > self._passed:
+        if check is not None and check.passed > self._passed:
             self._passed, self._checked = check.passed, self._step  # it saw the state before this step
 
     def _land(self) -> None:

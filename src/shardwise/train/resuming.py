@@ -17,9 +17,8 @@ import torch
 
 from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, listed
 from shardwise.layouts.text import format_dtype
-from shardwise.runtime.agree import show_progress_once
+from shardwise.runtime.agree import gather_values, raise_first, rank_and_world_size, show_progress_once
 from shardwise.runtime.cpu_optimizer import with_states_on_host
-from shardwise.train.agreement import gather_values, raise_first, rank_and_world_size
 from shardwise.train.checkpoints import Optimizers, Resumable, Resumables, Schedulers, finish_saving
 from shardwise.train.data import DataLoader
 from shardwise.train.files import CheckpointReader

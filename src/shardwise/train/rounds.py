@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import StragglerWarning
-from shardwise.runtime.agree import wire_device
+from shardwise.runtime.agree import rank_and_world_size, wire_device
 from shardwise.runtime.collective_tracker import trail
-from shardwise.train.agreement import rank_and_world_size
 
 _WINDOW = 20  # steps that are compared together
 _SLOWER = 1.2  # busy time of a straggler, relative to the median of the other ranks
