@@ -127,14 +127,9 @@ class Subject:
         return f"{words.get(self.kind, self.kind)} {self.op if self.kind == 'operator' else self.name}"
 
 
-@dataclass(frozen=True)
-class Instrumented:
-    """A program that also returns fingerprints of ``subjects``. ``leaders``, of shape [ranks, fingerprints]: per rank
-    and fingerprint the first rank that must have the same one."""
-
-    program: fx.GraphModule
-    subjects: tuple[Subject, ...]
-    leaders: Tensor
+# A program that also returns fingerprints; their subjects; of shape [ranks, fingerprints]: per rank and fingerprint the
+# first rank that must have the same one.
+Instrumented = tuple[fx.GraphModule, tuple[Subject, ...], Tensor]
 
 
 class ReplicaCheck:
@@ -187,15 +182,15 @@ class ReplicaCheck:
         program, spmd = emitted.forward, emitted.program.spmd
         if program not in self._instrumented:
             self._instrumented[program] = self._instrument(program, spmd, emitted.program.resolve)
-        instrumented = self._instrumented[program]
+        checked, subjects, leaders_of_values = self._instrumented[program]
         names = [source.names[0] for source in spmd.graph.sources if source.kind == "input"]
         inputs = tuple(Subject("batch", name, None, tensor.dtype) for name, tensor in zip(names, batch, strict=False))
-        leaders = torch.cat([_leaders([s.layout for s in inputs], spmd.mesh), instrumented.leaders], dim=1)
+        leaders = torch.cat([_leaders([s.layout for s in inputs], spmd.mesh), leaders_of_values], dim=1)
 
         def forward(*tensors: Tensor) -> Any:
             prints = [self.fingerprint(tensor) for tensor in batch]
-            *results, computed = instrumented.program(*tensors)
-            self.compare((*inputs, *instrumented.subjects), [*prints, *computed], leaders, "forward")
+            *results, computed = checked(*tensors)
+            self.compare((*inputs, *subjects), [*prints, *computed], leaders, "forward")
             self.passed += 1
             return results
 
@@ -230,7 +225,7 @@ class ReplicaCheck:
             root.add_module(name, module)
         root.add_module("fingerprint", self.fingerprint)
         leaders = _leaders([subject.layout for subject in subjects], spmd.mesh)
-        return Instrumented(fx.GraphModule(root, graph, "CheckedProgram"), tuple(subjects), leaders)
+        return fx.GraphModule(root, graph, "CheckedProgram"), tuple(subjects), leaders
 
     # ---------------------------------------------------------------------------------------------------- the gradients
 

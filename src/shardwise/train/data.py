@@ -295,10 +295,7 @@ class _BatchParts:
 
     def _range(self, layout: Layout, dim: int, size: int) -> Rows:
         axes = [axis for atom in layout.dims[dim] for axis in atom.axes]
-        coordinates = layout.mesh.coordinates(self.position)
-        count, position = layout.mesh.size_of(axes), 0
-        for axis in axes:
-            position = position * layout.mesh.sizes[axis] + coordinates[axis]
+        count, position = layout.mesh.size_of(axes), layout.mesh.index_along(axes, self.position)
         return position * size // count, (position + 1) * size // count
 
 
