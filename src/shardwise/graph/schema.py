@@ -104,6 +104,19 @@ def returns_one_tensor(target: OpOverload) -> bool:
     return len(returns) == 1 and str(returns[0].type) == "Tensor"
 
 
+def is_symbolic(value: Any) -> bool:
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def has_symbols(value: Any) -> bool:
+    """Return whether a value, or a size of a tensor, is symbolic."""
+    if isinstance(value, (tuple, list)):
+        return any(map(has_symbols, value))
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in value.shape)
+    return is_symbolic(value)
+
+
 def tensor_results(result: Any) -> list[torch.Tensor]:
     """Return the tensors that a call returned, in order."""
     if isinstance(result, torch.Tensor):
