@@ -44,7 +44,8 @@ def by_operator(rows: Mapping[str, Entry], *tables: Mapping[OpOverload, Entry]) 
     table = {target: entry for names, entry in rows.items() for target in aten_operators(names)}
     assert len(table) == sum(len(names.split()) for names in rows), "an operator is named twice"
     for further in tables:
-        assert table.keys().isdisjoint(further), "an operator is in two tables"
+        twice = sorted(str(target) for target in table.keys() & further.keys())
+        assert not twice, f"operators in two tables: {', '.join(twice)}"
         table |= further
     return table
 
