@@ -12,7 +12,7 @@ from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.strategy import Strategy, apply_strategy
 from shardwise.programs.lower import PlacedOp, lower
-from shardwise.programs.spmd import Builder, gradient_free
+from shardwise.programs.spmd import Builder, Choice, gradient_free
 from shardwise.programs.spmd_steps import OpStep
 from shardwise.rules.rule import OpRule
 
@@ -45,7 +45,7 @@ class Fragments:
         values = (*(self.graph.by_name[name] for name in named), *added)
         small = Graph(values, (), tuple(item.op for item in items), ())
         layouts = self._inputs(op, rule, strategy, items)
-        builder = Builder(small, mesh, dict(layouts), self.router)
+        builder = Builder(small, mesh, Choice({}, layouts, route=self.router))
         for item in items:
             builder.add(item)
         # Operands that an operator inside keeps; those that the whole operator keeps are counted where they come from.
