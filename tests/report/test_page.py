@@ -18,9 +18,14 @@ from raising import raises
 from report.net import Net
 from shardwise.costs.pipeline_simulation import StageSeconds
 from shardwise.costs.timeline import Event
-from shardwise.plans.format_intervals import format_bytes_interval, format_step_interval, priced_cluster
 from shardwise.plans.printing import format_figures, merged_operators, plan_figures
-from shardwise.plans.quantities import format_bytes, format_seconds
+from shardwise.plans.quantities import (
+    format_bytes,
+    format_bytes_interval,
+    format_seconds,
+    format_step_interval,
+    priced_cluster,
+)
 from shardwise.report.device_grid import Grid, device_grid
 from shardwise.report.outline import members_of
 from shardwise.report.page import write_page

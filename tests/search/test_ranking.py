@@ -22,10 +22,9 @@ from shardwise.plans.printing import format_bytes
 from shardwise.search import candidates as choosing
 from shardwise.search import planner as planning
 from shardwise.search.auto import MeshSearch
-from shardwise.search.candidates import Candidate, candidates
+from shardwise.search.candidates import Candidate, SimulatedCandidate, candidates, rank_candidates
 from shardwise.search.constants import CANDIDATE_PRICE_RATIO, CLEARLY_FASTER
 from shardwise.search.dynamic_programming import step_seconds
-from shardwise.search.ranking import SimulatedCandidate, rank_candidates
 
 
 class Residual(nn.Module):

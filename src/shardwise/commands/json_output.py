@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise.costs.cluster import Cluster
     from shardwise.plans.auto_stages import AutoStagesReport, SettingOutcome
+    from shardwise.plans.micro_batch_search import MicroBatchOutcome
     from shardwise.plans.plan import Plan
     from shardwise.report.alternatives import PlanRanking
     from shardwise.report.explain import Explanation
     from shardwise.report.pipeline_ranking import PipelineRanking
     from shardwise.report.search_reports import MicroBatches, StageExplanation
-    from shardwise.search.micro_batch import MicroBatchOutcome
 
 
 def show(text: Any, chosen: argparse.Namespace, data: Callable[[], Any]) -> None:

@@ -142,7 +142,6 @@ class _FigureReader:
         self.wrong.append((where, what))
 
     def figure(self, value: object, unit: str, where: str, may_be_zero: bool = False) -> float:
-        """Return a figure, or NaN with a complaint."""
         try:
             number = parse_quantity(value, unit)
         except ShardwiseError as error:
@@ -253,7 +252,6 @@ def _key(name: str) -> str:
 
 
 def _content(text: str, path: str) -> dict[str, Any]:
-    """Return the tables of a TOML text. Raises ShardwiseError."""
     lines = text.splitlines()
     longest = max(map(len, lines), default=0)
     try:
@@ -274,7 +272,6 @@ def _content(text: str, path: str) -> dict[str, Any]:
 
 
 def parse(text: str, path: str = "cluster.toml") -> Cluster:
-    """Return the cluster that a TOML text describes. Raises ShardwiseError with all faults."""
     return _cluster(_content(text, path), path)
 
 

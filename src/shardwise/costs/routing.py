@@ -58,7 +58,6 @@ class Router:
 
 
 def _common(source: Layout, target: Layout) -> Atoms | None:
-    """Atoms over which both layouts can be written, or None."""
     atoms = []
     for source_atoms, target_atoms in zip(source.canonical().atoms, target.canonical().atoms, strict=True):
         common = common_atoms(source_atoms, target_atoms)

@@ -75,7 +75,6 @@ class SimulatedStep:
 
 
 def accumulation_name(source: Source) -> str:
-    """Return the name of the addition of a pass's gradient."""
     return f"gradient of {source.names[0]}, added up"
 
 

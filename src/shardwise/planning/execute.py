@@ -24,13 +24,13 @@ from shardwise.plans.auto_stages import LowerBound, StageConfig, check_joint, jo
 from shardwise.plans.axis_names import AxisUsage, name_axes_by_role
 from shardwise.plans.bind_stages import step_graph
 from shardwise.plans.listing import stage_of
-from shardwise.plans.micro_batch_search import Captures, Example, MicroBatchSearch
+from shardwise.plans.micro_batch_search import Captures, Example, MicroBatchSearch, batches_of
 from shardwise.plans.pipelines import plan_captured_pipeline
 from shardwise.plans.plan import Plan, PricingEntry
-from shardwise.plans.refusal import nothing_fits
 from shardwise.plans.request import PlanRequest, SearchName
 from shardwise.plans.result import PlanningResult
 from shardwise.plans.stage_estimator import StageEstimator, estimated_policies_of
+from shardwise.plans.stage_planner import nothing_fits
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.vjp import VjpCache
 from shardwise.progress import report_progress
@@ -42,7 +42,6 @@ from shardwise.search.decide import decide
 from shardwise.search.fit_memory import fit_memory
 from shardwise.search.memory_policy import MemoryPolicy
 from shardwise.search.mesh_shapes import candidate_meshes
-from shardwise.search.micro_batch import batches_of
 from shardwise.search.planner import Planner
 from shardwise.search.stored_program import build_program
 from shardwise.search.user_layouts import apply_layouts
@@ -100,7 +99,6 @@ class Planning:
 
     @property
     def by_price(self) -> bool:
-        """Whether layouts are searched by price."""
         return self.request.search.mode == "auto" and self.search in PRICED_SEARCHES
 
     @cached_property

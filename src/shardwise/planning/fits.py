@@ -22,11 +22,16 @@ from shardwise.graph.ir import Graph
 from shardwise.graph.trees import flatten
 from shardwise.planning.suggestions import NUM_SHOWN, Option, plan_variants, suggest_changes, suggest_fixes, try_request
 from shardwise.plans.bind import program_of
-from shardwise.plans.format_intervals import format_bytes_interval, format_interval_seconds, format_step_interval
 from shardwise.plans.micro_batch_search import Example, planned_graph
 from shardwise.plans.plan import Plan
 from shardwise.plans.price_scope import prices_of
-from shardwise.plans.quantities import format_bytes, format_seconds
+from shardwise.plans.quantities import (
+    format_bytes,
+    format_bytes_interval,
+    format_interval_seconds,
+    format_seconds,
+    format_step_interval,
+)
 from shardwise.plans.request import PlanRequest
 from shardwise.plans.result import PlanningResult
 from shardwise.report.search_reports import MeshReport, PipelineReport
@@ -194,7 +199,6 @@ class Fits:
 
 
 def _split(plan: Plan) -> str:
-    """Format the mesh, or the stages with their meshes."""
     if plan.pipeline is None:
         passes = f", {plan.micro_batches} micro-batches of {plan.micro_batch} samples" if plan.micro_batches > 1 else ""
         return f"{plan.mesh}{passes}"
@@ -293,7 +297,6 @@ def fits(
 
 
 def _step(request: PlanRequest, found: PlanningResult) -> StepSummary:
-    """Return the time and memory of a step of the plan."""
     plan, report, cluster = found.plan, found.search_report, request.cluster
     if isinstance(report, PipelineReport):
         passes = report.passes()
@@ -311,7 +314,6 @@ def _step(request: PlanRequest, found: PlanningResult) -> StepSummary:
 
 
 def _arithmetic(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[float, float]:
-    """Return the FLOPs of a step, forward and backward, and the FLOP/s of all devices. ``graph``: one pass."""
     flops = peak = 0.0
     for op in graph.ops:
         operands, results = (tuple(tuple(graph.by_name[n].shape) for n in names) for names in (op.operands, op.results))

@@ -47,22 +47,18 @@ class Option:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan, if there is one."""
         return None if self.found is None else self.found.plan
 
     @property
     def cluster(self) -> Cluster:
-        """The devices of the request."""
         return self.request.cluster
 
     @property
     def samples(self) -> int | None:
-        """The samples of a step."""
         return self.request.step_samples
 
     @property
     def fits(self) -> bool:
-        """Whether there is a plan."""
         return self.found is not None
 
     @property

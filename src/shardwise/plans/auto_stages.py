@@ -29,9 +29,9 @@ from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments, operator_name
 from shardwise.graph.stage_marks import marks_of
 from shardwise.layouts.text import format_dtype
-from shardwise.plans.format_intervals import format_bytes_interval, format_step_interval
+from shardwise.plans.micro_batch_search import MicroBatchOptions
 from shardwise.plans.plan import Plan
-from shardwise.plans.quantities import format_bytes, format_seconds
+from shardwise.plans.quantities import format_bytes, format_bytes_interval, format_seconds, format_step_interval
 from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.plans.schedule import Schedule, schedule_of
 from shardwise.progress import report_progress
@@ -45,7 +45,6 @@ from shardwise.search.constants import (
     ROUGH_STEP_FACTOR,
 )
 from shardwise.search.memory_policy import blocks_of, ends_of
-from shardwise.search.micro_batch import MicroBatchOptions
 
 SCHEDULES = (  # if the user names none
     "1F1B",

@@ -106,7 +106,6 @@ class _RenamedEntries:
     known: dict[tuple[str, str], str] = field(default_factory=dict)
 
     def stage(self, stage: Stage) -> Stage:
-        """Return a stage under the new names."""
 
         def tensors(entries: tuple[TensorEntry, ...]) -> tuple[TensorEntry, ...]:
             return tuple(replace(entry, layout=self._layout_text(entry.layout)) for entry in entries)

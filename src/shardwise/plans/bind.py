@@ -29,7 +29,7 @@ from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import OpRule
 from shardwise.search.decide import with_cuts
 from shardwise.search.modes import choose, spread_axes
-from shardwise.search.rules import rules_of, variant
+from shardwise.search.user_choices import rules_of, variant
 from shardwise.search.user_strategies import splittable
 
 _NUM_SHOWN = 8  # faults in one message
@@ -188,7 +188,6 @@ def _with_once(stage: Stage, spmd: SpmdProgram, graph: Graph, *, listed: bool) -
 
 
 def _check_strategies(stage: Stage, graph: Graph, choice: Choice) -> None:
-    """Raise PlanError unless every operator has the strategy that the stage lists."""
     faults = []
     for op in graph.ops:
         text = choice.strategies[op.name].format(stage.mesh)
@@ -345,7 +344,6 @@ def _check_sources(plan: Plan, graph: Graph, widened: bool) -> None:
 
 
 def _check_operators(plan: Plan, graph: Graph) -> None:
-    """Raise PlanError unless the graph has exactly the plan's operators, by name and target."""
     have = {op.name: op for op in graph.ops}
     want = {entry.name: entry for entry in plan.operators}
     near, others = _Near(), have.keys() - want.keys()

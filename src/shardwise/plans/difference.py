@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.plans.format_intervals import format_step_interval
 from shardwise.plans.plan_precision import format_precision
 from shardwise.plans.printing import format_totals
+from shardwise.plans.quantities import format_step_interval
 
 if TYPE_CHECKING:
     from shardwise.plans.plan import Plan
@@ -72,7 +72,6 @@ def _settings(plan: Plan) -> dict[str, str]:
 
 
 def _stage_of(plan: Plan) -> dict[str, str]:
-    """Return the stage of each operator of a pipeline."""
     if not plan.is_pipeline:
         return {}
     return {entry.name: str(number) for number, stage in enumerate(plan.stages) for entry in stage.operators}

@@ -101,7 +101,6 @@ def stage_body(stage: Stage) -> dict[str, Any]:
 
 
 def _table(entries: Sequence[Any]) -> dict[str, Any]:
-    """Return entries keyed by name."""
     return {entry.name: {key: value for key, value in asdict(entry).items() if key != "name"} for entry in entries}
 
 
@@ -346,7 +345,6 @@ def _prediction(data: Any) -> Any:
 
 
 def _pipeline(body: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
-    """Return the schedule of a plan of several stages, and its prediction."""
     if "schedule" not in body:
         for key, says in (("pipeline", "says what is predicted for one"), ("order", "is that of one")):
             if key in body:
@@ -383,7 +381,6 @@ def _pipeline(body: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
 
 
 def _optional(kind: Any, data: Any, where: str) -> Any:
-    """Return an entry that may be absent."""
     return None if data is None else _entry(kind, data, where)
 
 
@@ -394,7 +391,6 @@ def pricing_body(entry: PricingEntry) -> dict[str, Any]:
 
 
 def _pricing(data: Any) -> PricingEntry | None:
-    """Return the entry that ``pricing_body`` wrote, or None if there are no prices."""
     if data is None:
         return None
     entry: PricingEntry = _entry(PricingEntry, {"limit": "", **data} if isinstance(data, dict) else data, "pricing")
@@ -424,7 +420,6 @@ def _entry(kind: Any, data: Any, where: str, **known: Any) -> Any:
 
 
 def _field(data: dict[str, Any], key: str, form: type, where: str) -> Any:
-    """Return ``data[key]``, which must be there and of type ``form``."""
     if key not in data:
         raise PlanError(f"{where} is missing")
     value = data[key]
@@ -435,7 +430,6 @@ def _field(data: dict[str, Any], key: str, form: type, where: str) -> Any:
 
 
 def _check_form(value: Any, form: type, where: str) -> None:
-    """Raise PlanError unless the value is of type ``form``, and within bounds."""
     fits: bool = isinstance(value, form) and (form is bool or not isinstance(value, bool))
     if not fits:
         named = {

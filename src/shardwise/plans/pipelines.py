@@ -43,21 +43,22 @@ from shardwise.plans.axis_names import AxisUsage, name_axes_by_role
 from shardwise.plans.bind_stages import check_last, cut_for_stages, delivered_layouts, meeting, refined, step_graph
 from shardwise.plans.entries import PricingEntry, Stage, TensorEntry
 from shardwise.plans.listing import stage_of
-from shardwise.plans.micro_batch_search import Example, announce_statistics
-from shardwise.plans.pipeline_config import PipelineConfig
+from shardwise.plans.micro_batch_search import Example, announce_statistics, batches_of
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes
 from shardwise.plans.request import PlanRequest, TrainingConfig
 from shardwise.plans.schedule import SCHEDULES, Schedule, format_order, order_of, schedule_of
 from shardwise.plans.stage_planner import (
     KnownStages,
+    PipelineConfig,
     StagePlan,
     StagePlanner,
     StagesDoNotFit,
     StageSearchResult,
+    StageTiming,
     annotated_in_parts,
+    timed_stages,
 )
-from shardwise.plans.stage_timing import StageTiming, timed_stages
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.spmd import Choice, SpmdProgram, build_spmd
 from shardwise.programs.vjp import VjpCache
@@ -71,7 +72,6 @@ from shardwise.search.constants import (
 )
 from shardwise.search.memory_policy import MemoryPolicy
 from shardwise.search.mesh_shapes import candidate_meshes
-from shardwise.search.micro_batch import batches_of
 from shardwise.search.orders import OrderProblem, least_seconds, solve_order
 from shardwise.search.stage_partition import StageCut, StagePartition
 from shardwise.search.stored_program import as_grad_accum
@@ -179,7 +179,6 @@ def _checked(stages: int | str) -> int:
 
 
 def _stage_cluster(cluster: Cluster, num_stages: int, schedule: Schedule) -> Cluster:
-    """Return the devices of one stage."""
     places, rest = divmod(num_stages, schedule.stages_per_place)
     if rest or places < 2:
         raise PlanError(
@@ -473,7 +472,6 @@ def _rebuilt(part: Graph, part_choice: StagePlan, choice: Choice, settings: Sear
 def _listed(
     config: PipelineConfig, cut: GraphCut, number: int, part_choice: StagePlan, choice: Choice, spmd: SpmdProgram
 ) -> Stage:
-    """Return a part as a stage of the plan."""
     part = cut.parts[number]
     stage = stage_of(part, part_choice.factored.rules, choice, spmd)
     delivered = delivered_layouts(part, spmd)
@@ -525,7 +523,6 @@ def _excess(config: PipelineConfig, stages: Sequence[StageTiming], order: Order,
 
 
 def _too_much(config: PipelineConfig, cut: GraphCut, flying: Sequence[int], over: Mapping[int, float]) -> NothingFits:
-    """Return the error for stages that do not fit once their ends agree."""
     number = max(over, key=over.__getitem__)
     return NothingFits(
         f"stage {number} fits alone, but its pipeline rank needs {format_bytes(int(config.limit + over[number]))} per "
@@ -548,7 +545,6 @@ def _solved(config: PipelineConfig, stages: Sequence[StageTiming], num_passes: i
 def _predicted(
     config: PipelineConfig, timed: Sequence[StageTiming], order: Order, num_passes: int
 ) -> PipelinePrediction:
-    """Simulate a step."""
     step = simulate_pipeline(order, [stage.seconds for stage in timed])
     stages = tuple(
         StagePrediction(

@@ -23,15 +23,15 @@ from shardwise.errors import PlanError, listed
 from shardwise.layouts.text import DTYPE_NAMES, parse_dtype
 from shardwise.plans.entries import NO_LIMIT, CollectiveEntry, ConversionEntry, Stage, TensorEntry
 from shardwise.plans.file import format_ranks
-from shardwise.plans.format_intervals import (
+from shardwise.plans.plan_precision import format_precision, only_priced
+from shardwise.plans.quantities import format_bytes as format_bytes
+from shardwise.plans.quantities import (
     format_bytes_interval,
     format_interval_seconds,
     format_seconds_interval,
     format_step_interval,
     priced_cluster,
 )
-from shardwise.plans.plan_precision import format_precision, only_priced
-from shardwise.plans.quantities import format_bytes as format_bytes
 from shardwise.plans.quantities import format_seconds as format_seconds
 from shardwise.programs.state_groups import is_offloaded
 from shardwise.untrusted_text import shorten_repr
@@ -78,7 +78,6 @@ def format_plan(plan: Plan) -> str:
 
 
 def _pipeline(plan: Plan) -> list[str]:
-    """Return the lines of the schedule and its stages: their ranks, operators and predictions."""
     places = {stage.placement.ranks for stage in plan.stages}
     cost, cluster, takes = plan.pipeline, priced_cluster(plan), ""
     if cost is not None:
@@ -197,7 +196,6 @@ def _states_on_host(plan: Plan) -> list[str]:
 
 
 def _stage(stage: Stage) -> list[str]:
-    """Return the lines of the sources and operators."""
     lines = []
     for title, entries in (("inputs", stage.inputs), ("parameters", stage.parameters), ("buffers", stage.buffers)):
         if entries:
@@ -215,7 +213,6 @@ def _limit(plan: Plan) -> str:
 
 
 def _reserved(plan: Plan, cluster: Cluster | None) -> str:
-    """Return the part of a device's memory that no plan may use: ``+ reserve 5.3 GiB of 79.6 GiB``, after a blank."""
     if cluster is None:
         return "" if plan.pricing is None else " of a cluster that cannot be read"
     reserve, whole = format_bytes(cluster.device.reserve_bytes), format_bytes(cluster.device.memory_bytes)
@@ -338,7 +335,6 @@ def _conversion(entry: ConversionEntry, module: str = "") -> str:
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Align the columns of rows, except for a few cells that are much wider than the rest."""
     widths = [
         max((len(row[i]) for row in rows if len(row[i]) <= _WIDEST_NAME), default=0) for i in range(len(rows[0]) - 1)
     ]
@@ -405,7 +401,6 @@ def _named(lines: Sequence[str]) -> list[tuple[str, str, str]]:
 
 
 def _ranged(names: Sequence[str]) -> str:
-    """Merge names that differ only in numbers into one with ranges."""
     columns = zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True)
     ranges = iter([_span(sorted(set(column))) for column in columns])
     return _NUMBER.sub(lambda _: next(ranges), names[0])

@@ -3,6 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from shardwise.costs.cluster_file import parse as parse_cluster
+from shardwise.costs.prediction import Interval, between, between_bytes
+from shardwise.errors import ShardwiseError
+
+if TYPE_CHECKING:
+    from shardwise.costs.cluster import Cluster
+    from shardwise.plans.plan import Plan
 
 
 def format_seconds(seconds: float) -> str:
@@ -46,3 +55,44 @@ def format_interval(value: float, low: float, high: float, form: Callable[[float
     scale = next((size for name, size in _UNIT_SIZES if name == unit), 1.0)
     ends = (f"{end / scale:.3g}" if end / scale < 999.5 else f"{end / scale:.0f}" for end in (low, high))
     return f"{number} {unit} ({'-'.join(ends)})"
+
+
+def priced_cluster(plan: Plan) -> Cluster | None:
+    """Return the cluster that the plan was priced for. None if it was not priced, or if its entry was edited and cannot
+    be read (questions about prices raise an error then)."""
+    try:
+        return None if plan.pricing is None else parse_cluster(plan.pricing.cluster, "the plan's cluster")
+    except ShardwiseError:
+        return None
+
+
+def format_interval_seconds(interval: Interval) -> str:
+    return format_interval(interval.value, interval.low, interval.high, format_seconds)
+
+
+def format_step_interval(plan: Plan) -> str:
+    """Format the step of a plan; empty if nothing is predicted."""
+    cluster = priced_cluster(plan)
+    if plan.pipeline is not None:
+        return format_seconds_interval(plan.pipeline.step_seconds, cluster)
+    if plan.predicted is None:
+        return ""
+    if cluster is None:
+        return format_seconds(plan.predicted.planned_seconds)
+    return format_interval_seconds(plan.predicted.step_interval(cluster))
+
+
+def format_seconds_interval(seconds: float, cluster: Cluster | None) -> str:
+    """Format seconds with the wider of the compute and communication intervals: the split between them is unknown."""
+    if cluster is None:
+        return format_seconds(seconds)
+    device, links = between(seconds, seconds, cluster), between(seconds, 0.0, cluster)
+    return format_interval_seconds(max(device, links, key=lambda interval: interval.high))
+
+
+def format_bytes_interval(num_bytes: float, cluster: Cluster | None) -> str:
+    """Format the peak bytes of a device."""
+    if cluster is None:
+        return format_bytes(num_bytes)
+    interval = between_bytes(num_bytes, cluster)
+    return format_interval(interval.value, interval.low, interval.high, format_bytes)

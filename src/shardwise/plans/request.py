@@ -71,7 +71,6 @@ class ParallelConfig:
 
     @cached_property
     def zero_config(self) -> Zero | None:
-        """``zero`` with its settings."""
         return Zero.of(self.zero)
 
 
@@ -171,12 +170,10 @@ class PlanRequest:
 
     @property
     def example_samples(self) -> int | None:
-        """The number of samples of the example inputs."""
         return num_samples((self.args, dict(self.kwargs)))
 
     @property
     def step_samples(self) -> int | None:
-        """The number of samples of an optimizer step."""
         return self.training.global_batch or self.example_samples
 
     @property

@@ -44,12 +44,11 @@ from shardwise.search.constants import (
     ESTIMATED_MEMORY_SHARE,
     ESTIMATED_TRAFFIC_WEIGHTS,
 )
-from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, CostWeights
+from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, CostWeights, StorageVariable
 from shardwise.search.elimination import Scope, TooWide
 from shardwise.search.memory_policy import MEMORY_POLICIES, MemoryPolicy, ReshardMode, blocks_of, ends_of
 from shardwise.search.planner import Planner
 from shardwise.search.solving import minimise
-from shardwise.search.variables import StorageVariable
 
 # In a stage "once" stands for "held" too, and the last blocks decide nothing.
 ESTIMATED_POLICIES = tuple(
@@ -300,7 +299,6 @@ class StageEstimator:
         return ParetoFront(ways, lambda: self._ways(planner, others, setting)) if ways else None
 
     def _ways(self, planner: Planner, policies: Sequence[MemoryPolicy], setting: StageConfig) -> list[MeshOption]:
-        """Return the options of every mesh under each of ``policies``."""
         graph = planner.graph
         has_blocks = bool(blocks_of(graph))
         names = graph.op_by_name.keys()

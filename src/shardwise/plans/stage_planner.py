@@ -8,28 +8,82 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.collectives import Links
+from shardwise.costs.memory import memory_of
+from shardwise.costs.pipeline_simulation import StageSeconds, send_seconds, stage_seconds
+from shardwise.costs.prices import Prices
 from shardwise.costs.routing import Router
 from shardwise.errors import NothingFits, listed
 from shardwise.graph.annotate import Annotation
+from shardwise.graph.cut import GraphCut
 from shardwise.graph.form import GraphForm
 from shardwise.graph.ir import Graph
+from shardwise.graph.naming import value_name
+from shardwise.graph.segments import How, Segment
 from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.placement import Placement
 from shardwise.layouts.transfer import boundary_layout
-from shardwise.plans.pipeline_config import PipelineConfig
-from shardwise.plans.refusal import nothing_fits
+from shardwise.plans.bind_stages import delivered_layouts
+from shardwise.plans.printing import format_bytes
+from shardwise.plans.schedule import Schedule
 from shardwise.programs.spmd import Choice, Lifetimes, SpmdProgram, build_spmd
 from shardwise.programs.vjp import VjpCache
 from shardwise.progress import report_progress
 from shardwise.rules.atoms import Factored
 from shardwise.search.auto import MeshSearch
+from shardwise.search.candidates import CandidateRanking
+from shardwise.search.config import SearchConfig
+from shardwise.search.cost_graph import CostGraph, bytes_of_variables
 from shardwise.search.decide import decide
 from shardwise.search.fit_memory import fit_memory, least_memory
-from shardwise.search.memory_policy import MemoryPolicy, blocks_of
+from shardwise.search.memory_policy import MemoryPolicy, Offload, ReshardMode, blocks_of
 from shardwise.search.planner import Planner
-from shardwise.search.ranking import CandidateRanking
 from shardwise.search.stored_program import build_program
 from shardwise.search.user_choices import annotated_ops, annotated_rules, no_operator_error
 from shardwise.search.user_layouts import apply_layouts
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """Configuration of the planning of a pipeline. ``marks``: path of a module -> its stage; None: stages are balanced.
+    ``cluster``: all devices; ``stage_cluster``: the devices of one stage; ``meshes``: the candidates for a stage.
+    ``by_price``: whether layouts are searched; ``recompute``, ``offload``: as in ``sw.plan``; ``reshard_mode``: None
+    where the user left it free; ``fits_itself``: choose recomputation if nothing fits; ``chooses_mesh``: the
+    user gave no mesh, so axes are named by role."""
+
+    num_stages: int
+    schedule: Schedule
+    marks: Mapping[str, int] | None
+    cluster: Cluster
+    stage_cluster: Cluster
+    meshes: tuple[Mesh, ...]
+    annotations: tuple[Annotation, ...]
+    segments: tuple[Segment, ...]
+    mode: str
+    by_price: bool
+    settings: SearchConfig
+    fits_itself: bool
+    recompute: How | None
+    reshard_mode: ReshardMode | None
+    offload: Offload
+    chooses_mesh: bool
+
+    @property
+    def limit(self) -> float:
+        """Return the memory limit of a device in bytes."""
+        memory_bytes = self.settings.memory_bytes
+        return self.stage_cluster.device.usable_bytes if memory_bytes is None else memory_bytes
+
+    @property
+    def num_places(self) -> int:
+        return self.num_stages // self.schedule.stages_per_place
+
+    def place(self, stage: int, mesh: Mesh) -> Placement:
+        """Return the placement of a stage on consecutive ranks."""
+        size = self.stage_cluster.num_devices
+        first = size * self.schedule.place_of(stage, self.num_places)
+        return Placement(mesh, tuple(range(first, first + size)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +112,6 @@ class StagePlan:
         return self.spmd.mesh
 
     def excess(self, limit: float) -> float:
-        """Return the bytes of a device beyond a limit."""
         return 0.0 if self.ranking is None else max(0.0, self.ranking.best.num_bytes - limit)
 
 
@@ -72,7 +125,6 @@ class StagesDoNotFit(Exception):
 
     @property
     def most(self) -> tuple[float, NothingFits]:
-        """Return the largest need, and its error."""
         return max(self.needs.values(), key=lambda need: need[0])
 
 
@@ -172,7 +224,6 @@ class StagePlanner:
         return self.known[key]
 
     def _annotations(self, part: Graph) -> tuple[Annotation, ...]:
-        """Return the user's annotations of operators of a part."""
         names, scopes = part.op_by_name.keys(), {op.scope for op in part.ops}
         return tuple(
             annotation
@@ -254,3 +305,117 @@ def _choose(config: PipelineConfig, part: Graph, limit: float, vjp_cache: VjpCac
     called = [*(op.name for op in part.ops), *(source.names[0] for source in part.sources)]
     searched = StageSearchResult(planned.search, {name: name for name in called})
     return StagePlan(planned.factored, planned.choice, planned.spmd, planned.memory_policy, searched, planned.ranking)
+
+
+NUM_LARGEST = 5
+
+
+def nothing_fits(least: CandidateRanking) -> NothingFits:
+    """Return the error. ``least``: the plan that needs the least memory of all considered. Its peak is an upper bound
+    of the least that any plan needs."""
+    cost, assignment, peak = least.search.cost, least.search.outcome.assignment, least.best.peak
+    total = int(least.best.num_bytes)
+    parts = {**peak.parts, "kept of other micro-batches in flight": least.best.others}
+    added = " + ".join(f"{name} {size:,}" for name, size in parts.items() if size)
+    return NothingFits(
+        f"no plan fits: the least memory that was found is {format_bytes(total)} a device, "
+        f"{format_bytes(int(least.limit))} are allowed{_reserved(cost, least.limit)}",
+        [
+            ("needed", f"{added} = {total:,} bytes, at the peak of the plan that needs least, {peak.where}"),
+            ("largest", _largest(cost, assignment)),
+            ("least", "is what that plan takes; messages and temporaries do not add up, so another may take less"),
+        ],
+        "use more devices or devices with more memory, a smaller micro_batch=, an optimizer with fewer states or with "
+        'its states on the host ("adamw on host"), or recompute="auto" (the default); sw.fits plans such fixes and '
+        "names the three cheapest",
+    )
+
+
+def _reserved(cost: CostGraph, limit: float) -> str:
+    """Return how the limit is computed, if it is what the devices have."""
+    device = cost.domains.prices.device
+    if not device.reserve_bytes or limit != device.usable_bytes:
+        return ""
+    return f" ({format_bytes(device.memory_bytes)} less a reserve of {format_bytes(device.reserve_bytes)})"
+
+
+def _largest(cost: CostGraph, assignment: list[int]) -> str:
+    """Return the tensors that hold most, with all that belongs to them, and the total of the others."""
+    num_bytes = sorted(bytes_of_variables(cost, assignment).items(), key=lambda item: -item[1])
+    graph, others = cost.domains.graph, [size for _, size in num_bytes[NUM_LARGEST:] if size]
+    shown = [
+        f"{kind} {_shown(graph, kind, name)} {format_bytes(size)}" for (kind, name), size in num_bytes[:NUM_LARGEST]
+    ]
+    rest = [f"{len(others)} others {format_bytes(sum(others))}"] if others else []
+    return ", ".join(shown + rest)
+
+
+def _shown(graph: Graph, kind: str, name: str) -> str:
+    return name if kind == "operator" else value_name(name, graph)
+
+
+@dataclass(frozen=True)
+class StageTiming:
+    """The seconds of a stage for a micro-batch, and the bytes of a device: held with one micro-batch (``peak``), kept
+    of it for its backward (``kept``), at most held while other stages run (``rests``, including ``kept``), and sent to
+    the next stage (``sent``)."""
+
+    seconds: StageSeconds
+    peak: float
+    kept: float
+    rests: float
+    sent: float
+
+
+def timed_stages(
+    config: PipelineConfig, cut: GraphCut, choices: Sequence[Choice], spmds: Sequence[SpmdProgram], vjp_cache: VjpCache
+) -> list[StageTiming]:
+    """Return the timings of all stages."""
+    timings: dict[Hashable, StageTiming] = {}
+    stages = []
+    for number, (part, choice, spmd) in enumerate(zip(cut.parts, choices, spmds, strict=True)):
+        key = _without_names(part, choice, spmd)
+        if key not in timings:
+            timings[key] = _timed(config, part, spmd, cut.sends(number), vjp_cache)
+        timed = timings[key]
+        if not number and config.schedule.splits_backward:  # no stage waits for cotangents of the first
+            seconds = timed.seconds
+            timed = replace(timed, seconds=replace(seconds, input=0.0, weight=seconds.input + seconds.weight))
+        stages.append(timed)
+    return stages
+
+
+def _timed(
+    config: PipelineConfig, part: Graph, spmd: SpmdProgram, sends: Sequence[str], vjp_cache: VjpCache
+) -> StageTiming:
+    prices = Prices(Links(config.stage_cluster, spmd.mesh), config.settings.optimizer, config.settings.passes)
+    prices = prices.with_buckets(part, config.settings.bucket_bytes)
+    delivered = delivered_layouts(part, spmd)
+    sent = float(sum(delivered[name].max_local_numel * part.by_name[name].dtype.itemsize for name in sends))
+    on_links = replace(prices, links=Links(config.cluster, Mesh(device=config.cluster.num_devices)))
+    send = send_seconds(on_links, config.stage_cluster.num_devices, sent) if sends else 0.0
+    memory = memory_of(spmd, prices, vjp_cache=vjp_cache)
+    seconds = stage_seconds(spmd, prices, send, vjp_cache)
+    peak, kept, rests = map(float, (memory.peak.num_bytes, memory.kept_bytes, sum(memory.rests.values())))
+    return StageTiming(seconds, peak, kept, rests, sent)
+
+
+def _without_names(part: Graph, choice: Choice, spmd: SpmdProgram) -> Hashable:
+    """Return everything but names that decides a program: equal for stages with equal seconds and bytes."""
+    form, lifetimes = GraphForm.of(part), spmd.lifetimes
+    ends = {"shared": choice.shared, "delivered": choice.delivered}
+    return (
+        form.key,
+        spmd.mesh,
+        tuple(choice.strategies[name] for name in form.ops),
+        tuple(choice.sources[source.value] for source in part.sources),
+        tuple(
+            (end, at, layouts[name])
+            for end, layouts in ends.items()
+            for at, name in enumerate(form.values)
+            if name in layouts
+        ),
+        tuple((op.name in lifetimes.operators, op.name in lifetimes.offloaded) for op in spmd.graph.ops),
+        tuple(conversion.result in lifetimes.conversions for conversion in spmd.conversions),
+        tuple(source.value in lifetimes.once for source in part.sources),
+    )

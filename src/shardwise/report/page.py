@@ -23,10 +23,15 @@ from shardwise.costs.timeline import SimulatedStep
 from shardwise.errors import PlanError
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.entries import Stage
-from shardwise.plans.format_intervals import format_bytes_interval, format_interval_seconds, priced_cluster
 from shardwise.plans.plan import Plan
 from shardwise.plans.printing import format_figures, format_totals, of_outputs, owner_of, plan_figures
-from shardwise.plans.quantities import format_bytes, format_seconds
+from shardwise.plans.quantities import (
+    format_bytes,
+    format_bytes_interval,
+    format_interval_seconds,
+    format_seconds,
+    priced_cluster,
+)
 from shardwise.report.charts import MOST_EVENTS, MOST_POINTS, memory_over, place_rows, row_name, schedule_rows, timeline
 from shardwise.report.device_grid import device_grid
 from shardwise.report.outline import mark_axes, rows_of, tree_of
@@ -151,7 +156,6 @@ def _communication(plan: Plan) -> dict[str, str]:
 
 
 def _pipeline_time(plan: Plan) -> list[Share]:
-    """Return the busy and idle time of a pipeline's step, summed over pipeline ranks; empty without a pipeline."""
     if plan.pipeline is None:
         return []
     waits, whole = plan.pipeline.bubble, plan.pipeline.step_seconds
@@ -203,7 +207,6 @@ def _memory(peak: Peak) -> list[Share]:
 
 
 def _pipeline(plan: Plan) -> list[tuple[str, ...]]:
-    """Return a row per stage: number, ranks, mesh, operators, forward and backward time, peak, sent bytes, bubble."""
     if plan.pipeline is None:
         return []
     return [

@@ -17,7 +17,7 @@ from shardwise.graph.ir import Graph
 from shardwise.layouts.text import format_layout
 from shardwise.plans.auto_stages import AutoStagesReport
 from shardwise.plans.bind import program_of
-from shardwise.plans.other_pipelines import rank_pipelines
+from shardwise.plans.micro_batch_search import MicroBatchOutcome
 from shardwise.plans.pipelines import PipelineResult
 from shardwise.plans.plan import Plan
 from shardwise.plans.price_scope import prices_of
@@ -31,13 +31,11 @@ from shardwise.report.cost_graph_file import write_cost_graph
 from shardwise.report.explain import Explanation, explain
 from shardwise.report.outline import alternatives
 from shardwise.report.page import OperatorLookup, StageFigures, write_page
-from shardwise.report.pipeline_ranking import PipelineRanking
-from shardwise.report.stage_passes import StagePass, stage_passes, stage_peak, with_saved
-from shardwise.report.stage_traces import tracks_of
+from shardwise.report.pipeline_ranking import PipelineRanking, rank_pipelines
+from shardwise.report.stage_passes import StagePass, stage_passes, stage_peak, tracks_of, with_saved
 from shardwise.runtime.pipeline_profile import PipelineProfile
 from shardwise.runtime.step_profile import StepProfile
 from shardwise.search.auto import MeshSearch
-from shardwise.search.micro_batch import MicroBatchOutcome
 from shardwise.untrusted_text import shorten_repr
 
 MOST_PLANS = 1000  # the limit of k of ``top``
@@ -68,7 +66,6 @@ class SearchReport:
     settings: AutoStagesReport | None
 
     def stage_figures(self) -> tuple[StageFigures, ...]:
-        """Return the figures of a simulated pass of every stage, for a page."""
         raise NotImplementedError
 
     def write(
@@ -106,7 +103,6 @@ class MeshReport(SearchReport):
 
     @staticmethod
     def of(plan: Plan, finished_search: MeshSearch, peak: Peak) -> MeshReport:
-        """Make the report with the plan's axis names."""
         return MeshReport(plan, replace(finished_search, called=plan.mesh), peak)
 
     def explain(self, name: str) -> AutoStagesReport | Explanation | MicroBatches:
@@ -164,7 +160,6 @@ class MeshReport(SearchReport):
         return (StageFigures(step, over, *_types_and_reads(self.finished_search.cost.domains.graph, program), why),)
 
     def _simulated(self) -> tuple[RankProgram, SimulatedStep, tuple[Peak, ...]]:
-        """Return the program of the fullest rank, a simulated pass of it, and its memory at every operator."""
         program = busiest_program(program_of(self.plan, self.finished_search.cost.domains.graph), VjpCache())
         prices = prices_of(self.plan)
         return program, simulate_program(program, prices), memory_of_program(program, prices, over_time=True).over
@@ -337,7 +332,6 @@ class PipelineReport(SearchReport):
 
 
 def _types_and_reads(graph: Graph, program: RankProgram) -> tuple[OperatorLookup, OperatorLookup]:
-    """Return two lookups by operator: the types of its results, and the operators whose results it reads."""
     makers = {name: op.name for op in graph.ops for name in op.results}
     layouts = program.spmd.layouts
 

@@ -91,7 +91,6 @@ class Solution:
 
     @property
     def lower(self) -> float:
-        """Return a lower bound of the value of all assignments."""
         return self.value if self.bound is None else self.bound
 
 
@@ -166,7 +165,6 @@ class Elimination:
             self._at[variable][scope] = number
 
     def _signed(self, variable: int) -> tuple[_Least, Scope]:
-        """Return the signature of eliminating the variable, and its neighbours."""
         tables = self._at[variable]
         neighbours = tuple(sorted({v for scope in tables for v in scope if v != variable}))
         place = {v: i for i, v in enumerate(neighbours)} | {variable: OWN}
@@ -174,7 +172,6 @@ class Elimination:
         return _Least(self.sizes[variable], tuple(self.sizes[v] for v in neighbours), tuple(parts)), neighbours
 
     def _eliminate(self, variable: int, step: _Least, neighbours: Scope) -> Scope:
-        """Replace the tables of a variable by one over its neighbours, which are returned."""
         number = self._computed(step, neighbours)
         self.order.append((variable, number, step, neighbours))
         for scope in self._at[variable]:
@@ -299,7 +296,6 @@ def solve(problem: Problem, *, last: int | None = None, max_joint: int = MAX_JOI
 
 
 def _minimum(step: _Least, tables: Sequence[Table]) -> Table:
-    """Return the sum of the tables of one variable, minimised over its values: a table over its neighbours."""
     # Per table: the variable first, then one axis per neighbour (of size 1 where the table lacks it).
     none = (1,) * len(step.shape)
     parts: dict[tuple[int, ...], Table] = {none: np.zeros((step.size, *none))}

@@ -25,6 +25,7 @@ from math import inf
 from shardwise.errors import PlanError
 from shardwise.graph.segments import Segment
 from shardwise.search.auto import MeshSearch
+from shardwise.search.candidates import CandidateRanking
 from shardwise.search.config import SearchConfig
 from shardwise.search.constants import (
     BINDING_LIMIT,
@@ -36,7 +37,6 @@ from shardwise.search.constants import (
 from shardwise.search.cost_graph import BYTES, CostGraph
 from shardwise.search.memory_policy import MEMORY_POLICIES, REPEATS, MemoryPolicy, Offload, ReshardMode, blocks_of
 from shardwise.search.planner import Planner, PlannerResult, SearchResult
-from shardwise.search.ranking import CandidateRanking
 
 
 def fit_memory(
@@ -190,7 +190,6 @@ class _PolicyResult:
 
     @property
     def least_that_fits(self) -> float:
-        """Return the additive price of the cheapest plan if it fits, otherwise of the plan that was ranked best."""
         ranking = self.answer.ranking
         is_cheapest = ranking.cheapest.num_bytes <= ranking.limit
         return (ranking.cheapest if is_cheapest else ranking.best).candidate.additive_price
@@ -216,18 +215,12 @@ class _PolicyResult:
 
     @cached_property
     def answer(self) -> SearchResult:
-        """Build the programs of the searches, and return their ranking.
-
-        If no mesh fits, this ranks the plan of the fewest additive bytes. Its program may still fit, because additive
-        bytes can slightly exceed the peak.
-        """
         return self.planner.answer_of(*self.searches)
 
 
 def _memory_policies(
     planner: Planner, segments: Sequence[Segment], reshard_mode: ReshardMode | None, offload: Offload
 ) -> Iterator[_PolicyResult]:
-    """Yield the policies of MEMORY_POLICIES that the model, the device and the user's choices allow."""
     has_blocks = bool(blocks_of(planner.graph))
     decided = offload != "auto" or not planner.cluster.device.host_bandwidth
     for policy in MEMORY_POLICIES:

@@ -15,13 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.search.elimination import Elimination, Problem, Table, eliminated_minimum
-from shardwise.search.solving import narrow_elimination
+from shardwise.search.elimination import Elimination, Problem, Table, eliminated_minimum, elimination_of
 
 
 def k_best(problem: Problem, k: int) -> list[tuple[float, list[int]]]:
     """Return the ``k`` best (value, assignment), in order; fewer where there are no more. Raises TooWide."""
-    elimination = narrow_elimination(problem)
+    elimination = elimination_of(problem)
     decoder = _AssignmentDecoder(elimination, elimination.tables(problem))
     # (value over the least one, order of arrival, the assignment whose way it leaves, position, value there)
     heap: list[tuple[float, int, list[int], int, int]] = [(0.0, 0, [0] * len(problem.sizes), -1, 0)]

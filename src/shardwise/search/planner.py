@@ -2,9 +2,9 @@
 
 Every mesh has a cost graph and a search. The candidates of all meshes that are nearly as cheap as the cheapest
 (``search.candidates``) become programs; a step of each is simulated, and the fastest that fits is taken
-(``search.ranking``). Bytes of the search leave out temporaries and messages. If these break the limit, the search
+(``search.candidates``). Bytes of the search leave out temporaries and messages. If these break the limit, the search
 continues under a limit that is lower by as much, then without the choices that hold the most transient bytes
-(``search.transients``). The peak of the program decides what fits, and is printed.
+(``search.auto``). The peak of the program decides what fits, and is printed.
 """
 
 from __future__ import annotations
@@ -34,9 +34,16 @@ from shardwise.programs.vjp import VjpCache
 from shardwise.progress import each
 from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule
-from shardwise.search.auto import MeshSearch, domains_of, run_search, separate_axes
+from shardwise.search.auto import MeshSearch, run_search, searches_within, separate_axes
 from shardwise.search.block_extrapolation import FoldedSteps
-from shardwise.search.candidates import BOUNDED, Candidate, candidates
+from shardwise.search.candidates import (
+    BOUNDED,
+    Candidate,
+    CandidateRanking,
+    SimulatedCandidate,
+    candidates,
+    rank_candidates,
+)
 from shardwise.search.config import SearchConfig
 from shardwise.search.constants import (
     CANDIDATE_PRICE_RATIO,
@@ -50,12 +57,10 @@ from shardwise.search.constants import (
 )
 from shardwise.search.cost_graph import CostGraph
 from shardwise.search.cost_tables import Tables
-from shardwise.search.domains import SearchSpace
+from shardwise.search.domains import Domains, SearchSpace
 from shardwise.search.dynamic_programming import DoesNotFit
 from shardwise.search.memory_policy import MemoryPolicy
-from shardwise.search.ranking import CandidateRanking, SimulatedCandidate, rank_candidates
 from shardwise.search.stored_program import StoredProgram, build_program, build_stored_program
-from shardwise.search.transients import searches_within
 from shardwise.search.user_choices import annotated_rules, fixed_choices
 from shardwise.search.user_layouts import apply_layouts
 
@@ -173,7 +178,7 @@ class Planner:
         settings = self.settings
         if mesh not in self.tables:
             fixed = fixed_choices(self.graph, self.rules, self.factored, self.annotations, mesh)
-            domains = domains_of(self.choosing, Axes.of(mesh, separate_axes(fixed, mesh)), self.prices(mesh))
+            domains = Domains(self.choosing, Axes.of(mesh, separate_axes(fixed, mesh)), self.prices(mesh))
             taken = {
                 name: on_mesh(layout, mesh) or Layout.whole(mesh, layout.shape)
                 for name, layout in settings.taken.items()
@@ -262,7 +267,6 @@ class Planner:
         )
 
     def _searched_below(self, search: MeshSearch, allowed: float) -> tuple[MeshSearch, bool]:
-        """Return the search under a limit, and whether that was too low and it is the one of least memory instead."""
         try:
             return run_search(search.cost, self.settings.search, allowed), False
         except DoesNotFit as error:
@@ -313,7 +317,6 @@ class Planner:
         return SimulatedCandidate(candidate, choice, spmd, memory.peak, step, others)
 
     def _choice(self, search: MeshSearch, assignment: list[int]) -> Choice:
-        """Return the choice that an assignment stands for, independent of recomputation."""
         key = search.mesh, tuple(assignment)
         if key not in self.choices:
             self.choices[key] = search.choice(assignment)

@@ -149,7 +149,6 @@ class StagePartition:
         )
 
     def memory_binds(self, cut: StageCut) -> bool:
-        """Return whether a stage of a cut seems to need recomputation."""
         return any(self.held[stage][ends] > self.limit for stage, ends in enumerate(pairwise(cut.starts)))
 
     def next_cut(self) -> StageCut:
@@ -234,7 +233,6 @@ class StagePartition:
         return self.seconds * (1 + RECOMPUTED_SHARE * share)
 
     def _values(self, stage: int) -> Floats:
-        """Return the value of a stage, from every position to every other."""
         if stage not in self.values:
             self.values[stage] = self._valued(stage)
         return self.values[stage]

@@ -59,7 +59,6 @@ class ProgramWithPolicy:
 
     @property
     def busiest(self) -> RankProgram:
-        """Return the step of the rank that holds most."""
         return finished(replace(self.stored.kept, spmd=self.spmd))
 
     def prediction(self, prices: Prices) -> Prediction:
@@ -101,7 +100,6 @@ def build_stored_program(
 def build_program(
     graph: Graph, rules: Mapping[str, OpRule], choice: Choice, mesh: Mesh, settings: SearchConfig, vjp_cache: VjpCache
 ) -> ProgramWithPolicy:
-    """Return the program of a choice under some settings."""
     return build_stored_program(graph, rules, choice, mesh, settings, vjp_cache).with_lifetimes(graph, settings)
 
 
