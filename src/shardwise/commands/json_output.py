@@ -34,14 +34,6 @@ def _plain(data: Any) -> Any:
     return [_plain(value) for value in data] if isinstance(data, (list, tuple)) else data
 
 
-def predicted(plan: Plan) -> tuple[float, float] | None:
-    """Return the predicted seconds of a step and bytes of a device; None if nothing is predicted."""
-    if plan.pipeline is not None:
-        return plan.pipeline.step_seconds, plan.pipeline.memory_bytes
-    prediction = plan.predicted
-    return None if prediction is None else (prediction.planned_seconds, prediction.memory_bytes)
-
-
 def totals(plan: Plan) -> list[dict[str, Any]]:
     """Return the collectives of a pass, summed by direction, kind and axes."""
     entries = []

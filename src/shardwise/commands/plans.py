@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.commands.command import Command, add_output, writing
-from shardwise.commands.json_output import entry_data, explanation_data, predicted, ranking_data, show, totals
+from shardwise.commands.json_output import entry_data, explanation_data, ranking_data, show, totals
 from shardwise.commands.models import add_model, load_named_object, model_of, names_plan
 from shardwise.errors import ShardwiseError
 from shardwise.progress import show_progress
@@ -314,13 +314,14 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
 
 def _diff(chosen: argparse.Namespace) -> int:
     from shardwise.plans.plan import Plan
+    from shardwise.plans.price_scope import figures
 
     if chosen.max_growth is not None and isnan(chosen.max_growth):
         raise ShardwiseError("--max-growth is not a number", fix="give percent, such as --max-growth 5")
     first, second = Plan.load(chosen.plan), Plan.load(chosen.other)
     diff = first.diff(second)
     growth: dict[str, float] = {}
-    first_figures, second_figures = predicted(first), predicted(second)
+    first_figures, second_figures = figures(first), figures(second)
     if first_figures is not None and second_figures is not None:
         for name, before, after in zip(("step", "memory"), first_figures, second_figures, strict=True):
             growth[name] = after / before - 1 if before else 0.0

@@ -19,8 +19,8 @@ from shardwise.errors import NothingFits, PlanError, ShardwiseError
 from shardwise.graph.step_precision import Precision
 from shardwise.layouts.mesh import Mesh
 from shardwise.planning.execute import execute
-from shardwise.plans.auto_stages import figures
 from shardwise.plans.plan import Plan
+from shardwise.plans.price_scope import figures
 from shardwise.plans.printing import format_bytes, format_seconds
 from shardwise.plans.request import PlanRequest
 from shardwise.plans.result import PlanningResult
@@ -78,8 +78,7 @@ class Option:
 
     @property
     def _figures(self) -> tuple[float, float]:
-        plan = self.plan
-        return (0.0, 0.0) if plan is None or (plan.predicted is None and plan.pipeline is None) else figures(plan)
+        return (self.plan and figures(self.plan)) or (0.0, 0.0)
 
     @property
     def price(self) -> float:

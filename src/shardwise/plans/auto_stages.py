@@ -31,6 +31,7 @@ from shardwise.graph.stage_marks import marks_of
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.micro_batch_search import MicroBatchOptions
 from shardwise.plans.plan import Plan
+from shardwise.plans.price_scope import figures
 from shardwise.plans.quantities import format_bytes, format_bytes_interval, format_seconds, format_step_interval
 from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.plans.schedule import Schedule, schedule_of
@@ -381,7 +382,7 @@ def joint_search(
             failure = failure or error
             seen.append(replace(trial, refused=str(error).partition("\n")[0]))
             continue
-        seconds, num_bytes = figures(plan)
+        seconds, num_bytes = figures(plan_of(plan)) or (0.0, 0.0)
         told = f"step {format_step_interval(plan_of(plan))}, memory {format_bytes_interval(num_bytes, cluster)}"
         seen.append(replace(trial, step_seconds=seconds, num_bytes=num_bytes, text=told))
         if best is None or seconds < best[0]:
@@ -483,26 +484,3 @@ class _Queue:
 
     def _size_of_device(self, setting: StageConfig) -> tuple[int, float]:
         return setting.places, setting.micro_batch * setting.places / self.num_devices
-
-
-def figures(planned: Plan | PlanningResult) -> tuple[float, float]:
-    """Return the predicted seconds of a step, and the bytes of the device that holds most."""
-    plan: Plan = plan_of(planned)
-    if plan.pipeline is not None:
-        return plan.pipeline.step_seconds, plan.pipeline.memory_bytes
-    assert plan.predicted is not None, "plans by price are predicted"
-    return plan.predicted.planned_seconds, plan.predicted.memory_bytes
-
-
-__all__ = [
-    "MAX_PLANNED_SETTINGS",
-    "AutoStagesReport",
-    "LowerBound",
-    "SettingOutcome",
-    "StageConfig",
-    "check_joint",
-    "figures",
-    "joint_search",
-    "settings_of",
-    "tries_of",
-]

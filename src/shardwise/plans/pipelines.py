@@ -13,7 +13,7 @@ to agree. A value crosses in the receiver's layout. A parameter of several stage
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, inf
@@ -36,17 +36,22 @@ from shardwise.graph.cut import GraphCut
 from shardwise.graph.ir import Graph
 from shardwise.graph.stage_marks import check_marks, marked_parts, marks_of
 from shardwise.layouts.layout import Layout
-from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.layouts.transfer import on_mesh
 from shardwise.plans.axis_names import AxisUsage, name_axes_by_role
 from shardwise.plans.bind_stages import check_last, cut_for_stages, delivered_layouts, meeting, refined, step_graph
 from shardwise.plans.entries import PricingEntry, Stage, TensorEntry
 from shardwise.plans.listing import stage_of
-from shardwise.plans.micro_batch_search import Example, announce_statistics, batches_of
+from shardwise.plans.micro_batch_search import (
+    Example,
+    MicroBatchOptions,
+    announce_statistics,
+    batches_of,
+    best_micro_batch,
+)
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes
-from shardwise.plans.request import PlanRequest, TrainingConfig
+from shardwise.plans.request import PlanRequest
 from shardwise.plans.schedule import SCHEDULES, Schedule, format_order, order_of, schedule_of
 from shardwise.plans.stage_planner import (
     KnownStages,
@@ -70,29 +75,19 @@ from shardwise.search.constants import (
     OVER_LIMIT_PENALTY,
     PARTITION_TOLERANCE,
 )
-from shardwise.search.memory_policy import MemoryPolicy
-from shardwise.search.mesh_shapes import candidate_meshes
 from shardwise.search.orders import OrderProblem, least_seconds, solve_order
 from shardwise.search.stage_partition import StageCut, StagePartition
 from shardwise.search.stored_program import as_grad_accum
 
 
-def plan_captured_pipeline(
-    call: Example,
-    captured: Capture,
-    request: PlanRequest,
-    settings: SearchConfig,
-    template: Plan,
-    *,
-    by_price: bool,
-    exact_refusal: bool,
-) -> PipelineResult:
-    """Return the plan of a pipeline for a captured call; of several micro-batch sizes the one with the shortest
-    predicted step. ``template``: a plan with all settings. Raises PlanError for what cannot be cut, divided or
-    scheduled; NothingFits names the least memory over all cuts if ``exact_refusal``, which takes longer."""
+def pipeline_config(
+    request: PlanRequest, captured: Capture, settings: SearchConfig, *, by_price: bool
+) -> PipelineConfig:
+    """Return the configuration of a request's pipeline. Raises PlanError for stages that the schedule, the marks of the
+    module or the devices do not allow."""
     parallel, cluster = request.parallel, request.cluster
     schedule = schedule_of(parallel.schedule or "1F1B")
-    marks = marks_of(call.module)
+    marks = marks_of(request.module)
     num_stages = _num_stages(parallel.stages, marks)
     stage_cluster = _stage_cluster(cluster, num_stages, schedule)
     if parallel.mesh is not None and parallel.mesh.num_devices != stage_cluster.num_devices:
@@ -101,62 +96,40 @@ def plan_captured_pipeline(
             f"the cluster's {cluster.num_devices}",
             fix="with stages, mesh is that of a stage",
         )
-    meshes: tuple[Mesh, ...] = (Mesh(dp=stage_cluster.num_devices),)
-    if parallel.mesh is not None:
-        meshes = (parallel.mesh,)
-    elif by_price:
-        meshes = candidate_meshes(stage_cluster, request.search.max_mesh_axes)
-    config = PipelineConfig(
-        num_stages,
-        schedule,
-        marks or None,
-        cluster,
-        stage_cluster,
-        meshes,
-        captured.annotations,
-        captured.segments,
-        template.mode,
-        by_price,
-        settings,
-        parallel.recompute == "auto" and by_price,
-        None if parallel.recompute == "auto" else parallel.recompute,
-        None if parallel.zero_config is None else parallel.zero_config.reshard_mode,
-        parallel.offload,
-        by_price and parallel.mesh is None,
-    )
-    MemoryPolicy.of(
-        captured.graph, captured.segments, config.recompute, config.reshard_mode or "held", config.offload
-    )  # raises if the policy is impossible
-    vjp_cache = VjpCache() if call.known is None else call.known.vjp_cache
-    best: PipelineResult | None = None
-    others: list[Plan] = []
-    failure: PlanError | None = None
-    refused: PipelinePlanner | None = None
-    for passes in _divided(call, captured.graph, request.training, config):
+    meshes = request.meshes(stage_cluster, by_price=by_price)
+    return PipelineConfig(
+        request, captured, by_price, settings, stage_cluster, meshes, num_stages, schedule, marks
+    )  # fmt: skip
+
+
+def plan_pipeline(config: PipelineConfig, call: Example, template: Plan, *, exact_refusal: bool) -> PipelineResult:
+    """Return the plan of a pipeline for a captured call; of several micro-batch sizes the one with the shortest
+    predicted step. ``template``: a plan with all settings. Raises PlanError for what cannot be cut, divided or
+    scheduled; NothingFits names the least memory over all cuts if ``exact_refusal``, which takes longer."""
+    refused: list[PipelinePlanner] = []
+
+    def plan_passes(passes: Passes) -> PipelineResult:
         num_passes = len(passes.sizes)
-        config_of_size = replace(config, settings=replace(settings, passes=num_passes))
-        planner = PipelinePlanner(config_of_size, passes, replace(template, micro_batches=num_passes), vjp_cache)
+        config_of_size = replace(config, settings=replace(config.settings, passes=num_passes))
+        planner = PipelinePlanner(config_of_size, passes, replace(template, micro_batches=num_passes), call.vjp_cache)
         try:
-            planned = planner.plan()
-        except PlanError as error:
-            failure = failure or error
-            refused = planner if isinstance(error, NothingFits) else refused
-        else:
-            if best is not None and step_seconds(planned.plan) >= step_seconds(best.plan):
-                others.append(planned.plan)
-                break
-            others += [] if best is None else [best.plan]
-            best = planned
-        if not by_price:
-            break
-    if best is None:
-        assert failure is not None, "something was tried"
-        if refused is None or not exact_refusal:
-            raise failure
-        best = refused.plan(exact_refusal=True)
-    statistics = best.planner.passes.statistics
-    announce_statistics(sorted(statistics))
-    return replace(best, others=tuple(others))
+            return planner.plan()
+        except NothingFits:
+            refused.append(planner)
+            raise
+
+    graph, batches = config.captured.graph, _batches(call, config)
+    whole = step_graph(
+        graph if batches is None or num_samples(call.arguments) == batches.step else call.graph(batches.step)
+    )
+    try:
+        best, _, others = best_micro_batch(call, whole, batches, plan_passes, staged=True)
+    except PlanError:
+        if not refused or not exact_refusal:
+            raise
+        best, others = refused[-1].plan(exact_refusal=True), ()
+        announce_statistics(sorted(best.planner.passes.statistics))
+    return replace(best, others=others)
 
 
 def step_seconds(plan: Plan) -> float:
@@ -195,19 +168,17 @@ def _stage_cluster(cluster: Cluster, num_stages: int, schedule: Schedule) -> Clu
     return cluster.with_devices(cluster.num_devices // places)
 
 
-def _divided(call: Example, graph: Graph, training: TrainingConfig, config: PipelineConfig) -> Iterator[Passes]:
-    """Yield the steps to try, the largest micro-batch first."""
-    samples = num_samples(call.arguments)
+def _batches(call: Example, config: PipelineConfig) -> MicroBatchOptions | None:
+    """Return the micro-batches to try: those that fill the schedule, else the smallest; without prices the largest."""
+    samples, training = num_samples(call.arguments), config.request.training
     if samples is None and training.micro_batch is None and training.global_batch is None:
-        yield Passes.single(step_graph(graph))
-        return
+        return None
     step = samples if training.global_batch is None else training.global_batch
     batches = batches_of(samples, step, training.micro_batch, config.stage_cluster.num_devices, chooses=True)
     assert batches is not None, "a global batch was given"
-    full = [size for size in batches.candidates if not config.schedule.fault(config.num_places, batches.step // size)]
-    whole = step_graph(graph if samples == batches.step else call.graph(batches.step))
-    for size in full or batches.candidates[-1:]:
-        yield Passes.single(whole) if size == batches.step else call.passes(whole, size, staged=True)
+    filling = [s for s in batches.candidates if not config.schedule.fault(config.num_places, batches.step // s)]
+    candidates = tuple(filling) or batches.candidates[-1:]
+    return replace(batches, candidates=candidates if config.by_price else candidates[:1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -269,7 +240,7 @@ class PipelinePlanner:
         is none. If no cut fits, the error has the least memory over all cuts if ``exact_refusal``, which takes longer,
         else that of some."""
         config = self.config
-        if config.marks is not None:
+        if config.marks:
             parts = marked_parts(self.graph, dict(config.marks), config.num_stages)
             try:
                 return self.of_cut(parts)[0]
@@ -334,7 +305,7 @@ class PipelinePlanner:
         cut = cut_for_stages(self.graph, parts, self.passes.prelude)
         check_last(cut, self.graph)
         _check_parameters(cut)
-        meant = annotated_in_parts(self.graph, cut.parts, config.annotations)
+        meant = annotated_in_parts(self.graph, cut.parts, config.captured.annotations)
         stage_planner = StagePlanner(config, self.vjp_cache, meant, self.known)
         chosen, choices, spmds, timed = self._joined(cut, stage_planner)
         ends = zip(chosen, choices, spmds, strict=True)
@@ -351,7 +322,7 @@ class PipelinePlanner:
             order = schedule.actions
         if config.by_price:
             pipeline = _predicted(config, timed, order, self.num_passes)
-            pricing = PricingEntry.of(config.cluster, config.settings.memory_bytes)
+            pricing = PricingEntry.of(config.request.cluster, config.settings.memory_bytes)
         lines = format_order(schedule.actions)
         plan = replace(
             self.template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing

@@ -1,4 +1,4 @@
-"""The prices that a plan was chosen with: they decide its predicted memory and steps, never its program."""
+"""The prices that a plan was chosen with, and what they predict for it: never its program."""
 
 from __future__ import annotations
 
@@ -19,3 +19,10 @@ def prices_of(plan: Plan) -> Prices:
     if cluster.num_devices != num_devices:  # a plan of a single stage
         cluster = cluster.with_devices(num_devices)
     return Prices(Links(cluster, plan.mesh), plan.optimizer, plan.micro_batches)
+
+
+def figures(plan: Plan) -> tuple[float, float] | None:
+    """Return the predicted seconds of a step, and bytes of the device that holds most; None if nothing is predicted."""
+    if plan.pipeline is not None:
+        return plan.pipeline.step_seconds, plan.pipeline.memory_bytes
+    return None if plan.predicted is None else (plan.predicted.planned_seconds, plan.predicted.memory_bytes)

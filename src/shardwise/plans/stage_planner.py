@@ -12,21 +12,23 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.memory import memory_of
 from shardwise.costs.pipeline_simulation import StageSeconds, send_seconds, stage_seconds
+from shardwise.costs.prediction import Prediction
 from shardwise.costs.prices import Prices
 from shardwise.costs.routing import Router
 from shardwise.errors import NothingFits, listed
 from shardwise.graph.annotate import Annotation
+from shardwise.graph.capture import Capture
 from shardwise.graph.cut import GraphCut
 from shardwise.graph.form import GraphForm
 from shardwise.graph.ir import Graph
 from shardwise.graph.naming import value_name
-from shardwise.graph.segments import How, Segment
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.layouts.transfer import boundary_layout
 from shardwise.plans.bind_stages import delivered_layouts
 from shardwise.plans.printing import format_bytes
-from shardwise.plans.schedule import Schedule
+from shardwise.plans.request import PlanRequest
+from shardwise.plans.schedule import ONE_STAGE, Schedule
 from shardwise.programs.spmd import Choice, Lifetimes, SpmdProgram, build_spmd
 from shardwise.programs.vjp import VjpCache
 from shardwise.progress import report_progress
@@ -37,7 +39,7 @@ from shardwise.search.config import SearchConfig
 from shardwise.search.cost_graph import CostGraph, bytes_of_variables
 from shardwise.search.decide import decide
 from shardwise.search.fit_memory import fit_memory, least_memory
-from shardwise.search.memory_policy import MemoryPolicy, Offload, ReshardMode, blocks_of
+from shardwise.search.memory_policy import MemoryPolicy, blocks_of
 from shardwise.search.planner import Planner
 from shardwise.search.stored_program import build_program
 from shardwise.search.user_choices import annotated_ops, annotated_rules, no_operator_error
@@ -46,28 +48,25 @@ from shardwise.search.user_layouts import apply_layouts
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """Configuration of the planning of a pipeline. ``marks``: path of a module -> its stage; None: stages are balanced.
-    ``cluster``: all devices; ``stage_cluster``: the devices of one stage; ``meshes``: the candidates for a stage.
-    ``by_price``: whether layouts are searched; ``recompute``, ``offload``: as in ``sw.plan``; ``reshard_mode``: None
-    where the user left it free; ``fits_itself``: choose recomputation if nothing fits; ``chooses_mesh``: the
-    user gave no mesh, so axes are named by role."""
+    """A model to be planned stage by stage; without a pipeline it is one stage.
 
-    num_stages: int
-    schedule: Schedule
-    marks: Mapping[str, int] | None
-    cluster: Cluster
-    stage_cluster: Cluster
-    meshes: tuple[Mesh, ...]
-    annotations: tuple[Annotation, ...]
-    segments: tuple[Segment, ...]
-    mode: str
+    ``by_price``: whether layouts are searched; ``settings``: of the searches; ``stage_cluster``: the devices of one
+    stage; ``meshes``: the candidates for it; ``marks``: path of a module -> its stage; empty: stages are balanced."""
+
+    request: PlanRequest
+    captured: Capture
     by_price: bool
     settings: SearchConfig
-    fits_itself: bool
-    recompute: How | None
-    reshard_mode: ReshardMode | None
-    offload: Offload
-    chooses_mesh: bool
+    stage_cluster: Cluster
+    meshes: tuple[Mesh, ...]
+    num_stages: int = 1
+    schedule: Schedule = ONE_STAGE
+    marks: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def chooses_mesh(self) -> bool:
+        """Return whether the mesh is chosen by price, so that its axes are named by role."""
+        return self.by_price and self.request.parallel.mesh is None
 
     @property
     def limit(self) -> float:
@@ -97,13 +96,14 @@ class StageSearchResult:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The choice for a part by itself, its program and memory policy. ``searched``, ``ranking``: None if nothing was
-    searched."""
+    """The choice for a part by itself, its program, memory policy, and the prediction for a whole model. ``searched``,
+    ``ranking``: None if nothing was searched."""
 
     factored: Factored
     choice: Choice
     spmd: SpmdProgram
     memory_policy: MemoryPolicy
+    prediction: Prediction | None = None
     searched: StageSearchResult | None = None
     ranking: CandidateRanking | None = None
 
@@ -206,7 +206,8 @@ class StagePlanner:
         taken = {name: boundary_layout(sources[name]) for name in part.cotangents or () if name in sources}
         place = {name: number for number, name in enumerate(form.ops)}
         segments = [
-            (s.how, s.messages, sorted(place[n] for n in s.operators & place.keys())) for s in self.config.segments
+            (s.how, s.messages, sorted(place[n] for n in s.operators & place.keys()))
+            for s in self.config.captured.segments
         ]
         layouts = self.config.settings.layouts
         kept = [next((layouts[name] for name in s.names if name in layouts), None) for s in part.sources]
@@ -217,8 +218,7 @@ class StagePlanner:
             turns = self.config.schedule.stages_per_place
             together = self.together.get(form.key, 1)
             settings = replace(self.config.settings, in_flight=in_flight, turns=turns, taken=taken, together=together)
-            config = replace(self.config, settings=settings, annotations=annotations)
-            chosen = _choose(config, part, limit, self.vjp_cache)
+            chosen = choose_stage(replace(self.config, settings=settings), part, annotations, limit, self.vjp_cache)
             is_taken = not limit or not chosen.excess(limit)
             self.known[key] = (form, chosen) if is_taken else self._first(form, part, in_flight, 0.0, None)
         return self.known[key]
@@ -227,7 +227,7 @@ class StagePlanner:
         names, scopes = part.op_by_name.keys(), {op.scope for op in part.ops}
         return tuple(
             annotation
-            for annotation in self.config.annotations
+            for annotation in self.config.captured.annotations
             if annotation.scope in scopes and (annotation not in self.meant or names & self.meant[annotation])
         )
 
@@ -260,7 +260,7 @@ class StagePlanner:
         bucket_bytes, by_block = self.config.settings.bucket_bytes, memory_policy.reshard_mode == "again"
         spmd = build_spmd(part, rules, choice, chosen.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
         spmd = _with_lifetimes(chosen.spmd, spmd)
-        return StagePlan(factored, choice, spmd, memory_policy, searched, chosen.ranking)
+        return StagePlan(factored, choice, spmd, memory_policy, None, searched, chosen.ranking)
 
 
 def _with_lifetimes(first: SpmdProgram, spmd: SpmdProgram) -> SpmdProgram:
@@ -277,34 +277,45 @@ def _with_lifetimes(first: SpmdProgram, spmd: SpmdProgram) -> SpmdProgram:
     return replace(spmd, lifetimes=lifetimes)
 
 
-def _choose(config: PipelineConfig, part: Graph, limit: float, vjp_cache: VjpCache) -> StagePlan:
-    """Search for the choice of a part. ``limit``: the bytes of a device for it; 0: search for the least memory."""
-    names, annotations = set(part.op_by_name), config.annotations
-    segments = [replace(s, operators=s.operators & names) for s in config.segments if s.operators & names]
-    source_names = {name for source in part.sources for name in source.names}
-    has_blocks = bool(blocks_of(part))  # a part with only an embedding has none
-    offload = "auto" if config.offload == "all" and not has_blocks else config.offload
-    recompute = config.recompute if has_blocks or segments else None
-    memory_policy = MemoryPolicy.of(part, segments, recompute, config.reshard_mode or "held", offload)
-    layouts = {name: layout for name, layout in config.settings.layouts.items() if name in source_names}
+def choose_stage(
+    config: PipelineConfig, part: Graph, annotations: tuple[Annotation, ...], limit: float, vjp_cache: VjpCache
+) -> StagePlan:
+    """Search for the choice of a part, or of a whole model. ``annotations``: of its operators; ``limit``: the bytes of
+    a device for it; 0: search for the least memory."""
+    parallel, names = config.request.parallel, set(part.op_by_name)
+    segments = [replace(s, operators=s.operators & names) for s in config.captured.segments if s.operators & names]
+    layouts, cluster = config.settings.layouts, config.stage_cluster
+    if config.num_stages > 1:
+        source_names = {name for source in part.sources for name in source.names}
+        layouts = {name: layout for name, layout in layouts.items() if name in source_names}
+        if not blocks_of(part):  # a part with only an embedding has none
+            offload = "auto" if parallel.offload == "all" else parallel.offload
+            parallel = replace(parallel, offload=offload, recompute=parallel.recompute if segments else "auto")
+    memory_policy = parallel.memory_policy(part, segments)
     settings = replace(config.settings, memory_policy=memory_policy, layouts=layouts)
     if not config.by_price:
         (mesh,) = config.meshes
-        factored, choice = decide(part, annotations, mesh, config.mode)
+        factored, choice = decide(part, annotations, mesh, config.request.search.mode)
         choice = apply_layouts(choice, layouts, part, factored, mesh)
         program = build_program(part, factored.rules, choice, mesh, settings, vjp_cache)
-        return StagePlan(factored, program.choice, program.spmd, memory_policy)
-    planner = Planner.of(part, annotations, config.stage_cluster, config.meshes, replace(settings, memory_bytes=limit))
+        prediction = None
+        if config.num_stages == 1:
+            prices = Prices(Links(cluster, mesh), settings.optimizer, settings.passes)
+            prediction = program.prediction(prices.with_buckets(part, settings.bucket_bytes))
+        return StagePlan(factored, program.choice, program.spmd, memory_policy, prediction)
+    planner = Planner.of(part, annotations, cluster, config.meshes, replace(settings, memory_bytes=limit))
     planner = replace(planner, vjp_cache=vjp_cache)
-    if not config.fits_itself:
+    if config.request.parallel.recompute != "auto":
         planned = planner.plan()
-    elif limit:
-        planned = fit_memory(planner, segments, config.reshard_mode, offload)
     else:
-        planned = least_memory(planner, segments, config.reshard_mode, offload)
+        fit = fit_memory if limit else least_memory
+        planned = fit(planner, segments, parallel.reshard_mode, parallel.offload)
     called = [*(op.name for op in part.ops), *(source.names[0] for source in part.sources)]
     searched = StageSearchResult(planned.search, {name: name for name in called})
-    return StagePlan(planned.factored, planned.choice, planned.spmd, planned.memory_policy, searched, planned.ranking)
+    return StagePlan(
+        planned.factored, planned.choice, planned.spmd, planned.memory_policy, planned.prediction, searched,
+        planned.ranking,
+    )  # fmt: skip
 
 
 NUM_LARGEST = 5
@@ -392,7 +403,8 @@ def _timed(
     prices = prices.with_buckets(part, config.settings.bucket_bytes)
     delivered = delivered_layouts(part, spmd)
     sent = float(sum(delivered[name].max_local_numel * part.by_name[name].dtype.itemsize for name in sends))
-    on_links = replace(prices, links=Links(config.cluster, Mesh(device=config.cluster.num_devices)))
+    cluster = config.request.cluster
+    on_links = replace(prices, links=Links(cluster, Mesh(device=cluster.num_devices)))
     send = send_seconds(on_links, config.stage_cluster.num_devices, sent) if sends else 0.0
     memory = memory_of(spmd, prices, vjp_cache=vjp_cache)
     seconds = stage_seconds(spmd, prices, send, vjp_cache)

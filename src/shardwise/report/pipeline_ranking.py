@@ -17,7 +17,7 @@ from shardwise.errors import PlanError
 from shardwise.graph.cut import free_values
 from shardwise.graph.ir import Graph
 from shardwise.graph.segments import block_of
-from shardwise.plans.auto_stages import AutoStagesReport, figures
+from shardwise.plans.auto_stages import AutoStagesReport
 from shardwise.plans.pipelines import PipelineResult
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes_interval, format_seconds_interval, priced_cluster
@@ -67,7 +67,7 @@ def rank_pipelines(
 
 def _ranked(plan: Plan, changed: str) -> RankedPipeline:
     assert plan.pipeline is not None, "it was chosen by price"
-    return RankedPipeline(*figures(plan), changed, plan.pipeline.bubble, plan)
+    return RankedPipeline(plan.pipeline.step_seconds, plan.pipeline.memory_bytes, changed, plan.pipeline.bubble, plan)
 
 
 def _size(plan: Plan) -> str:
@@ -77,7 +77,7 @@ def _size(plan: Plan) -> str:
 def _moved(pipeline: PipelineResult, distance: int) -> Iterator[tuple[str, list[list[str]]]]:
     """Yield a text and the operators of every stage, with one cut moved by ``distance`` starts of blocks. Stages that
     the user marked are not changed."""
-    if pipeline.planner.config.marks is not None:
+    if pipeline.planner.config.marks:
         return
     names = [op.name for op in pipeline.graph.ops]
     at = {name: i for i, name in enumerate(names)}

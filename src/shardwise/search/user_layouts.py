@@ -3,7 +3,7 @@ and values that are summed at once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 
@@ -23,19 +23,25 @@ from shardwise.search.user_strategies import axes_of_counts
 Kept = str | tuple[int, ...]  # a layout as text, or how many ways each dim is split
 
 
+def check_layout_names(layouts: Iterable[str], graph: Graph) -> None:
+    """Raise LayoutError for a name that no input, parameter or buffer has."""
+    values = {name for source in graph.sources for name in source.names if source.kind != "constant"}
+    for name in layouts:
+        if name not in values:
+            near = get_close_matches(name, values, n=1)
+            fix = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(sorted(values)[:8])}"
+            raise LayoutError(f"layouts names {name!r}, which the model does not have", fix=fix)
+
+
 def apply_layouts(choice: Choice, layouts: Mapping[str, Kept], graph: Graph, factored: Factored, mesh: Mesh) -> Choice:
     """Return the choice with some inputs, parameters or buffers in given layouts, from which operators convert them.
     Split counts take the mesh's axes in order, the first dim the outermost; where a dim is used in blocks (heads, parts
     of a fused projection) whose number they do not divide, each block is split. Raises LayoutError for what does not
     fit, and for two layouts of one parameter that has several names."""
-    values = {name: source.value for source in graph.sources for name in source.names if source.kind != "constant"}
+    values = {name: source.value for source in graph.sources for name in source.names}
     sources = dict(choice.sources)
     kept: dict[str, str] = {}  # value -> the name that it was kept by
     for name, requested in layouts.items():
-        if name not in values:
-            near = get_close_matches(name, values, n=1)
-            fix = f"did you mean {near[0]!r}?" if near else f"one of {', '.join(sorted(values)[:8])}"
-            raise LayoutError(f"layouts names {name!r}, which the model does not have", fix=fix)
         shape, atoms = graph.by_name[values[name]].shape, factored.atoms[values[name]]
         requested_layout: Layout | None = None
         inside: Layout | None = None
