@@ -53,8 +53,9 @@ from shardwise.costs.pricing import price_program
 from shardwise.graph.capture import capture
 from shardwise.layouts.routes import Axes
 from shardwise.plans.bind import program_of
+from shardwise.plans.entries import PricingEntry
 from shardwise.plans.listing import stage_of
-from shardwise.plans.plan import Plan, PricingEntry
+from shardwise.plans.plan import Plan
 from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.spmd import build_spmd
 from shardwise.rules.atoms import factor_graph

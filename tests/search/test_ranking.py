@@ -18,7 +18,7 @@ from models import paper_models, tiny_models
 from raising import raises
 from search.small_models import Chain
 from shardwise.costs.ledger import Peak
-from shardwise.plans.printing import format_bytes
+from shardwise.plans.quantities import format_bytes
 from shardwise.search import candidates as choosing
 from shardwise.search import planner as planning
 from shardwise.search.auto import MeshSearch

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from math import isfinite
@@ -36,18 +35,13 @@ def _plain(data: Any) -> Any:
 
 def totals(plan: Plan) -> list[dict[str, Any]]:
     """Return the collectives of a pass, summed by direction, kind and axes."""
-    entries = []
-    for direction in ("forward", "backward"):
-        count: Counter[tuple[str, str]] = Counter()
-        size: Counter[tuple[str, str]] = Counter()
-        for entry in plan.collectives(backward=direction == "backward"):
-            count[entry.kind, entry.axes] += 1
-            size[entry.kind, entry.axes] += entry.num_bytes
-        for (kind, axes), number in count.items():
-            entries.append(
-                {"direction": direction, "kind": kind, "axes": axes, "count": number, "bytes": size[kind, axes]}
-            )
-    return entries
+    from shardwise.plans.printing import totals_of
+
+    return [
+        {"direction": direction, "kind": kind, "axes": axes, "count": count, "bytes": size}
+        for direction in ("forward", "backward")
+        for (kind, axes), (count, size) in totals_of(plan, backward=direction == "backward").items()
+    ]
 
 
 def entry_data(plan: Plan, name: str) -> dict[str, Any]:

@@ -21,10 +21,11 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.plans.auto_stages import LowerBound, StageConfig, check_joint, joint_search, settings_of, tries_of
 from shardwise.plans.axis_names import AxisUsage, name_axes_by_role
 from shardwise.plans.bind_stages import step_graph
+from shardwise.plans.entries import PricingEntry
 from shardwise.plans.listing import stage_of
 from shardwise.plans.micro_batch_search import Example, batches_of, best_micro_batch
 from shardwise.plans.pipelines import pipeline_config, plan_pipeline
-from shardwise.plans.plan import Plan, PricingEntry
+from shardwise.plans.plan import Plan
 from shardwise.plans.request import PlanRequest, SearchName
 from shardwise.plans.result import PlanningResult
 from shardwise.plans.stage_estimator import StageEstimator, estimated_policies_of

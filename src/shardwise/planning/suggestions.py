@@ -21,7 +21,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.planning.execute import execute
 from shardwise.plans.plan import Plan
 from shardwise.plans.price_scope import figures
-from shardwise.plans.printing import format_bytes, format_seconds
+from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.plans.request import PlanRequest
 from shardwise.plans.result import PlanningResult
 from shardwise.plans.schedule import schedule_of

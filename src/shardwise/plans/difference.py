@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.plans.plan_precision import format_precision
-from shardwise.plans.printing import format_totals
+from shardwise.plans.printing import format_communication
 from shardwise.plans.quantities import format_step_interval
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def compare_plans(plan: Plan, after: Plan) -> PlanDifference:
         _changed(_layouts(plan), _layouts(after)),
         _changed(_strategies(plan), _strategies(after)),
         _changed(_stage_of(plan), _stage_of(after)) if plan.is_pipeline and after.is_pipeline else (),
-        _changed(_communication(plan), _communication(after)),
+        _changed(format_communication(plan), format_communication(after)),
     )
 
 
@@ -83,10 +83,3 @@ def _layouts(plan: Plan) -> dict[str, str]:
 
 def _strategies(plan: Plan) -> dict[str, str]:
     return {e.name: ", ".join(filter(None, (e.strategy or "whole", e.backward))) for e in plan.operators}
-
-
-def _communication(plan: Plan) -> dict[str, str]:
-    return {
-        name: format_totals(tuple(plan.collectives(backward=backward)))
-        for name, backward in (("forward", False), ("backward", True))
-    }

@@ -35,6 +35,7 @@ from shardwise.plans.entries import (
     TensorEntry,
 )
 from shardwise.plans.plan_precision import precision_of
+from shardwise.plans.quantities import format_ranges
 from shardwise.plans.schedule import check_order, schedule_of
 from shardwise.untrusted_text import MAX_DEVICES, MAX_NOTATION, is_line, read_json, shorten_repr, whole_number
 
@@ -51,12 +52,11 @@ _MOST_DIMS = 64
 _MOST_STAGES = 2**10
 _MOST_PASSES = 2**20
 _LINES = "pricing.cluster"  # the only text of several lines
-_SETTINGS = (
-    "mode",
-    "search",
-    "optimizer",
-    "training",
-    "bucket_bytes",
+_NAMES: dict[type, str] = {
+    str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "an object",
+}  # fmt: skip
+_SETTINGS: dict[str, type] = {"mode": str, "search": str, "optimizer": str, "training": bool, "bucket_bytes": int}
+_OTHERS = (
     "micro_batches",
     "constants",
     "stages",
@@ -88,7 +88,7 @@ def stage_body(stage: Stage) -> dict[str, Any]:
     conversions = stage.conversions
     return {
         "mesh": dict(stage.mesh.axes),
-        "ranks": format_ranks(stage.placement.ranks),
+        "ranks": format_ranges(stage.placement.ranks),
         "inputs": _table(stage.inputs),
         "parameters": _without_false(_table(stage.parameters), "once"),
         "buffers": _table(stage.buffers),
@@ -109,19 +109,8 @@ def _without_false(table: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: {k: v for k, v in entry.items() if k != key or v} for name, entry in table.items()}
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks in their order: ``(0, 1, 2, 3, 8)`` -> ``0-3,8``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """Parse what ``format_ranks`` wrote. Raises PlanError."""
+    """Parse what ``format_ranges`` wrote. Raises PlanError."""
     runs: list[range] = []
     for run in text.split(","):
         first, dash, last = run.partition("-")
@@ -217,7 +206,7 @@ def _with_stages(body: dict[str, Any], name: str, edited: bool) -> dict[str, Any
 
 def settings_of(body: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a plan. Raises PlanError naming the entry that is missing or has the wrong form."""
-    unknown = body.keys() - set(_SETTINGS)
+    unknown = body.keys() - {*_SETTINGS, *_OTHERS}
     if unknown:
         raise PlanError(f"unknown entry {_listed(unknown)}")
     stages = _field(body, "stages", list, "stages")
@@ -233,11 +222,7 @@ def settings_of(body: dict[str, Any]) -> dict[str, Any]:
             raise PlanError(f"stages 0 to {i} name {places:,} ranks together, more than {_MOST_STAGES + MAX_DEVICES:,}")
     return {
         "stages": tuple(read),
-        "mode": _field(body, "mode", str, "mode"),
-        "search": _field(body, "search", str, "search"),
-        "optimizer": _field(body, "optimizer", str, "optimizer"),
-        "training": _field(body, "training", bool, "training"),
-        "bucket_bytes": _field(body, "bucket_bytes", int, "bucket_bytes"),
+        **{key: _field(body, key, kind, key) for key, kind in _SETTINGS.items()},
         "micro_batches": _micro_batches(body),
         "constants": _constants(body),
         "pricing": _pricing(body.get("pricing")),
@@ -432,15 +417,7 @@ def _field(data: dict[str, Any], key: str, form: type, where: str) -> Any:
 def _check_form(value: Any, form: type, where: str) -> None:
     fits: bool = isinstance(value, form) and (form is bool or not isinstance(value, bool))
     if not fits:
-        named = {
-            str: "a text",
-            int: "a whole number",
-            float: "a number",
-            bool: "true or false",
-            list: "a list",
-            dict: "an object",
-        }[form]
-        raise PlanError(f"{where} is {_shown(value)}, not {named}")
+        raise PlanError(f"{where} is {_shown(value)}, not {_NAMES[form]}")
     if form is str and not (is_line(value) or where.endswith(_LINES)):
         what = f"not a line of at most {MAX_NOTATION:,} characters, without control characters"
         raise PlanError(f"{where} is {_shown(value)}, {what}")

@@ -38,7 +38,6 @@ from shardwise.plans.file import (
     check_names,
     checked_body,
     digest_of,
-    format_ranks,
     plan_digest,
     pricing_body,
     settings_of,
@@ -46,6 +45,7 @@ from shardwise.plans.file import (
 )
 from shardwise.plans.plan_precision import precision_body
 from shardwise.plans.printing import format_plan
+from shardwise.plans.quantities import format_ranges
 from shardwise.plans.survival import Survival, survival
 from shardwise.untrusted_text import MAX_FILE, check_texts, read_text
 
@@ -101,7 +101,7 @@ class Plan:
         """Return the stage of a plan that has one. Raises PlanError for several."""
         if len(self.stages) != 1:
             places = "; ".join(
-                f"stage {i} on ranks {format_ranks(s.placement.ranks)}" for i, s in enumerate(self.stages)
+                f"stage {i} on ranks {format_ranges(s.placement.ranks)}" for i, s in enumerate(self.stages)
             )
             raise PlanError(
                 f"the plan has {len(self.stages)} stages ({places}), and this needs one", fix="use plan.stages"
@@ -342,15 +342,3 @@ class Plan:
             "prediction": None if self.predicted is None else asdict(self.predicted),
             **precision_body(self.precision),
         }
-
-
-__all__ = [
-    "CollectiveEntry",
-    "ConversionEntry",
-    "OperatorEntry",
-    "Plan",
-    "PricingEntry",
-    "SharedEntry",
-    "Stage",
-    "TensorEntry",
-]

@@ -21,18 +21,18 @@ from typing import TYPE_CHECKING
 from shardwise.costs.optimizers import is_on_host, parse_optimizer, states_of
 from shardwise.errors import PlanError, listed
 from shardwise.layouts.text import DTYPE_NAMES, parse_dtype
-from shardwise.plans.entries import NO_LIMIT, CollectiveEntry, ConversionEntry, Stage, TensorEntry
-from shardwise.plans.file import format_ranks
+from shardwise.plans.entries import NO_LIMIT, ConversionEntry, Stage, TensorEntry
 from shardwise.plans.plan_precision import format_precision, only_priced
 from shardwise.plans.quantities import format_bytes as format_bytes
 from shardwise.plans.quantities import (
     format_bytes_interval,
     format_interval_seconds,
+    format_ranges,
+    format_seconds,
     format_seconds_interval,
     format_step_interval,
     priced_cluster,
 )
-from shardwise.plans.quantities import format_seconds as format_seconds
 from shardwise.programs.state_groups import is_offloaded
 from shardwise.untrusted_text import shorten_repr
 
@@ -57,8 +57,7 @@ def format_plan(plan: Plan) -> str:
         f"  {len(plan.operators)} operators, {len(plan.conversions)} conversions; parameters {_parameter_bytes(plan)}",
         *([f"  a step is {plan.micro_batches} passes over {plan.micro_batch} samples"] * (plan.micro_batches > 1)),
         f"  communication per {'step' if plan.micro_batches == 1 else 'pass'} and device:",
-        f"    forward   {format_totals(tuple(plan.collectives()))}",
-        f"    backward  {format_totals(tuple(plan.collectives(backward=True)))}",
+        *(f"    {direction:9} {text}" for direction, text in format_communication(plan).items()),
         *(f"    {line}" for line in of_outputs(plan)),
     ]
     if not plan.precision.is_models:
@@ -72,7 +71,7 @@ def format_plan(plan: Plan) -> str:
         lines.append(f"    {sentence}")
     for number, stage in enumerate(plan.stages):
         if len(plan.stages) > 1:
-            lines.append(f"stage {number}: {stage.mesh} on ranks {format_ranks(stage.placement.ranks)}")
+            lines.append(f"stage {number}: {stage.mesh} on ranks {format_ranges(stage.placement.ranks)}")
         lines += _stage(stage)
     return "\n".join(lines)
 
@@ -89,7 +88,7 @@ def _pipeline(plan: Plan) -> list[str]:
     for number, stage in enumerate(plan.stages):
         paths = [entry.name.partition("/")[0] for entry in stage.operators]
         within = [path for path in paths if path] or ["the module itself"]
-        row = [f"  stage {number}", f"ranks {format_ranks(stage.placement.ranks)}", f"{within[0]} to {within[-1]}"]
+        row = [f"  stage {number}", f"ranks {format_ranges(stage.placement.ranks)}", f"{within[0]} to {within[-1]}"]
         if cost is not None:
             stage_cost = cost.stages[number]
             sent = f", sends {format_bytes(int(stage_cost.sent_bytes))}" if stage_cost.sent_bytes else ""
@@ -261,9 +260,11 @@ def _predicted(plan: Plan, cost: Prediction) -> list[str]:
     return lines
 
 
-def merged_operators(stage: Stage, *, buckets: bool = True) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Return (name, strategy, rule, conversions...) of every operator, with equal ones of other layers merged, and the
-    conversions of delivered values. ``buckets``: merge only conversions of the same bucket."""
+def merged_operators(
+    stage: Stage, *, buckets: bool = True
+) -> tuple[list[tuple[tuple[str, ...], list[str]]], list[str]]:
+    """Return (name, strategy, rule, conversions...) of every operator, with equal ones of other layers merged, and all
+    their names; and the conversions of delivered values. ``buckets``: merge only conversions of the same bucket."""
     names = {operator.name for operator in stage.operators}
     under: dict[str, list[ConversionEntry]] = {}
     for use in stage.conversions or ():
@@ -275,19 +276,19 @@ def merged_operators(stage: Stage, *, buckets: bool = True) -> tuple[list[tuple[
         uses = under.get(operator.name, ())
         lines = [_conversion(use if buckets else replace(use, bucket=0), module) for use in uses]
         blocks.append((operator.name, "\n".join([strategy, rule, *lines])))
-    merged: list[tuple[str, ...]] = [(name, *text.split("\n")) for name, text in _merged(blocks)]
+    merged = [((name, *text.split("\n")), names_of_row) for name, text, names_of_row in _merged(blocks)]
     return merged, [_conversion(conversion) for conversion in under.get("", ())]
 
 
 def merged_tensors(entries: Iterable[TensorEntry]) -> list[tuple[str, str]]:
     """Return (name, layout) of tensors, with equal ones of other layers merged."""
-    return _merged((entry.name, entry.layout) for entry in entries)
+    return [(name, layout) for name, layout, _ in _merged((entry.name, entry.layout) for entry in entries)]
 
 
 def _operators(stage: Stage) -> list[str]:
     merged, delivered = merged_operators(stage)
-    heads = _columns([row[:3] for row in merged])
-    lines = [line for head, row in zip(heads, merged, strict=True) for line in (head, *row[3:])]
+    heads = _columns([row[:3] for row, _ in merged])
+    lines = [line for head, (row, _) in zip(heads, merged, strict=True) for line in (head, *row[3:])]
     return lines + (["delivered:", *delivered] if delivered else [])
 
 
@@ -341,18 +342,23 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return ["  " + "   ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
 
 
-def format_totals(collectives: Sequence[CollectiveEntry]) -> str:
-    """Return the number of collectives of each kind, and their bytes."""
-    if not collectives:
-        return "none"
-    count: Counter[tuple[str, str]] = Counter()
-    size: Counter[tuple[str, str]] = Counter()
-    for entry in collectives:
-        count[entry.kind, entry.axes] += 1
-        size[entry.kind, entry.axes] += entry.num_bytes
-    return ", ".join(
-        f"{n} {kind}({axes.strip('()')}) {format_bytes(size[kind, axes])}" for (kind, axes), n in count.items()
-    )
+def totals_of(plan: Plan, *, backward: bool) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return the number of collectives of each kind and axes in a pass, and their bytes."""
+    totals: dict[tuple[str, str], tuple[int, int]] = {}
+    for entry in plan.collectives(backward=backward):
+        count, size = totals.get((entry.kind, entry.axes), (0, 0))
+        totals[entry.kind, entry.axes] = count + 1, size + entry.num_bytes
+    return totals
+
+
+def format_communication(plan: Plan) -> dict[str, str]:
+    """Return the collectives of each direction, summed by kind and axes."""
+    texts = {}
+    for direction in ("forward", "backward"):
+        totals = totals_of(plan, backward=direction == "backward").items()
+        sums = [f"{n} {kind}({axes.strip('()')}) {format_bytes(size)}" for (kind, axes), (n, size) in totals]
+        texts[direction] = ", ".join(sums) or "none"
+    return texts
 
 
 def _parameter_bytes(plan: Plan) -> str:
@@ -370,24 +376,25 @@ def _parameter_bytes(plan: Plan) -> str:
     return f"{format_bytes(whole)}, of which a device holds {format_bytes(on_device)}"
 
 
-def _merged(entries: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+def _merged(entries: Iterable[tuple[str, str]]) -> list[tuple[str, str, list[str]]]:
     """Merge entries whose names and texts differ only in the numbers of names, in the order of the first: ``blocks.0``
-    and ``blocks.1`` -> ``blocks.0-1``. Names in a text are what stands before ": " on a line."""
-    groups: dict[str, list[str]] = {}
+    and ``blocks.1`` -> ``blocks.0-1``, with the merged names. Names in a text stand before ": " on a line."""
+    groups: dict[str, list[list[str]]] = {}
     for name, text in entries:
         lines = [name, *text.split("\n")]
         key = "\n".join(_NUMBER.sub("*", head) + mark + rest for head, mark, rest in _named(lines))
-        groups.setdefault(key, []).append("\n".join(lines))
+        groups.setdefault(key, []).append(lines)
     merged = []
     for members in groups.values():
-        rows = [_named(member.split("\n")) for member in members]
-        names = [[head for head, _, _ in column] for column in zip(*rows, strict=True)]
-        numbers = [tuple(map(int, _NUMBER.findall(name))) for name in names[0]]
+        rows = [_named(lines) for lines in members]
+        heads = [[head for head, _, _ in column] for column in zip(*rows, strict=True)]
+        numbers = [tuple(map(int, _NUMBER.findall(name))) for name in heads[0]]
         spans = [sorted(set(column)) for column in zip(*numbers, strict=True)]
         if sorted(numbers) == list(product(*spans)):
-            lines = [_ranged(heads) + mark + rest for heads, (_, mark, rest) in zip(names, rows[0], strict=True)]
-            members = ["\n".join(lines)]
-        merged += [(name, text) for name, _, text in (member.partition("\n") for member in members)]
+            lines = [_ranged(names) + mark + rest for names, (_, mark, rest) in zip(heads, rows[0], strict=True)]
+            merged.append((lines[0], "\n".join(lines[1:]), heads[0]))
+        else:
+            merged += [(lines[0], "\n".join(lines[1:]), [lines[0]]) for lines in members]
     return merged
 
 
@@ -402,16 +409,5 @@ def _named(lines: Sequence[str]) -> list[tuple[str, str, str]]:
 
 def _ranged(names: Sequence[str]) -> str:
     columns = zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True)
-    ranges = iter([_span(sorted(set(column))) for column in columns])
+    ranges = iter([format_ranges(sorted(set(column))) for column in columns])
     return _NUMBER.sub(lambda _: next(ranges), names[0])
-
-
-def _span(numbers: list[int]) -> str:
-    """Format numbers as ranges: ``[0, 1, 2, 5]`` -> ``0-2,5``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)

@@ -26,7 +26,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.layouts.transfer import boundary_layout
 from shardwise.plans.bind_stages import delivered_layouts
-from shardwise.plans.printing import format_bytes
+from shardwise.plans.quantities import format_bytes
 from shardwise.plans.request import PlanRequest
 from shardwise.plans.schedule import ONE_STAGE, Schedule
 from shardwise.programs.spmd import Choice, Lifetimes, SpmdProgram, build_spmd

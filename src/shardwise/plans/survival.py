@@ -21,7 +21,7 @@ from shardwise.layouts.boxes import boxes
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.placement import Placement
 from shardwise.layouts.text import parse_dtype
-from shardwise.plans.quantities import format_bytes, format_seconds
+from shardwise.plans.quantities import format_bytes, format_ranges, format_seconds
 
 if TYPE_CHECKING:
     from shardwise.plans.plan import Plan
@@ -204,11 +204,4 @@ def _outcome(loss: Loss) -> str:
 def _spans(groups: Sequence[Sequence[int]]) -> str:
     """Format ranks as ``ranks 0-3, 6``."""
     numbers = sorted(number for group in groups for number in group)
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], number]
-        else:
-            spans.append([number])
-    text = ", ".join("-".join(map(str, span)) for span in spans)
-    return f"rank{'s' * (len(numbers) > 1)} {text}"
+    return f"rank{'s' * (len(numbers) > 1)} {format_ranges(numbers).replace(',', ', ')}"

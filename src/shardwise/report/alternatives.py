@@ -15,7 +15,7 @@ from rich.table import Table
 
 from shardwise.costs.prediction import Prediction
 from shardwise.errors import PlanError
-from shardwise.plans.printing import format_bytes, format_seconds
+from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.report.explain import find_variable, text_of, variable_name
 from shardwise.search.auto import MeshSearch, best_completion
 from shardwise.search.constants import EXACT_GAP, TOP_K_WIDENING

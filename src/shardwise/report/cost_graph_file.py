@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardwise.plans.printing import format_seconds
+from shardwise.plans.quantities import format_seconds
 from shardwise.report.explain import text_of, variable_reference
 from shardwise.search.auto import MeshSearch
 from shardwise.search.cost_graph import COMPONENTS

@@ -13,7 +13,7 @@ from shardwise.layouts.conversions import collective_of
 from shardwise.layouts.routes import Floats
 from shardwise.layouts.strategy import Strategy
 from shardwise.layouts.text import format_layout
-from shardwise.plans.printing import format_bytes, format_seconds
+from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.search.auto import MeshSearch
 from shardwise.search.cost_graph import (
     BYTES,

@@ -24,7 +24,7 @@ from shardwise.errors import PlanError
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.entries import Stage
 from shardwise.plans.plan import Plan
-from shardwise.plans.printing import format_figures, format_totals, of_outputs, owner_of, plan_figures
+from shardwise.plans.printing import format_communication, format_figures, of_outputs, owner_of, plan_figures
 from shardwise.plans.quantities import (
     format_bytes,
     format_bytes_interval,
@@ -137,7 +137,7 @@ def _plan_data(plan: Plan, figures: Sequence[StageFigures]) -> dict[str, Any]:
     return {
         "plan": plan,
         "figures": format_figures(plan),
-        "communication": [(name, text) for name, text in _communication(plan).items()],
+        "communication": list(format_communication(plan).items()),
         "of_outputs": of_outputs(plan),
         "time": _pipeline_time(plan),
         "passes": passes,
@@ -145,13 +145,6 @@ def _plan_data(plan: Plan, figures: Sequence[StageFigures]) -> dict[str, Any]:
         "schedule": _schedule(plan),
         "pipeline": _pipeline(plan),
         "stages": stages,
-    }
-
-
-def _communication(plan: Plan) -> dict[str, str]:
-    return {
-        name: format_totals(tuple(plan.collectives(backward=backward)))
-        for name, backward in (("forward", False), ("backward", True))
     }
 
 

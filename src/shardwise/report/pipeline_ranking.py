@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from io import StringIO
 from itertools import pairwise
 from math import inf
 from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from shardwise.errors import PlanError
@@ -22,6 +20,7 @@ from shardwise.plans.pipelines import PipelineResult
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes_interval, format_seconds_interval, priced_cluster
 from shardwise.plans.stage_planner import StagesDoNotFit
+from shardwise.report.alternatives import WIDTH, format_table
 from shardwise.search.constants import MAX_CUT_MOVES
 
 
@@ -103,9 +102,6 @@ def _places(graph: Graph) -> list[int]:
     return block_starts if any(blocks) else positions[1:]
 
 
-WIDTH = 120
-
-
 @dataclass(frozen=True, slots=True)
 class PipelineRanking:
     """The chosen pipeline, then the others in the order of their simulated step. ``looked_at``: the number of others
@@ -131,10 +127,6 @@ class PipelineRanking:
                 format_bytes_interval(pipeline.num_bytes, cluster),
                 pipeline.changed or "the chosen pipeline",
             )
-        console = Console(file=StringIO(), width=WIDTH, color_system=None)
-        console.print(table)
-        assert isinstance(console.file, StringIO)
-        lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
         refused = f" ({self.refused} of them could not be planned)" if self.refused else ""
         what = f"the best of {self.looked_at} others that were tried{refused}, not of all pipelines"
-        return "\n".join([*(line for line in lines if line), f"by simulated step after the chosen pipeline; {what}"])
+        return f"{format_table(table, WIDTH)}\nby simulated step after the chosen pipeline; {what}"
