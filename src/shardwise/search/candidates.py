@@ -159,11 +159,12 @@ class SimulatedCandidate:
 @dataclass(frozen=True, eq=False)
 class CandidateRanking:
     """Ranked candidates. ``best``: the one to take; ``cheapest``: that of the least additive price; ``limit``: the
-    bytes of a device that they were ranked for."""
+    bytes of a device that they were ranked for; ``searches``: of all meshes (none: nothing of them fits)."""
 
     best: SimulatedCandidate
     cheapest: SimulatedCandidate
     limit: float
+    searches: tuple[MeshSearch, ...] = ()
 
     @property
     def excess(self) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import ceil, inf, log10
 
 from shardwise.costs.cluster import Cluster
@@ -80,15 +81,6 @@ class PlannerResult:
 
 
 @dataclass(frozen=True, eq=False)
-class SearchResult:
-    """The candidate of a planner among those it was ranked with, whose program need not have been built yet, and the
-    searches that they come from (none: nothing of them fits)."""
-
-    ranking: CandidateRanking
-    searches: Sequence[MeshSearch] = ()
-
-
-@dataclass(frozen=True, eq=False)
 class Planner:
     """Plans of one model on the meshes of one cluster. ``rules``: in the variants that the user's annotations name;
     ``factored``: the same, divided; ``choosing``: the search space; ``folded``: estimates for models of many equal
@@ -141,29 +133,28 @@ class Planner:
     def plan(self) -> PlannerResult:
         """Return the fastest plan over all meshes that keeps the user's choices and fits; if none does
         (``ranking.excess``) the one that needs least memory."""
-        answer = self.answer_of(*self.searches())
-        planned = self.planned(answer)
-        if self.folded is not None and planned.ranking.excess and not answer.ranking.excess:
+        ranking = self.ranking_of(*self.searches())
+        planned = self.planned(ranking)
+        if self.folded is not None and planned.ranking.excess and not ranking.excess:
             return replace(self, folded=None).plan()  # the estimate was too low
         return planned
 
-    def answer_of(self, searches: Sequence[MeshSearch], refused: Sequence[tuple[float, CostGraph]]) -> SearchResult:
-        """Return the answer of ``searches``."""
+    def ranking_of(
+        self, searches: Sequence[MeshSearch], refused: Sequence[tuple[float, CostGraph]]
+    ) -> CandidateRanking:
+        """Return the best candidate of ``searches``; without any, the plan of the fewest additive bytes."""
         if searches:
-            return SearchResult(self.fastest(searches), searches)
+            return replace(self.fastest(searches), searches=tuple(searches))
         num_bytes, cost = min(refused, key=lambda pair: pair[0])
         least = run_search(cost, self.settings.search, num_bytes)
-        return SearchResult(self.within_moments(least, self.rank([least])))
+        return self.within_moments(least, self.rank([least]))
 
-    def searches(
-        self, costs: Sequence[CostGraph] | None = None
-    ) -> tuple[list[MeshSearch], list[tuple[float, CostGraph]]]:
-        """Return the searches of the meshes on which something fits, and for the others the least bytes. ``costs``: of
-        all meshes, if they are known."""
+    def searches(self) -> tuple[list[MeshSearch], list[tuple[float, CostGraph]]]:
+        """Return the searches of the meshes on which something fits, and for the others the least bytes."""
         searches: list[MeshSearch] = []
         refused: list[tuple[float, CostGraph]] = []
-        for number, mesh in enumerate(each(self.meshes, lambda mesh: f"prices and search on {mesh}")):
-            cost = self.cost_graph(mesh) if costs is None else costs[number]
+        for mesh in each(self.meshes, lambda mesh: f"prices and search on {mesh}"):
+            cost = self.cost_graph(mesh)
             cutoff = CANDIDATE_PRICE_RATIO * min((search.outcome.seconds for search in searches), default=inf)
             try:
                 searches.append(run_search(cost, self.settings.search, self.limit, cutoff))
@@ -175,6 +166,15 @@ class Planner:
 
     def cost_graph(self, mesh: Mesh) -> CostGraph:
         """Return the choices on a mesh and their prices."""
+        if mesh not in self._cost_graphs:
+            self._cost_graphs[mesh] = self._priced(mesh)
+        return self._cost_graphs[mesh]
+
+    @cached_property
+    def _cost_graphs(self) -> dict[Mesh, CostGraph]:
+        return {}
+
+    def _priced(self, mesh: Mesh) -> CostGraph:
         settings = self.settings
         if mesh not in self.tables:
             fixed = fixed_choices(self.graph, self.rules, self.factored, self.annotations, mesh)
@@ -362,29 +362,28 @@ class Planner:
         search = replace(candidate.search, cost=cost)
         return Candidate(search, candidate.assignment, cost.components(candidate.assignment))
 
-    def bound_without_limit(self, costs: Iterable[CostGraph]) -> float:
-        """Return a bound of the additive price of all plans on the meshes of these cost graphs, which recompute
-        nothing: whatever the memory of a plan, and whatever it recomputes."""
-        searches = (run_search(cost, self.settings.search, None) for cost in costs)
+    def bound_without_limit(self) -> float:
+        """Return a bound of the additive price of all plans, if the memory policy recomputes nothing: whatever the
+        memory of a plan, and whatever it recomputes."""
+        searches = (run_search(self.cost_graph(mesh), self.settings.search, None) for mesh in self.meshes)
         return min(float(search.outcome.bound) for search in searches)
 
-    def least_seconds(self, costs: Iterable[CostGraph]) -> float:
-        """Return a bound of the additive price of all plans on the meshes of these cost graphs, whatever their memory,
-        by one solve of each."""
+    def least_seconds(self) -> float:
+        """Return a bound of the additive price of all plans, whatever their memory, by one solve on each mesh."""
         if self.settings.search not in BOUNDED:
             return 0.0
-        searches = (run_search(cost, self.settings.search, None, 0.0) for cost in costs)
+        searches = (run_search(self.cost_graph(mesh), self.settings.search, None, 0.0) for mesh in self.meshes)
         return min(float(search.outcome.bound) for search in searches) * (1 - EXACT_GAP)
 
-    def planned(self, answer: SearchResult) -> PlannerResult:
-        """Return the plan of an answer; its program is built if it was only estimated."""
-        ranking, best = answer.ranking, answer.ranking.best
+    def planned(self, ranking: CandidateRanking) -> PlannerResult:
+        """Return the plan of a ranking's best candidate; its program is built if it was only estimated."""
+        best = ranking.best
         if best.spmd is None:
             best = self._built(best.candidate, simulated=len(self.graph.ops) <= MAX_SIMULATED_OPERATORS, whole=True)
             ranking = replace(ranking, best=best)
         assert best.spmd is not None, "a whole program was built"
         search = ranking.search
-        prediction = with_bound_over_meshes(ranking.prediction, search.mesh, answer.searches)
+        prediction = with_bound_over_meshes(ranking.prediction, search.mesh, ranking.searches)
         prediction = _as_emitted(prediction, best.spmd, search)
         if self.settings.layouts or self.settings.zero is not None or self.settings.memory_policy:
             prediction = _as_stored(prediction, best, search, self._choice(search, best.candidate.assignment))
