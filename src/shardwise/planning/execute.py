@@ -19,7 +19,7 @@ from shardwise.graph.step_precision import Precision
 from shardwise.graph.trees import constants_of
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.auto_stages import LowerBound, StageConfig, check_joint, joint_search, settings_of, tries_of
-from shardwise.plans.axis_names import AxisUsage, name_axes_by_role
+from shardwise.plans.axis_names import AxisUsage, mesh_by_roles
 from shardwise.plans.bind_stages import step_graph
 from shardwise.plans.entries import PricingEntry
 from shardwise.plans.listing import stage_of
@@ -160,9 +160,10 @@ class Planning:
             assert planned.ranking is not None, "its bytes are known"
             raise nothing_fits(planned.ranking)
         rules, choice = planned.factored.rules, planned.choice
-        stage = stage_of(graph, rules, choice, planned.spmd)
+        mesh = planned.mesh
         if config.chooses_mesh:
-            (stage,) = name_axes_by_role((stage,), (AxisUsage(graph, rules, choice.strategies),))
+            mesh = mesh_by_roles(mesh, (AxisUsage(graph, rules, choice.strategies),))
+        stage = stage_of(graph, rules, choice, planned.spmd, mesh)
         search = None if planned.searched is None else planned.searched.search
         separate = () if search is None else _separate_axes(search, stage.mesh)
         pricing = PricingEntry.of(self.request.cluster, settings.memory_bytes, separate)

@@ -36,9 +36,11 @@ from shardwise.graph.cut import GraphCut
 from shardwise.graph.ir import Graph
 from shardwise.graph.stage_marks import check_marks, marked_parts, marks_of
 from shardwise.layouts.layout import Layout
+from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.renaming import Renaming
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.layouts.transfer import on_mesh
-from shardwise.plans.axis_names import AxisUsage, name_axes_by_role
+from shardwise.plans.axis_names import AxisUsage, meshes_by_roles
 from shardwise.plans.bind_stages import check_last, cut_for_stages, delivered_layouts, meeting, refined, step_graph
 from shardwise.plans.entries import PricingEntry, Stage, TensorEntry
 from shardwise.plans.listing import stage_of
@@ -308,14 +310,15 @@ class PipelinePlanner:
         meant = annotated_in_parts(self.graph, cut.parts, config.captured.annotations)
         stage_planner = StagePlanner(config, self.vjp_cache, meant, self.known)
         chosen, choices, spmds, timed = self._joined(cut, stage_planner)
-        ends = zip(chosen, choices, spmds, strict=True)
-        stages = tuple(_listed(config, cut, number, *end) for number, end in enumerate(ends))
+        meshes = [stage.mesh for stage in chosen]
         if config.chooses_mesh:
             usages = [
                 AxisUsage(part, stage.factored.rules, choice.strategies)
                 for part, stage, choice in zip(cut.parts, chosen, choices, strict=True)
             ]
-            stages = name_axes_by_role(stages, usages)
+            meshes = meshes_by_roles(meshes, usages)
+        ends = zip(chosen, choices, spmds, meshes, strict=True)
+        stages = tuple(_listed(config, cut, number, *end) for number, end in enumerate(ends))
         schedule, order, pipeline, pricing = config.schedule, self.order, None, None
         if schedule.is_solved:
             schedule = _solved(config, timed, self.num_passes)
@@ -441,20 +444,29 @@ def _rebuilt(part: Graph, part_choice: StagePlan, choice: Choice, settings: Sear
 
 
 def _listed(
-    config: PipelineConfig, cut: GraphCut, number: int, part_choice: StagePlan, choice: Choice, spmd: SpmdProgram
+    config: PipelineConfig,
+    cut: GraphCut,
+    number: int,
+    part_choice: StagePlan,
+    choice: Choice,
+    spmd: SpmdProgram,
+    called: Mesh,
 ) -> Stage:
-    part = cut.parts[number]
-    stage = stage_of(part, part_choice.factored.rules, choice, spmd)
+    """Return a part as a stage of the plan. ``called``: its mesh under the axis names of the plan."""
+    part, names = cut.parts[number], Renaming(spmd.mesh, called)
+    stage = stage_of(part, part_choice.factored.rules, choice, spmd, called)
     delivered = delivered_layouts(part, spmd)
 
     def entry(name: str, layout: Layout) -> TensorEntry:
         value = part.by_name[name]
-        return TensorEntry(name, format_dtype(value.dtype), value.shape, format_layout(layout, value.dtype))
+        return TensorEntry(
+            name, format_dtype(value.dtype), value.shape, format_layout(names.layout(layout), value.dtype)
+        )
 
     received = [source.value for source in part.sources if source.kind == "activation"]
     return replace(
         stage,
-        placement=config.place(number, part_choice.mesh),
+        placement=config.place(number, called),
         receives=tuple(entry(name, choice.sources[name]) for name in received),
         sends=tuple(entry(name, delivered[name]) for name in cut.sends(number)),
     )
