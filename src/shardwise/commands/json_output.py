@@ -104,7 +104,10 @@ def explanation_data(answer: Explanation | StageExplanation | MicroBatches | Aut
                         "compute_seconds": term.compute,
                         "traffic_seconds": term.traffic,
                         "bytes": term.num_bytes,
-                        "messages": [_renamed(asdict(message)) for message in term.messages],
+                        "messages": [
+                            {"bytes" if key == "num_bytes" else key: value for key, value in asdict(message).items()}
+                            for message in term.messages
+                        ],
                     }
                     for term in alternative.terms
                 ],
@@ -120,10 +123,6 @@ def _planned(trial: MicroBatchOutcome | SettingOutcome) -> dict[str, Any]:
         "bytes": trial.num_bytes or None,
         "refused": trial.refused or None,
     }
-
-
-def _renamed(message: dict[str, Any]) -> dict[str, Any]:
-    return {"bytes" if key == "num_bytes" else key: value for key, value in message.items()}
 
 
 def ranking_data(ranking: PlanRanking | PipelineRanking) -> dict[str, Any]:

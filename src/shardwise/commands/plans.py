@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Any
 from shardwise.commands.command import Command, add_output, writing
 from shardwise.commands.json_output import entry_data, explanation_data, ranking_data, show, totals
 from shardwise.commands.models import add_model, load_named_object, model_of, names_plan
+from shardwise.costs.cluster import Cluster
 from shardwise.errors import ShardwiseError
 from shardwise.progress import show_progress
+from shardwise.untrusted_text import whole_number
 
 if TYPE_CHECKING:
     from shardwise.plans.plan import Plan
     from shardwise.plans.result import PlanningResult
-
-
-from shardwise.costs.cluster import Cluster
-from shardwise.untrusted_text import whole_number
 
 # Options whose values are those of the setting of the same name.
 _PLAIN = ("mode", "search", "global_batch", "micro_batch", "bucket_bytes", "recompute", "offload", "schedule", "zero")

@@ -29,6 +29,7 @@ from shardwise.plans.quantities import (
     format_bytes,
     format_bytes_interval,
     format_interval_seconds,
+    format_parts,
     format_seconds,
     format_step_interval,
 )
@@ -125,7 +126,7 @@ class Fits:
                 f"  step {format_interval_seconds(took)}, {self.rate:,.0f} {unit}/s{between}, "
                 f"{self.utilisation:.1%} of the devices' peak",
                 f"  peak {format_bytes_interval(peak.num_bytes, asked.cluster)}{limit} a device, in {peak.where}: "
-                f"{_parts(peak)}",
+                f"{format_parts(peak)}",
                 *_stages(asked.plan, self.step.stages),
             ]
             if self.price is not None:
@@ -209,16 +210,12 @@ def _split(plan: Plan) -> str:
     )
 
 
-def _parts(peak: Peak) -> str:
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in peak.parts.items() if size)
-
-
 def _stages(plan: Plan, peaks: Sequence[Peak]) -> list[str]:
     """Return a line per stage (one for equal neighbours): times per micro-batch, and the peak with all in flight."""
     texts = [
         f"forward {format_seconds(times.forward)}, backward {format_seconds(times.backward)}, bubble "
         f"{times.bubble:.1%}, peak {format_bytes(peak.num_bytes)} in {peak.phase}"
-        + (f": {_parts(peak)}" if len(peaks) <= _FEW else "")
+        + (f": {format_parts(peak)}" if len(peaks) <= _FEW else "")
         for times, peak in zip(() if plan.pipeline is None else plan.pipeline.stages, peaks, strict=True)
     ]
     lines = []

@@ -116,15 +116,12 @@ class SettingOutcome:
             what = self.text or f"step {format_seconds(self.step_seconds)}, memory {format_bytes(int(self.num_bytes))}"
         elif self.pruned:
             what = f"not planned: no step below {format_seconds(self.bound)}, {format_seconds(self.pruned)} was found"
+        elif self.refused:
+            what = self.refused
         else:
-            what = self.refused or f"left out: {self._about}no step below {format_seconds(self.bound)}"
+            about = "nothing seems to fit" if self.estimate == inf else f"about {format_seconds(self.estimate)}"
+            what = f"left out: {about + ', ' if self.estimate else ''}no step below {format_seconds(self.bound)}"
         return f"{self.setting}: {what}"
-
-    @property
-    def _about(self) -> str:
-        if not self.estimate:
-            return ""
-        return "nothing seems to fit, " if self.estimate == inf else f"about {format_seconds(self.estimate)}, "
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,10 @@ def stage_body(stage: Stage) -> dict[str, Any]:
         "mesh": dict(stage.mesh.axes),
         "ranks": format_ranges(stage.placement.ranks),
         "inputs": _table(stage.inputs),
-        "parameters": _without_false(_table(stage.parameters), "once"),
+        "parameters": {  # most plans have ``once`` nowhere
+            name: {key: value for key, value in entry.items() if key != "once" or value}
+            for name, entry in _table(stage.parameters).items()
+        },
         "buffers": _table(stage.buffers),
         "operators": _table(stage.operators),
         "conversions": None if conversions is None else [asdict(entry) for entry in conversions],
@@ -102,11 +105,6 @@ def stage_body(stage: Stage) -> dict[str, Any]:
 
 def _table(entries: Sequence[Any]) -> dict[str, Any]:
     return {entry.name: {key: value for key, value in asdict(entry).items() if key != "name"} for entry in entries}
-
-
-def _without_false(table: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the entries without a key where it is false: most plans have it nowhere."""
-    return {name: {k: v for k, v in entry.items() if k != key or v} for name, entry in table.items()}
 
 
 def parse_ranks(text: str) -> tuple[int, ...]:

@@ -235,7 +235,18 @@ class PipelinePlanner:
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        return _in_flight(self.config, self.order)
+        """Return, for every stage, how many micro-batches it keeps at once if all took equally long. The inner stages
+        of a pipeline rank are about equal and share its memory: each counts as many as they keep on average."""
+        config, stages = self.config, range(self.config.num_stages)
+        in_flight = simulate_pipeline(self.order, [StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)] * len(stages)).in_flight
+        of_place: dict[int, list[int]] = {}
+        for stage in stages[1:-1]:
+            of_place.setdefault(config.schedule.place_of(stage, config.num_places), []).append(in_flight[stage])
+        return (
+            in_flight[0],
+            *(ceil(fmean(of_place[config.schedule.place_of(stage, config.num_places)])) for stage in stages[1:-1]),
+            in_flight[-1],
+        )
 
     def plan(self, *, exact_refusal: bool = False) -> PipelineResult:
         """Return the plan of the best cut (``search.stage_partition``), or of the marked one. Raises PlanError if there
@@ -367,21 +378,6 @@ class PipelinePlanner:
                 following = chosen[number + 1] if number + 1 < len(chosen) else None
                 chosen[number] = stage_planner.of(cut.parts[number], flying[number], limits[number], following)
         return chosen, choices, spmds, timed
-
-
-def _in_flight(config: PipelineConfig, order: Order) -> tuple[int, ...]:
-    """Return, for every stage, how many micro-batches it keeps at once if all took equally long. The inner stages of a
-    pipeline rank are about equal and share its memory: each counts as many as they keep on average."""
-    stages = range(config.num_stages)
-    in_flight = simulate_pipeline(order, [StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)] * len(stages)).in_flight
-    of_place: dict[int, list[int]] = {}
-    for stage in stages[1:-1]:
-        of_place.setdefault(config.schedule.place_of(stage, config.num_places), []).append(in_flight[stage])
-    return (
-        in_flight[0],
-        *(ceil(fmean(of_place[config.schedule.place_of(stage, config.num_places)])) for stage in stages[1:-1]),
-        in_flight[-1],
-    )
 
 
 def _check_parameters(cut: GraphCut) -> None:

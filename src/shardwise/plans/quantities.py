@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from shardwise.costs.cluster_file import parse as parse_cluster
+from shardwise.costs.ledger import Peak
 from shardwise.costs.prediction import Interval, between, between_bytes
 from shardwise.errors import ShardwiseError
 
@@ -43,6 +44,11 @@ def format_ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number, number])
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def format_parts(peak: Peak) -> str:
+    """Format the categories of a peak that hold any bytes."""
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in peak.parts.items() if size)
 
 
 _UNIT_SIZES = (

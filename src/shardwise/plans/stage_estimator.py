@@ -160,14 +160,10 @@ class ParetoFront:
             if hope.slowest >= sure.slowest:
                 return sure
             if self.others is not None:
-                self._make_others()
+                self.ways, self.others = [*self.ways, *self.others()], None
                 continue
             for way in {way for way in taken if way.others is not None} or self.ways:
                 way.price()
-
-    def _make_others(self) -> None:
-        if self.others is not None:
-            self.ways, self.others = [*self.ways, *self.others()], None
 
     def _cut(self, limit: float, in_flight: Sequence[float]) -> tuple[StageCuts, StageCuts, set[MeshOption]]:
         """Return the cuts ``sure`` and ``hope`` of ``cut``, and the options that ``hope`` uses."""

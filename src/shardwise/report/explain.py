@@ -144,7 +144,7 @@ def explain(search: MeshSearch, name: str) -> Explanation:
     alternatives = []
     for value in range(cost.variables[variable].size):
         terms = tuple(
-            _term(neighbour, components[value], _messages(search, variable, value, other))
+            Term(neighbour, *map(float, components[value]), _messages(search, variable, value, other))
             for other, neighbour, components in local
         )
         alternatives.append(
@@ -167,11 +167,6 @@ def explain(search: MeshSearch, name: str) -> Explanation:
     )
     kind = cost.variables[variable].kind
     return Explanation(name, kind, tuple(ordered), text_of(search, variable, alone), decided_by, favour)
-
-
-def _term(neighbour: str, components: Floats, messages: tuple[ExplainedMessage, ...]) -> Term:
-    exposed, compute, traffic, num_bytes = map(float, components)
-    return Term(neighbour, exposed, compute, traffic, num_bytes, messages)
 
 
 def _local(cost: CostGraph, assignment: list[int], variable: int) -> list[tuple[int | None, str, Floats]]:

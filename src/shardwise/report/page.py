@@ -20,6 +20,7 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.ledger import Peak
 from shardwise.costs.prediction import EXACT, between
 from shardwise.costs.timeline import SimulatedStep
+from shardwise.costs.trace import stream_name
 from shardwise.errors import PlanError
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.entries import Stage
@@ -32,7 +33,7 @@ from shardwise.plans.quantities import (
     format_seconds,
     priced_cluster,
 )
-from shardwise.report.charts import MOST_EVENTS, MOST_POINTS, memory_over, place_rows, row_name, schedule_rows, timeline
+from shardwise.report.charts import MOST_EVENTS, MOST_POINTS, memory_over, place_rows, schedule_rows, timeline
 from shardwise.report.device_grid import device_grid
 from shardwise.report.outline import mark_axes, rows_of, tree_of
 from shardwise.report.stage_passes import simulated_order
@@ -184,7 +185,7 @@ def _messages(step: SimulatedStep, mesh: Mesh) -> list[tuple[str, str, str, str,
     count: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
     for event in step.events:
         if event.stream:
-            sums = count[event.name, row_name(event.stream, mesh)]
+            sums = count[event.name, stream_name(event.stream, mesh)]
             sums[0] += 1
             sums[1] += event.num_bytes
             sums[2] += event.seconds

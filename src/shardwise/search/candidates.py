@@ -59,10 +59,6 @@ class Candidate:
     def num_bytes(self) -> float:
         return float(self.components[BYTES])
 
-    @property
-    def unhidden_seconds(self) -> float:
-        return float(self.components[[EXPOSED, COMPUTE, TRAFFIC]].sum())
-
 
 def candidates(
     searches: Sequence[MeshSearch], name: str, limit: float, share: float = CANDIDATE_PRICE_RATIO
@@ -93,7 +89,7 @@ def _of_mesh(search: MeshSearch, name: str, limit: float, most: float) -> Iterat
     others = [_candidate(search, assignment) for assignment in _of_other_searches(search, limit)]
     usual = [_candidate(search, assignment) for assignment in _data_parallel(search)]
     next_best = [_candidate(search, assignment) for assignment in chain(outcome.candidates, _listed(search))]
-    next_best.sort(key=lambda candidate: candidate.unhidden_seconds)
+    next_best.sort(key=lambda candidate: float(candidate.components[[EXPOSED, COMPUTE, TRAFFIC]].sum()))
     taken = [first]
     for candidate in (*others, *usual, *next_best):
         fits = (candidate.additive_price <= most or candidate in usual) and candidate.num_bytes <= limit

@@ -352,15 +352,11 @@ class Planner:
             return self, ranking
         planner, best = tried[least_that_fits(bytes_of, len(strong), self.limit)]
         if planner is not self:
-            best = replace(best, candidate=planner._repriced(best.candidate))
+            found = best.candidate  # its choices stay, at their price under the mixed policy
+            cost = planner.cost_graph(found.search.mesh)
+            search = replace(found.search, cost=cost)
+            best = replace(best, candidate=Candidate(search, found.assignment, cost.components(found.assignment)))
         return planner, replace(ranking, best=best)
-
-    def _repriced(self, candidate: Candidate) -> Candidate:
-        """Return a candidate found under another memory policy at its price under this one: its choices are the
-        same."""
-        cost = self.cost_graph(candidate.search.mesh)
-        search = replace(candidate.search, cost=cost)
-        return Candidate(search, candidate.assignment, cost.components(candidate.assignment))
 
     def bound_without_limit(self) -> float:
         """Return a bound of the additive price of all plans, if the memory policy recomputes nothing: whatever the

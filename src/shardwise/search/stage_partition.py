@@ -233,11 +233,8 @@ class StagePartition:
         return self.seconds * (1 + RECOMPUTED_SHARE * share)
 
     def _values(self, stage: int) -> Floats:
-        if stage not in self.values:
-            self.values[stage] = self._valued(stage)
-        return self.values[stage]
-
-    def _valued(self, stage: int) -> Floats:
+        if stage in self.values:
+            return self.values[stage]
         timed = [(key, seconds) for key, seconds in self.planned.items() if seconds]
         estimates = {of: self._estimates(of) for of in {stage, *(of for (of, _, _), _ in timed)}}
         ratio = min((seconds / estimates[of][begin, end] for (of, begin, end), seconds in timed), default=1.0)
@@ -251,7 +248,8 @@ class StagePartition:
         for (of, begin, end), of_stage in timed:
             if of == stage:  # its plan fits, whatever its estimate was
                 seconds[begin, end], over[begin, end] = of_stage, 0.0
-        return np.where(self.seconds < inf, seconds + over, inf)
+        self.values[stage] = np.where(self.seconds < inf, seconds + over, inf)
+        return self.values[stage]
 
 
 def _slowest(values: Sequence[Floats]) -> float:
