@@ -17,8 +17,7 @@ import shardwise as sw
 from raising import raises
 from shardwise.search.cost_graph import COMPONENTS, OperatorVariable
 from shardwise.search.dynamic_programming import step_seconds
-from shardwise.search.elimination import Interner, Problem, TooWide
-from shardwise.search.k_best import k_best
+from shardwise.search.elimination import Interner, Problem, TooWide, k_best
 
 
 class Mlp(nn.Module):

@@ -22,12 +22,12 @@ from shardwise.plans import auto_stages, stage_planner, stage_timing
 from shardwise.plans.auto_stages import AutoStagesReport, StageConfig
 from shardwise.plans.stage_estimator import ESTIMATED_POLICIES, BlockSpans, MeshOption, ParetoFront, StageEstimator
 from shardwise.search import fit_memory
-from shardwise.search.config import SearchConfig
 from shardwise.search.constants import ESTIMATED_MEMORY_SHARE
 from shardwise.search.cost_graph import BYTES
 from shardwise.search.dynamic_programming import step_seconds
 from shardwise.search.memory_policy import MemoryPolicy
 from shardwise.search.planner import Planner
+from shardwise.search.stored_program import SearchConfig
 
 LAYERS, WIDTH = 8, 16
 BLOCKS = 6

@@ -35,8 +35,8 @@ from shardwise.progress import report_progress
 from shardwise.report.search_reports import MeshReport, PipelineReport
 from shardwise.runtime.agree import report_alive, show_progress_once
 from shardwise.search.auto import PRICED_SEARCHES, MeshSearch
-from shardwise.search.config import SearchConfig
-from shardwise.search.user_layouts import check_layout_names
+from shardwise.search.decide import check_layout_names
+from shardwise.search.stored_program import SearchConfig
 
 
 def execute(request: PlanRequest, *, exact_refusal: bool = True) -> PlanningResult:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.plans.plan_precision import format_precision
-from shardwise.plans.printing import format_communication
+from shardwise.plans.printing import format_communication, format_precision
 from shardwise.plans.quantities import format_step_interval
 
 if TYPE_CHECKING:

@@ -13,17 +13,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from itertools import chain
 from math import isfinite
 from typing import Any
 
+import torch
+
 from shardwise.costs.pipeline_simulation import PipelinePrediction, StagePrediction
 from shardwise.costs.prediction import PassedOver, Prediction
 from shardwise.errors import PlanError, ShardwiseError
+from shardwise.graph.autocast import DEVICES, Autocast
+from shardwise.graph.step_precision import DTYPES, MODELS_OWN, Precision
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
+from shardwise.layouts.text import format_dtype, parse_dtype
 from shardwise.plans.entries import (
     CollectiveEntry,
     ConversionEntry,
@@ -34,7 +39,6 @@ from shardwise.plans.entries import (
     Stage,
     TensorEntry,
 )
-from shardwise.plans.plan_precision import precision_of
 from shardwise.plans.quantities import format_ranges
 from shardwise.plans.schedule import check_order, schedule_of
 from shardwise.untrusted_text import MAX_DEVICES, MAX_NOTATION, is_line, read_json, shorten_repr, whole_number
@@ -378,6 +382,53 @@ def _pricing(data: Any) -> PricingEntry | None:
         return None
     entry: PricingEntry = _entry(PricingEntry, {"limit": "", **data} if isinstance(data, dict) else data, "pricing")
     return entry
+
+
+def precision_body(precision: Precision) -> dict[str, Any]:
+    """Return the entry of a file; empty if all dtypes are the model's."""
+    if precision.is_models:
+        return {}
+    autocast = precision.autocast
+    dtypes = {name: _text(getattr(precision, name)) for name in DTYPES}
+    return {
+        "precision": dtypes | ({} if autocast is None else {"autocast": f"{autocast.device} {_text(autocast.dtype)}"})
+    }
+
+
+def precision_of(data: Any) -> Precision:
+    """Return the precision that ``precision_body`` wrote (``data`` is None if there is no entry). Raises PlanError."""
+    if data is None:
+        return MODELS_OWN
+    if not isinstance(data, Mapping) or sorted({"autocast", *data}) != sorted(("autocast", *DTYPES)):
+        raise PlanError(f"precision is {shorten_repr(data)}, not an object of {', '.join(DTYPES)}, and autocast if any")
+    try:
+        compute, parameter, reduce = (_dtype(data[name]) for name in DTYPES)
+        precision = Precision(compute, parameter, reduce, _autocast(data.get("autocast", "")))
+    except ShardwiseError as error:
+        raise PlanError(f"precision: {error}") from error
+    if precision.is_models:
+        raise PlanError("precision is empty: leave the entry out for the dtypes of the model")
+    return precision
+
+
+def _autocast(text: Any) -> Autocast | None:
+    """Parse the text in a file (empty: no autocast)."""
+    if not text:
+        return None
+    device, _, dtype = text.partition(" ") if isinstance(text, str) else ("", "", "")
+    if device not in DEVICES:
+        raise PlanError(f"{shorten_repr(text)} is no autocast: it reads cpu bf16")
+    return Autocast(device, parse_dtype(dtype))
+
+
+def _text(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else format_dtype(dtype)
+
+
+def _dtype(text: Any) -> torch.dtype | None:
+    if not isinstance(text, str):
+        raise PlanError(f"{shorten_repr(text)} is no dtype")
+    return parse_dtype(text) if text else None
 
 
 def _entry(kind: Any, data: Any, where: str, **known: Any) -> Any:

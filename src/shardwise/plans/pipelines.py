@@ -69,7 +69,6 @@ from shardwise.plans.stage_planner import (
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.spmd import Choice, SpmdProgram, build_spmd
 from shardwise.programs.vjp import VjpCache
-from shardwise.search.config import SearchConfig
 from shardwise.search.constants import (
     MAX_BOUNDARY_TRIES,
     MAX_FASTER_CUTS,
@@ -79,7 +78,7 @@ from shardwise.search.constants import (
 )
 from shardwise.search.orders import OrderProblem, least_seconds, solve_order
 from shardwise.search.stage_partition import StageCut, StagePartition
-from shardwise.search.stored_program import as_grad_accum
+from shardwise.search.stored_program import SearchConfig, as_grad_accum
 
 
 def pipeline_config(

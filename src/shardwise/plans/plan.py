@@ -39,11 +39,11 @@ from shardwise.plans.file import (
     checked_body,
     digest_of,
     plan_digest,
+    precision_body,
     pricing_body,
     settings_of,
     stage_body,
 )
-from shardwise.plans.plan_precision import precision_body
 from shardwise.plans.printing import format_plan
 from shardwise.plans.quantities import format_ranges
 from shardwise.plans.survival import Survival, survival

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 
 from shardwise.costs.optimizers import is_on_host, parse_optimizer, states_of
 from shardwise.errors import PlanError, listed
+from shardwise.graph.step_precision import Precision
 from shardwise.layouts.text import DTYPE_NAMES, parse_dtype
 from shardwise.plans.entries import NO_LIMIT, ConversionEntry, Stage, TensorEntry
-from shardwise.plans.plan_precision import format_precision, only_priced
+from shardwise.plans.file import precision_body
 from shardwise.plans.quantities import format_bytes as format_bytes
 from shardwise.plans.quantities import (
     format_bytes_interval,
@@ -411,3 +412,34 @@ def _ranged(names: Sequence[str]) -> str:
     columns = zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True)
     ranges = iter([format_ranges(sorted(set(column))) for column in columns])
     return _NUMBER.sub(lambda _: next(ranges), names[0])
+
+
+def format_precision(precision: Precision) -> str:
+    """Format a precision: ``compute bf16, parameter f32``, or ``the model's`` if it names no dtype."""
+    named = precision_body(precision).get("precision", {})
+    return ", ".join(f"{name} {dtype}" for name, dtype in named.items() if dtype) or "the model's"
+
+
+def only_priced(plan: Plan) -> str:
+    """Return a sentence if a plan of an older file was priced for other dtypes than ranks run, which are the model's;
+    else an empty text."""
+    if plan.pricing is None:
+        return ""
+    stored = _floating(entry.dtype for stage in plan.stages for entry in stage.parameters)
+    computed = stored | _floating(entry.dtype for stage in plan.stages for entry in stage.inputs)
+    priced_dtypes = (
+        ("compute", plan.pricing.compute, computed),
+        ("parameter", plan.pricing.parameter, stored),
+        ("reduce", plan.pricing.reduce, stored),
+    )
+    priced = [f"{name}={dtype}" for name, dtype, dtypes in priced_dtypes if dtype and dtypes - {dtype}]
+    if not priced:
+        return ""
+    return (
+        f"priced for Precision({', '.join(priced)}) by an older version, and is not executed so: ranks compute, store "
+        f"and reduce in the dtypes of the model ({', '.join(sorted(computed))}); a new plan is"
+    )
+
+
+def _floating(dtypes: Iterable[str]) -> set[str]:
+    return {dtype for dtype in dtypes if parse_dtype(dtype).is_floating_point}

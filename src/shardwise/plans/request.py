@@ -25,10 +25,10 @@ from shardwise.graph.step_precision import Precision
 from shardwise.layouts.mesh import Mesh
 from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.search.auto import PRICED_SEARCHES, PricedSearch
+from shardwise.search.decide import Kept
 from shardwise.search.memory_policy import OFFLOADS, MemoryPolicy, Offload, ReshardMode
 from shardwise.search.mesh_shapes import candidate_meshes
 from shardwise.search.modes import MODES, Mode
-from shardwise.search.user_layouts import Kept
 from shardwise.search.zero import Zero
 from shardwise.untrusted_text import is_number, shorten_repr
 

@@ -38,7 +38,6 @@ from shardwise.graph.segments import How, Segment, block_of
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Floats
 from shardwise.plans.auto_stages import StageConfig
-from shardwise.search.config import SearchConfig
 from shardwise.search.constants import (
     ESTIMATED_BYTE_PRICES,
     ESTIMATED_MEMORY_SHARE,
@@ -49,6 +48,7 @@ from shardwise.search.elimination import Scope, TooWide
 from shardwise.search.memory_policy import MEMORY_POLICIES, MemoryPolicy, ReshardMode, blocks_of, ends_of
 from shardwise.search.planner import Planner
 from shardwise.search.solving import minimise
+from shardwise.search.stored_program import SearchConfig
 
 # In a stage "once" stands for "held" too, and the last blocks decide nothing.
 ESTIMATED_POLICIES = tuple(

@@ -14,7 +14,7 @@ from shardwise.costs.memory import memory_of
 from shardwise.costs.pipeline_simulation import StageSeconds, send_seconds, stage_seconds
 from shardwise.costs.prediction import Prediction
 from shardwise.costs.prices import Prices
-from shardwise.costs.routing import Router
+from shardwise.costs.pricing import Router
 from shardwise.errors import NothingFits, listed
 from shardwise.graph.annotate import Annotation
 from shardwise.graph.capture import Capture
@@ -35,15 +35,13 @@ from shardwise.progress import report_progress
 from shardwise.rules.atoms import Factored
 from shardwise.search.auto import MeshSearch
 from shardwise.search.candidates import CandidateRanking
-from shardwise.search.config import SearchConfig
 from shardwise.search.cost_graph import CostGraph, bytes_of_variables
-from shardwise.search.decide import decide
+from shardwise.search.decide import apply_layouts, decide
 from shardwise.search.fit_memory import fit_memory, least_memory
 from shardwise.search.memory_policy import MemoryPolicy, blocks_of
 from shardwise.search.planner import Planner
-from shardwise.search.stored_program import build_program
+from shardwise.search.stored_program import SearchConfig, build_program
 from shardwise.search.user_choices import annotated_ops, annotated_rules, no_operator_error
-from shardwise.search.user_layouts import apply_layouts
 
 
 @dataclass(frozen=True)

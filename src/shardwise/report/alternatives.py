@@ -21,8 +21,7 @@ from shardwise.search.auto import MeshSearch, best_completion
 from shardwise.search.constants import EXACT_GAP, TOP_K_WIDENING
 from shardwise.search.cost_graph import COMPONENTS, COMPUTE, EXPOSED, TRAFFIC
 from shardwise.search.dynamic_programming import step_seconds
-from shardwise.search.elimination import TooWide
-from shardwise.search.k_best import k_best
+from shardwise.search.elimination import TooWide, k_best
 
 WIDTH = 120
 SHOWN = 3  # changes per plan that the table lists

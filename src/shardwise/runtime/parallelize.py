@@ -13,7 +13,7 @@ from shardwise.errors import LaunchError, PlanError, PlanWarning, ShardwiseError
 from shardwise.graph.kinds import check_kinds
 from shardwise.layouts.placement import Placement
 from shardwise.plans.plan import Plan
-from shardwise.plans.plan_precision import only_priced
+from shardwise.plans.printing import only_priced
 from shardwise.plans.quantities import format_ranges
 from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.plans.schedule import SCHEDULES, schedule_of

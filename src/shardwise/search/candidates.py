@@ -33,8 +33,7 @@ from shardwise.search.constants import (
 )
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostWeights
 from shardwise.search.dynamic_programming import DoesNotFit, step_seconds
-from shardwise.search.elimination import TooWide
-from shardwise.search.k_best import k_best
+from shardwise.search.elimination import TooWide, k_best
 from shardwise.search.modes import choose
 from shardwise.search.recursive_programming import recursive_search
 

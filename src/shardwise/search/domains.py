@@ -20,8 +20,7 @@ from shardwise.costs.cluster import Device
 from shardwise.costs.flops import FLOPS
 from shardwise.costs.kernels import is_view
 from shardwise.costs.prices import Prices
-from shardwise.costs.pricing import Fragments, overlap_windows
-from shardwise.costs.routing import Router
+from shardwise.costs.pricing import Fragments, Router, overlap_windows
 from shardwise.costs.saved_for_backward import saved_for_backward
 from shardwise.graph.ir import Arg, Graph, Op, Value, map_refs
 from shardwise.layouts.choice import INVARIANT, REPLICATED, AxisChoice, PassSum, ShardPositions, Split, Where

@@ -26,7 +26,6 @@ from shardwise.errors import PlanError
 from shardwise.graph.segments import Segment
 from shardwise.search.auto import MeshSearch
 from shardwise.search.candidates import CandidateRanking
-from shardwise.search.config import SearchConfig
 from shardwise.search.constants import (
     BINDING_LIMIT,
     FOLDED_STEP_ERROR,
@@ -37,6 +36,7 @@ from shardwise.search.constants import (
 from shardwise.search.cost_graph import BYTES, CostGraph
 from shardwise.search.memory_policy import MEMORY_POLICIES, REPEATS, MemoryPolicy, Offload, ReshardMode, blocks_of
 from shardwise.search.planner import Planner, PlannerResult
+from shardwise.search.stored_program import SearchConfig
 
 
 def fit_memory(

@@ -45,7 +45,6 @@ from shardwise.search.candidates import (
     candidates,
     rank_candidates,
 )
-from shardwise.search.config import SearchConfig
 from shardwise.search.constants import (
     CANDIDATE_PRICE_RATIO,
     CANDIDATE_PRICE_RATIO_RECOMPUTED,
@@ -58,12 +57,12 @@ from shardwise.search.constants import (
 )
 from shardwise.search.cost_graph import CostGraph
 from shardwise.search.cost_tables import Tables
+from shardwise.search.decide import apply_layouts
 from shardwise.search.domains import Domains, SearchSpace
 from shardwise.search.dynamic_programming import DoesNotFit
 from shardwise.search.memory_policy import MemoryPolicy
-from shardwise.search.stored_program import StoredProgram, build_program, build_stored_program
+from shardwise.search.stored_program import SearchConfig, StoredProgram, build_program, build_stored_program
 from shardwise.search.user_choices import annotated_rules, fixed_choices
-from shardwise.search.user_layouts import apply_layouts
 
 
 @dataclass(frozen=True)
