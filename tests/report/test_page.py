@@ -19,14 +19,9 @@ from report.net import Net
 from shardwise.costs.pipeline_simulation import StageSeconds
 from shardwise.costs.timeline import Event
 from shardwise.layouts.text import parse_layout
+from shardwise.plans.price_scope import format_step_interval, priced_cluster
 from shardwise.plans.printing import format_figures, merged_operators, plan_figures
-from shardwise.plans.quantities import (
-    format_bytes,
-    format_bytes_interval,
-    format_seconds,
-    format_step_interval,
-    priced_cluster,
-)
+from shardwise.plans.quantities import format_bytes, format_bytes_interval, format_seconds
 from shardwise.report.device_grid import Grid, device_grid
 from shardwise.report.page import write_page
 from shardwise.report.search_reports import MeshReport, PipelineReport

@@ -24,14 +24,13 @@ from shardwise.planning.suggestions import NUM_SHOWN, Option, plan_variants, sug
 from shardwise.plans.bind import program_of
 from shardwise.plans.micro_batch_search import Example, planned_graph
 from shardwise.plans.plan import Plan
-from shardwise.plans.price_scope import prices_of
+from shardwise.plans.price_scope import format_step_interval, prices_of
 from shardwise.plans.quantities import (
     format_bytes,
     format_bytes_interval,
     format_interval_seconds,
     format_parts,
     format_seconds,
-    format_step_interval,
 )
 from shardwise.plans.request import PlanRequest
 from shardwise.plans.result import PlanningResult

@@ -31,8 +31,8 @@ from shardwise.graph.stage_marks import marks_of
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.micro_batch_search import MicroBatchOptions
 from shardwise.plans.plan import Plan
-from shardwise.plans.price_scope import figures
-from shardwise.plans.quantities import format_bytes, format_bytes_interval, format_seconds, format_step_interval
+from shardwise.plans.price_scope import figures, format_step_interval
+from shardwise.plans.quantities import format_bytes, format_bytes_interval, format_seconds
 from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.plans.schedule import Schedule, schedule_of
 from shardwise.progress import report_progress

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from shardwise.plans.plan_data import PlanData
+from shardwise.plans.price_scope import format_step_interval
 from shardwise.plans.printing import format_communication, format_precision
-from shardwise.plans.quantities import format_step_interval
-
-if TYPE_CHECKING:
-    from shardwise.plans.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +35,7 @@ class PlanDifference:
         return "\n".join(lines)
 
 
-def compare_plans(plan: Plan, after: Plan) -> PlanDifference:
+def compare_plans(plan: PlanData, after: PlanData) -> PlanDifference:
     """Return what ``after`` does differently than ``plan``."""
     return PlanDifference(
         _changed(_settings(plan), _settings(after)),
@@ -55,7 +52,7 @@ def _changed(before: dict[str, str], after: dict[str, str]) -> tuple[tuple[str, 
     return tuple(entry for entry in pairs if entry[1] != entry[2])
 
 
-def _settings(plan: Plan) -> dict[str, str]:
+def _settings(plan: PlanData) -> dict[str, str]:
     settings = {"mesh": ", ".join(str(stage.mesh) for stage in plan.stages)}
     settings |= {name: str(getattr(plan, name)) for name in ("mode", "search", "optimizer", "bucket_bytes")}
     settings["precision"] = format_precision(plan.precision)
@@ -70,15 +67,15 @@ def _settings(plan: Plan) -> dict[str, str]:
     return settings
 
 
-def _stage_of(plan: Plan) -> dict[str, str]:
+def _stage_of(plan: PlanData) -> dict[str, str]:
     if not plan.is_pipeline:
         return {}
     return {entry.name: str(number) for number, stage in enumerate(plan.stages) for entry in stage.operators}
 
 
-def _layouts(plan: Plan) -> dict[str, str]:
+def _layouts(plan: PlanData) -> dict[str, str]:
     return {entry.name: entry.layout for entry in (*plan.inputs, *plan.parameters, *plan.buffers)}
 
 
-def _strategies(plan: Plan) -> dict[str, str]:
+def _strategies(plan: PlanData) -> dict[str, str]:
     return {e.name: ", ".join(filter(None, (e.strategy or "whole", e.backward))) for e in plan.operators}

@@ -16,38 +16,34 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
 
+from shardwise.costs.cluster import Cluster
 from shardwise.costs.optimizers import is_on_host, parse_optimizer, states_of
+from shardwise.costs.prediction import Prediction
 from shardwise.errors import PlanError, listed
 from shardwise.graph.step_precision import Precision
 from shardwise.layouts.text import DTYPE_NAMES, parse_dtype
 from shardwise.plans.entries import NO_LIMIT, ConversionEntry, Stage, TensorEntry
 from shardwise.plans.file import precision_body
-from shardwise.plans.quantities import format_bytes as format_bytes
+from shardwise.plans.plan_data import PlanData
+from shardwise.plans.price_scope import format_step_interval, priced_cluster
 from shardwise.plans.quantities import (
+    format_bytes,
     format_bytes_interval,
     format_interval_seconds,
     format_ranges,
     format_seconds,
     format_seconds_interval,
-    format_step_interval,
-    priced_cluster,
 )
 from shardwise.programs.state_groups import is_offloaded
 from shardwise.untrusted_text import shorten_repr
-
-if TYPE_CHECKING:
-    from shardwise.costs.cluster import Cluster
-    from shardwise.costs.prediction import Prediction
-    from shardwise.plans.plan import Plan
 
 _NUMBER = re.compile(r"(?<![^./\['\"])\d+(?![^./\]'\"])")  # a whole part of a path: blocks.0.mlp, args[1]
 _WIDEST_NAME = 56
 _OUTPUTS = 4  # named outputs
 
 
-def format_plan(plan: Plan) -> str:
+def format_plan(plan: PlanData) -> str:
     """Return the printed form."""
     meshes, figures = ", ".join(str(stage.mesh) for stage in plan.stages), format_figures(plan)
     lines = [
@@ -77,7 +73,7 @@ def format_plan(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _pipeline(plan: Plan) -> list[str]:
+def _pipeline(plan: PlanData) -> list[str]:
     places = {stage.placement.ranks for stage in plan.stages}
     cost, cluster, takes = plan.pipeline, priced_cluster(plan), ""
     if cost is not None:
@@ -103,14 +99,14 @@ def _pipeline(plan: Plan) -> list[str]:
     return lines + _columns(rows)
 
 
-def format_figures(plan: Plan) -> str:
+def format_figures(plan: PlanData) -> str:
     """Return the main figures of a plan in one line: step, tokens (or samples) a second, memory of a device, gap; empty
     if nothing is predicted."""
     figures = plan_figures(plan)
     return ", ".join(f"{text} {name}" if name.endswith("/s") else f"{name} {text}" for name, text in figures)
 
 
-def plan_figures(plan: Plan) -> list[tuple[str, str]]:
+def plan_figures(plan: PlanData) -> list[tuple[str, str]]:
     """Return (name, text) of these figures, in this order."""
     cost, pipeline = plan.predicted, plan.pipeline
     if pipeline is not None:
@@ -131,7 +127,7 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
     return [*figures, ("gap", "not known" if gap is None else f"{gap:.2%}")]
 
 
-def of_outputs(plan: Plan) -> list[str]:
+def of_outputs(plan: PlanData) -> list[str]:
     """Return a sentence, or none, on the collectives that gather outputs which no step reads, with their sizes, the
     largest first. A value delivered as a buffer is stored (same shape, dtype and layout) counts as its new value."""
     sizes: Counter[str] = Counter()
@@ -149,7 +145,7 @@ def of_outputs(plan: Plan) -> list[str]:
     return [f"of forward, {total} deliver outputs to the caller ({largest}{more}); steps and their price exclude this"]
 
 
-def _not_kept(plan: Plan) -> list[str]:
+def _not_kept(plan: PlanData) -> list[str]:
     """Return the lines on recomputation, on what a step of several micro-batches does once, and on offloading."""
     operators = sum(entry.again for entry in plan.operators)
     parameters = {entry.name for entry in plan.parameters if entry.again}
@@ -172,7 +168,7 @@ def _not_kept(plan: Plan) -> list[str]:
     return lines + _states_on_host(plan)
 
 
-def _states_on_host(plan: Plan) -> list[str]:
+def _states_on_host(plan: PlanData) -> list[str]:
     """Return the line on optimizer states that wait on the host between steps, and on the time to fetch them. A plan
     does not record which parameters are trained, so this is the most."""
     if not is_on_host(plan.optimizer):
@@ -203,7 +199,7 @@ def _stage(stage: Stage) -> list[str]:
     return [*lines, "operators:", *_operators(stage)]
 
 
-def _limit(plan: Plan) -> str:
+def _limit(plan: PlanData) -> str:
     """Return the memory limit of a device; empty if there is none, or if it is not known."""
     listed_limit = "" if plan.pricing is None else plan.pricing.limit
     if listed_limit:
@@ -212,14 +208,14 @@ def _limit(plan: Plan) -> str:
     return "" if cluster is None else format_bytes(cluster.device.usable_bytes)
 
 
-def _reserved(plan: Plan, cluster: Cluster | None) -> str:
+def _reserved(plan: PlanData, cluster: Cluster | None) -> str:
     if cluster is None:
         return "" if plan.pricing is None else " of a cluster that cannot be read"
     reserve, whole = format_bytes(cluster.device.reserve_bytes), format_bytes(cluster.device.memory_bytes)
     return f" + reserve {reserve} of {whole}" if cluster.device.reserve_bytes else ""
 
 
-def _predicted(plan: Plan, cost: Prediction) -> list[str]:
+def _predicted(plan: PlanData, cost: Prediction) -> list[str]:
     """Return the lines of the prediction: the additive price and its bound, then the simulation. Seconds and bytes that
     can be measured have intervals."""
     cluster = priced_cluster(plan)
@@ -293,7 +289,7 @@ def _operators(stage: Stage) -> list[str]:
     return lines + (["delivered:", *delivered] if delivered else [])
 
 
-def format_entry(plan: Plan, name: str) -> str:
+def format_entry(plan: PlanData, name: str) -> str:
     """Return what a plan does at an operator, or with a parameter, buffer or input: its strategy and rule, layouts and
     conversions. Raises PlanError for an unknown name."""
     for stage in plan.stages:
@@ -343,7 +339,7 @@ def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     return ["  " + "   ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
 
 
-def totals_of(plan: Plan, *, backward: bool) -> dict[tuple[str, str], tuple[int, int]]:
+def totals_of(plan: PlanData, *, backward: bool) -> dict[tuple[str, str], tuple[int, int]]:
     """Return the number of collectives of each kind and axes in a pass, and their bytes."""
     totals: dict[tuple[str, str], tuple[int, int]] = {}
     for entry in plan.collectives(backward=backward):
@@ -352,7 +348,7 @@ def totals_of(plan: Plan, *, backward: bool) -> dict[tuple[str, str], tuple[int,
     return totals
 
 
-def format_communication(plan: Plan) -> dict[str, str]:
+def format_communication(plan: PlanData) -> dict[str, str]:
     """Return the collectives of each direction, summed by kind and axes."""
     texts = {}
     for direction in ("forward", "backward"):
@@ -362,7 +358,7 @@ def format_communication(plan: Plan) -> dict[str, str]:
     return texts
 
 
-def _parameter_bytes(plan: Plan) -> str:
+def _parameter_bytes(plan: PlanData) -> str:
     """Return the bytes of all parameters, and of those on the fullest device (of the fullest stage)."""
     itemsize = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 
@@ -420,7 +416,7 @@ def format_precision(precision: Precision) -> str:
     return ", ".join(f"{name} {dtype}" for name, dtype in named.items() if dtype) or "the model's"
 
 
-def only_priced(plan: Plan) -> str:
+def only_priced(plan: PlanData) -> str:
     """Return a sentence if a plan of an older file was priced for other dtypes than ranks run, which are the model's;
     else an empty text."""
     if plan.pricing is None:

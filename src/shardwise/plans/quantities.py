@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
-from shardwise.costs.cluster_file import parse as parse_cluster
+from shardwise.costs.cluster import Cluster
 from shardwise.costs.ledger import Peak
 from shardwise.costs.prediction import Interval, between, between_bytes
-from shardwise.errors import ShardwiseError
-
-if TYPE_CHECKING:
-    from shardwise.costs.cluster import Cluster
-    from shardwise.plans.plan import Plan
 
 
 def format_seconds(seconds: float) -> str:
@@ -74,29 +68,8 @@ def format_interval(value: float, low: float, high: float, form: Callable[[float
     return f"{number} {unit} ({'-'.join(ends)})"
 
 
-def priced_cluster(plan: Plan) -> Cluster | None:
-    """Return the cluster that the plan was priced for. None if it was not priced, or if its entry was edited and cannot
-    be read (questions about prices raise an error then)."""
-    try:
-        return None if plan.pricing is None else parse_cluster(plan.pricing.cluster, "the plan's cluster")
-    except ShardwiseError:
-        return None
-
-
 def format_interval_seconds(interval: Interval) -> str:
     return format_interval(interval.value, interval.low, interval.high, format_seconds)
-
-
-def format_step_interval(plan: Plan) -> str:
-    """Format the step of a plan; empty if nothing is predicted."""
-    cluster = priced_cluster(plan)
-    if plan.pipeline is not None:
-        return format_seconds_interval(plan.pipeline.step_seconds, cluster)
-    if plan.predicted is None:
-        return ""
-    if cluster is None:
-        return format_seconds(plan.predicted.planned_seconds)
-    return format_interval_seconds(plan.predicted.step_interval(cluster))
 
 
 def format_seconds_interval(seconds: float, cluster: Cluster | None) -> str:

@@ -25,14 +25,9 @@ from shardwise.errors import PlanError
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.entries import Stage
 from shardwise.plans.plan import Plan
+from shardwise.plans.price_scope import priced_cluster
 from shardwise.plans.printing import format_communication, format_figures, of_outputs, owner_of, plan_figures
-from shardwise.plans.quantities import (
-    format_bytes,
-    format_bytes_interval,
-    format_interval_seconds,
-    format_seconds,
-    priced_cluster,
-)
+from shardwise.plans.quantities import format_bytes, format_bytes_interval, format_interval_seconds, format_seconds
 from shardwise.report.charts import MOST_EVENTS, MOST_POINTS, memory_over, place_rows, schedule_rows, timeline
 from shardwise.report.device_grid import device_grid
 from shardwise.report.outline import mark_axes, rows_of, tree_of

@@ -18,7 +18,8 @@ from shardwise.graph.segments import block_of
 from shardwise.plans.auto_stages import AutoStagesReport
 from shardwise.plans.pipelines import PipelineResult
 from shardwise.plans.plan import Plan
-from shardwise.plans.quantities import format_bytes_interval, format_seconds_interval, priced_cluster
+from shardwise.plans.price_scope import priced_cluster
+from shardwise.plans.quantities import format_bytes_interval, format_seconds_interval
 from shardwise.plans.stage_planner import StagesDoNotFit
 from shardwise.report.alternatives import WIDTH, format_table
 from shardwise.search.constants import MAX_CUT_MOVES
