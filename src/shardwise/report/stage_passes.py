@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.ledger import CATEGORIES, Peak
-from shardwise.costs.memory import busiest_program
+from shardwise.costs.memory import busiest_program, memory_of_program
 from shardwise.costs.pipeline_simulation import Action, Order, SimulatedPipeline, StageSeconds, simulate_pipeline
 from shardwise.costs.prediction import Interval
 from shardwise.costs.prices import Prices
@@ -36,6 +36,11 @@ class StagePass:
     program: RankProgram
     prices: Prices
     step: SimulatedStep
+
+    @property
+    def over(self) -> tuple[Peak, ...]:
+        """Return the memory at every operator."""
+        return memory_of_program(self.program, self.prices, over_time=True).over
 
 
 def stage_passes(plan: Plan, graph: Graph, prelude: Graph | None) -> tuple[StagePass, ...]:
