@@ -209,21 +209,11 @@ class Planning:
     @cached_property
     def _estimator(self) -> StageEstimator:
         """The estimator of pipelines over a step of the request; it takes seconds to make."""
-        request, graph = self.request, self.captured.graph
-        step = request.step_samples
-
-        def graph_of_pass(short: Graph, size: int) -> Graph:
-            if size == step:
-                return short
-            return Passes.over(request.module, short, size, self.call.graph).graphs[size]
-
+        request, graph, step = self.request, self.captured.graph, self.request.step_samples
         whole = step_graph(graph if request.example_samples == step else self.call.graph(step))
         settings = replace(self.config, layouts={}, zero=None, known=inf)
         policies = estimated_policies_of(request.parallel.recompute, request.parallel.reshard_mode)
-        return StageEstimator(
-            whole, graph_of_pass, partial(request.meshes, by_price=True), request.cluster, settings,
-            self.captured.segments, policies,
-        )  # fmt: skip
+        return StageEstimator(whole, request, self.call, settings, self.captured.segments, policies)
 
 
 def _announce_one_memory(cluster: Cluster) -> None:

@@ -30,14 +30,15 @@ from typing import Literal
 
 import numpy as np
 
-from shardwise.costs.cluster import Cluster
 from shardwise.errors import PlanError
 from shardwise.graph.folding import Folding
 from shardwise.graph.ir import Graph
 from shardwise.graph.segments import How, Segment, block_of
-from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Floats
 from shardwise.plans.auto_stages import StageConfig
+from shardwise.plans.micro_batch_search import Example
+from shardwise.plans.request import PlanRequest
+from shardwise.programs.micro_batches import Passes
 from shardwise.search.constants import (
     ESTIMATED_BYTE_PRICES,
     ESTIMATED_MEMORY_SHARE,
@@ -220,10 +221,8 @@ class StageEstimator:
 
     Attributes:
         whole: The training graph of a step.
-        passes: ``passes(short, size)`` returns the graph of a micro-batch of ``size`` samples of a shortened graph. It
-            raises PlanError if the loss is no sum over such micro-batches.
-        meshes: Returns the candidate meshes for the devices of a pipeline rank.
-        cluster: The whole cluster.
+        request: What is planned.
+        call: The call, whose batches of other sizes can be captured.
         settings: The settings of the searches.
         segments: Parts that the model itself asks to recompute or offload.
         policies: The memory policies to try, those that recompute least first.
@@ -232,9 +231,8 @@ class StageEstimator:
     """
 
     whole: Graph
-    passes: Callable[[Graph, int], Graph]
-    meshes: Callable[[Cluster], tuple[Mesh, ...]]
-    cluster: Cluster
+    request: PlanRequest
+    call: Example
     settings: SearchConfig
     segments: tuple[Segment, ...] = ()
     policies: tuple[MemoryPolicy, ...] = ESTIMATED_POLICIES
@@ -242,6 +240,7 @@ class StageEstimator:
     graphs: dict[int, Graph | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.cluster = self.request.cluster
         folding = Folding.of(self.whole)
         self.blocks = folding.blocks
         runs = folding.runs(lambda number: 0)
@@ -285,7 +284,10 @@ class StageEstimator:
 
     def _front_of(self, graph: Graph, setting: StageConfig) -> ParetoFront | None:
         stage_cluster = self.cluster.with_devices(self.cluster.num_devices // setting.places)
-        meshes, settings = self.meshes(stage_cluster), replace(self.settings, passes=setting.passes)
+        meshes, settings = (
+            self.request.meshes(stage_cluster, by_price=True),
+            replace(self.settings, passes=setting.passes),
+        )
         planner = Planner.of(graph, (), stage_cluster, meshes, settings)
         weakest = self.policies[0].recompute
         first = [policy for policy in self.policies if policy.recompute == weakest and policy.reshard_mode != "again"]
@@ -313,9 +315,13 @@ class StageEstimator:
         return [way for way in ways if way is not None]
 
     def _graph(self, size: int) -> Graph | None:
+        """Return a micro-batch of the shortened graph, or None if the loss is no sum over such micro-batches."""
+        if size == self.request.step_samples:
+            return self.short
         if size not in self.graphs:
             try:
-                self.graphs[size] = self.passes(self.short, size)
+                passes = Passes.over(self.call.module, self.short, size, self.call.graph)
+                self.graphs[size] = passes.graphs[size]
             except PlanError:
                 self.graphs[size] = None
         return self.graphs[size]
