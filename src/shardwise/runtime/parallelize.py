@@ -12,9 +12,9 @@ import torch.distributed as dist
 from shardwise.errors import LaunchError, PlanError, PlanWarning, ShardwiseError, listed, warn_user
 from shardwise.graph.kinds import check_kinds
 from shardwise.layouts.placement import Placement
-from shardwise.plans.file import format_ranks
 from shardwise.plans.plan import Plan
-from shardwise.plans.plan_precision import only_priced
+from shardwise.plans.printing import only_priced
+from shardwise.plans.quantities import format_ranges
 from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.plans.schedule import SCHEDULES, schedule_of
 from shardwise.runtime.agree import (
@@ -150,7 +150,7 @@ def _check_ranks(plan: Plan, size: int, compile: Compile | None) -> bool:
     """Return whether the plan splits backward, which compiled kernels do not. Raises PlanError unless the plan is for
     the running ranks, and if it splits backward and ``compile`` is True."""
     if size != plan.num_ranks:
-        places = "; ".join(f"stage {i} on ranks {format_ranks(s.placement.ranks)}" for i, s in enumerate(plan.stages))
+        places = "; ".join(f"stage {i} on ranks {format_ranges(s.placement.ranks)}" for i, s in enumerate(plan.stages))
         raise PlanError(
             f"the plan is for {plan.num_ranks} devices ({places if plan.is_pipeline else plan.mesh}); {size} ranks "
             "are running",
@@ -160,7 +160,7 @@ def _check_ranks(plan: Plan, size: int, compile: Compile | None) -> bool:
         ranks = plan.only_stage.placement.ranks
         if ranks != Placement.whole(plan.mesh).ranks:
             raise PlanError(
-                f"the plan puts the devices of {plan.mesh} on ranks {format_ranks(ranks)}; a plan of one stage "
+                f"the plan puts the devices of {plan.mesh} on ranks {format_ranges(ranks)}; a plan of one stage "
                 "runs on all ranks in their order",
                 fix=f'write "ranks": "0-{size - 1}" in the file, and name the mesh axes in the intended order',
             )
