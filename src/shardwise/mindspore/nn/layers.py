@@ -13,15 +13,25 @@ from shardwise.errors import problem
 from shardwise.mindspore import calls, context
 from shardwise.mindspore.checks import channels_first, from_on
 from shardwise.mindspore.common.initializer import CLASSES as INITIALIZERS
-from shardwise.mindspore.common.initializer import HeUniform, initializer
+from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.nn.activations import get_activation
 from shardwise.mindspore.nn.cell import Cell
-from shardwise.mindspore.ops.images import AvgPool, Conv2D, Conv2DTranspose, MaxPool, Sizes, pair
+from shardwise.mindspore.ops.images import (
+    AvgPool,
+    Conv2D,
+    Conv2DTranspose,
+    MaxPool,
+    Sizes,
+    grown,
+    pair,
+    pool,
+    same_padding,
+    transposed,
+)
 from shardwise.mindspore.ops.indexing import Gather
 from shardwise.mindspore.ops.linear import BiasAdd, MatMul
 from shardwise.mindspore.ops.primitive import Inner
-from shardwise.mindspore.ops.resizing import grown, pool, same_padding, transposed
 from shardwise.mindspore.ops.shape import CLASSES as SHAPES
 from shardwise.mindspore.tensor import Parameter
 
@@ -34,7 +44,7 @@ def positive(layer: str, **sizes: Any) -> None:
 
 
 def _weight(init: Any, shape: list[int], dtype: torch.dtype) -> Parameter:
-    return Parameter(initializer(HeUniform(HE) if init is None else init, shape, dtype), "weight")
+    return Parameter(initializer(INITIALIZERS["HeUniform"](HE) if init is None else init, shape, dtype), "weight")
 
 
 def _bias(init: Any, size: int, fan_in: int, dtype: torch.dtype) -> Parameter:
@@ -339,21 +349,7 @@ class AvgPool2d(_Pool2d):
     operator, attribute, function = AvgPool, "avg_pool", staticmethod(F.avg_pool2d)
 
 
-class Flatten(Layer, start_dim=1, end_dim=-1):
-    """Flattening of the dims from ``start_dim`` to ``end_dim``."""
-
-    def construct(self, x: Any) -> Any:
-        return x.flatten(self.start_dim, self.end_dim)
-
-
-class Identity(Cell):
-    """The identity function."""
-
-    def construct(self, x: Any) -> Any:
-        return x
-
-
 __all__ = [
     "AvgPool2d", "Conv1d", "Conv1dTranspose", "Conv2d", "Conv2dTranspose", "Conv3d", "Conv3dTranspose", "Dense",
-    "Dropout", "Embedding", "EmbeddingLookup", "Flatten", "Identity", "MaxPool2d",
+    "Dropout", "Embedding", "EmbeddingLookup", "MaxPool2d",
 ]  # fmt: skip
