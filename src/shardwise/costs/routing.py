@@ -32,9 +32,10 @@ class Router:
         self.axes, self.prices, self.atoms, self.parameters = axes, prices, atoms or {}, parameters
         self._routes: dict[tuple[RouteTensor, bool], Routes] = {}
 
-    def routes(self, value: Value, atoms: Atoms, *, is_parameter: bool = False) -> Routes:
-        """Return the layouts of a kind of value and the routes between them."""
-        tensor = RouteTensor(atoms, value.dtype.itemsize, value.requires_grad, value.grad_itemsize)
+    def routes(self, value: Value, atoms: Atoms, *, is_parameter: bool = False, keyed: str = "") -> Routes:
+        """Return the layouts of a kind of value and the routes between them. ``keyed``: the keyed state that it may
+        have."""
+        tensor = RouteTensor(atoms, value.dtype.itemsize, value.requires_grad, value.grad_itemsize, keyed)
         routes = self._routes.get((tensor, is_parameter))
         if routes is None:
             seconds = self.prices.parameter_collective if is_parameter else self.prices.collective

@@ -214,7 +214,7 @@ class _StepWriter:
                 operands: Iterable[str] = refs((instruction.call.args, instruction.call.kwargs))
             else:
                 results = [conversion.result for conversion in conversions_of(instruction)]
-                operands = [conversion.value for conversion in conversions_of(instruction)]
+                operands = [name for c in conversions_of(instruction) for name in (c.value, *c.ways)]
             if needed.intersection(results):
                 needed.update(operands)
                 kept.append(instruction)
@@ -473,6 +473,7 @@ class _StepWriter:
         else:
             operands = tuple(self.resolve(conversion.value) for conversion in conversions)
             results = tuple(conversion.result for conversion in conversions)
+        operands += tuple(map(self.resolve, conversions[0].ways))
         return self.exchanges.convert(
             conversions, operands, results, backward=backward, of_parameters=entry.of_parameters
         )

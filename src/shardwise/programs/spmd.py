@@ -16,12 +16,14 @@ import torch
 from shardwise.errors import LayoutError
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Value, refs
 from shardwise.layouts.conversions import Collective, Move
+from shardwise.layouts.choice import BY_KEY
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.strategy import Strategy, apply_strategy, check_strategy
 from shardwise.programs.buckets import BUCKET_BYTES, Bucket, fill_buckets
 from shardwise.programs.comm_schedule import GradientReduceQueue, legs_ahead
+from shardwise.programs.keyed_rows import KeyedRowsWriter
 from shardwise.programs.lower import PlacedOp, lower_all
 from shardwise.programs.spmd_steps import Conversion, OpStep
 from shardwise.rules.rule import OpRule
@@ -223,6 +225,7 @@ def insert_conversions(placed: Sequence[PlacedOp], graph: Graph, choice: Choice,
     cotangents = tuple(delivered_as[name] for name in graph.cotangents or ())
     loss = builder.whole(graph.loss) if graph.loss is not None else None
     mutations = tuple((buffer, builder.convert(value, sources[buffer], "")) for buffer, value in graph.mutations)
+    graph = builder.keyed.extended(graph)
     return SpmdProgram(mesh, graph, builder.layouts, tuple(builder.steps), outputs, loss, mutations, cotangents)
 
 
@@ -346,12 +349,14 @@ class Builder:
         self.graph, self.mesh, self.layouts = graph, mesh, layouts
         self.route, self.shared = route or fewest_bytes, shared or {}
         self.steps: list[OpStep | Conversion] = []
+        self.keyed = KeyedRowsWriter(self)
         self._shared_as: dict[str, str] = {}  # value -> the name of its shared layout
-        self._results: dict[tuple[str, Layout], str] = {}
+        self._results: dict[tuple[str, Layout, str], str] = {}
         self._count: dict[str, int] = {}
 
     def add(self, placed: PlacedOp) -> None:
         applied = apply_strategy(placed.rule, placed.strategy, self.mesh)
+        self.keyed.current = placed.rule.keyed if BY_KEY in placed.strategy.choice_of.values() else None
         names = tuple(
             self.convert(value, layout, placed.op.name)
             for value, layout in zip(placed.op.operands, applied.operands, strict=True)
@@ -359,6 +364,11 @@ class Builder:
         layouts = tuple(self.layouts[name] for name in names)
         self.steps.append(OpStep(placed, names, layouts, applied.results))
         self.layouts.update(zip(placed.op.results, applied.results, strict=True))
+        self.keyed.made.update(dict.fromkeys(placed.op.results, self.keyed.current))
+
+    def slices_of(self, value: str, slices: Layout, op: str, name: str = "") -> str:
+        """Return the name of a value, available as ``name``, in slices from which its rows go to the owners of keys."""
+        return self._converted(name or value, value, slices, op)
 
     def whole(self, value: str) -> str:
         """Return the name of the value as whole and invariant on every axis."""
@@ -379,16 +389,29 @@ class Builder:
         target = target.canonical()
         if source.canonical() == target:
             return name
-        key = (origin, target)
+        keyed = self.keyed.of(origin, source, target)
+        key = (origin, target, keyed.keys if keyed and target.keyed_axes else "")
         if key not in self._results:
-            moves = self.route(info, source, target)
+            ways: tuple[str, ...] = ()
+            if keyed is None:
+                moves = self.route(info, source, target)
+            else:  # by the slices from which the rows come, or to which they return
+                slices = self.keyed.slices(keyed, origin, source if source.keyed_axes else target)
+                if source.keyed_axes and slices.canonical() != target:
+                    return self._converted(self._converted(name, origin, slices, op), origin, target, op)
+                ways = self.keyed.ways(keyed, slices, (*source.keyed_axes, *target.keyed_axes), op)
+                if source.keyed_axes:
+                    target, moves = slices, (Move(source, slices, source.keyed_axes),)
+                else:
+                    name, source = self.slices_of(origin, slices, op, name), slices
+                    moves = (Move(slices, target, target.keyed_axes),)
             self._count[origin] = self._count.get(origin, 0) + 1
             result = f"{origin}:{self._count[origin]}"
             self._results[key] = result
             self.layouts[result] = target
             itemsizes = info.dtype.itemsize, info.grad_itemsize
             self.steps.append(
-                Conversion(name, origin, result, source, target, moves, info.requires_grad, *itemsizes, op)
+                Conversion(name, origin, result, source, target, moves, info.requires_grad, *itemsizes, op, ways)
             )
         return self._results[key]
 

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 from shardwise.errors import ShardwiseError
 from shardwise.graph.batch import batch_size
 from shardwise.graph.ir import Graph, Op
-from shardwise.layouts.choice import INVARIANT, Choices, ShardPosition, Where, layout_of
+from shardwise.layouts.choice import BY_KEY, INVARIANT, Choices, ShardPosition, Where, layout_of
 from shardwise.layouts.mesh import Mesh
 from shardwise.programs.propagate import Propagation
 from shardwise.programs.spmd import Choice
@@ -69,8 +69,10 @@ def choose(
 
 def data_axes(mesh: Mesh, fixed: Choices) -> tuple[str, ...]:
     """Return the sub-axes over which the batch is split: axes called dp, data, batch, ddp, fsdp or replica, and those
-    that no strategy mentions."""
-    mentioned = {axis for choices in fixed.values() for axis, choice in choices.items() if choice != INVARIANT}
+    that no strategy mentions, or only for rows that follow keys."""
+    mentioned = {
+        axis for choices in fixed.values() for axis, choice in choices.items() if choice not in (INVARIANT, BY_KEY)
+    }
     named = [name for name, _ in mesh.axes if name in DATA_AXES]
     return tuple(
         axis

@@ -7,6 +7,7 @@ from collections.abc import Container
 from shardwise.errors import UnsplitWarning, warn_user
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.strategy import named_factors
+from shardwise.rules.experts import with_keyed_rows
 from shardwise.rules.rule import OpRule, base_name
 from shardwise.rules.tables import rule_of, whole_rule
 
@@ -23,6 +24,7 @@ def rules_of(graph: Graph, *, known: Container[str] = ()) -> dict[str, OpRule]:
             if op.name not in known:
                 missing.setdefault(str(op.target), op)
         rules[op.name] = rule
+    rules = with_keyed_rows(graph, rules)
     if missing:
         where = {target: ", ".join(filter(None, (op.name, op.source))) for target, op in missing.items()}
         named = ", ".join(f"{target} ({place})" for target, place in where.items())
