@@ -70,6 +70,11 @@ Choices = dict[str, dict[str, AxisChoice]]
 INVARIANT, REPLICATED, BY_KEY = Repeat("I"), Repeat("R"), ByKey()
 
 
+def splits_owners(choice: AxisChoice, rule: OpRule) -> bool:
+    """Return whether a choice splits the owners of keys that rows could follow: gathered rows, or travelling ones."""
+    return rule.keyed is not None and isinstance(choice, Split) and choice.factor == rule.keyed.owned
+
+
 def parse_choice(word: str) -> AxisChoice:
     """``I``, ``R``, ``K``, ``P`` or ``P1`` (the second group), or a factor, which is written in lower case."""
     if word in ("I", "R", "K"):

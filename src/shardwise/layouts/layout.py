@@ -24,12 +24,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import prod
+from math import ceil, prod
 
 from shardwise.errors import LayoutError
 from shardwise.layouts.mesh import Mesh
 
 PARTIAL_KINDS = {"P": "sum", "Pmax": "max", "Pmin": "min", "Pany": "any"}
+
+# Rows on the busiest of the devices that own keys, over the mean. The fullest expert has about half more tokens than
+# the mean where a loss balances them, and .04 more where a bias does (Wang et al., "Auxiliary-loss-free load balancing
+# strategy for mixture-of-experts", 2024); a device has several experts, whose loads partly cancel.
+IMBALANCE = 1.2
 
 
 def keyed(copies: int) -> str:
@@ -37,6 +42,11 @@ def keyed(copies: int) -> str:
     that are depends on data. ``copies``: the keys of a row, neighbours in the vector of keys; a device holds a row as
     often as it owns one of them."""
     return f"K{copies}"
+
+
+def expected_rows(rows: int, owners: int) -> int:
+    """Return the rows that are expected on the busiest of the devices that own their keys."""
+    return min(rows, ceil(rows * IMBALANCE / owners)) if owners > 1 else rows
 
 
 def copies_of(state: object) -> int:
@@ -153,10 +163,10 @@ class Layout:
         """The layout whose devices hold all rows that one of the devices along keyed axes holds."""
         return self.moved(dict.fromkeys(self.keyed_axes, "I"))
 
-    def _balanced(self, rows: int) -> int:
-        """Return the rows of dim 0 on a device if every device along the keyed axes has as many."""
+    def _expected(self, rows: int) -> int:
+        """Return the rows of dim 0 that are expected on the device which owns the keys of most."""
         copies = max((copies_of(state) for _, state in self.states), default=0)
-        return -(-rows * copies // self.mesh.size_of(self.keyed_axes)) if copies else rows
+        return expected_rows(rows * copies, self.mesh.size_of(self.keyed_axes)) if copies else rows
 
     def atom_pieces(self, dim: int, atom: int, coordinates: Mapping[str, int]) -> tuple[int, int]:
         """Return (offset, length) of an atom on the device at ``coordinates``, which holds one range of it."""
@@ -198,15 +208,15 @@ class Layout:
         return tuple(map(tuple, sizes))
 
     def local_shape(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape on a device; of a keyed tensor, whose rows depend on data, if all devices have as many."""
+        """Return the shape on a device; of a keyed tensor, whose rows depend on data, the one expected at most."""
         shape = tuple(prod(sizes) for sizes in self.local_atoms(coordinates))
-        return (self._balanced(shape[0]), *shape[1:]) if self.keyed_axes else shape
+        return (self._expected(shape[0]), *shape[1:]) if self.keyed_axes else shape
 
     @cached_property
     def max_local_numel(self) -> int:
-        """Elements on the device that holds most (of a keyed tensor: if all hold as many)."""
+        """Elements on the device that holds most (of a keyed tensor: that are expected there)."""
         rows = [prod(self.max_rows(d, i) for i in range(len(dim))) for d, dim in enumerate(self.dims)]
-        return prod([self._balanced(rows[0]), *rows[1:]] if self.keyed_axes else rows)
+        return prod([self._expected(rows[0]), *rows[1:]] if self.keyed_axes else rows)
 
     def max_rows(self, dim: int, atom: int) -> int:
         """Return the rows of an atom on the device that holds most."""

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from shardwise.errors import LayoutError
 from shardwise.layouts.choice import ShardPosition, Where, layout_of, where_of
 from shardwise.layouts.conversions import CELLS, COLLECTIVES, KEYED_CELL, Move
-from shardwise.layouts.layout import Layout, copies_of
+from shardwise.layouts.layout import Layout, copies_of, expected_rows
 from shardwise.layouts.mesh import Mesh
 
 Floats = NDArray[np.float64]
@@ -133,8 +133,17 @@ class Routes:
         if not self.positions:
             return np.full(len(split), whole, dtype=np.int64)
         sizes = np.array(self.sizes, dtype=np.int64)
-        rows: Ints = (-(-sizes // split)).prod(axis=1) * (whole // prod(self.sizes))
-        return np.where(owners > 1, -(-rows * copies_of(self.tensor.keyed or "I") // owners), rows)
+        parts: Ints = -(-sizes // split)
+        rest = whole // prod(self.sizes)  # atoms of one row
+        if not self.tensor.keyed:
+            return parts.prod(axis=1) * rest
+        of_rows = np.array([dim == 0 for dim, _ in self.positions])
+        rows, columns = parts[:, of_rows].prod(axis=1), parts[:, ~of_rows].prod(axis=1) * rest
+        copies = copies_of(self.tensor.keyed)
+        held = [
+            expected_rows(r * copies, n) if n > 1 else r for r, n in zip(rows.tolist(), owners.tolist(), strict=True)
+        ]
+        return columns * np.array(held, dtype=np.int64)
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 

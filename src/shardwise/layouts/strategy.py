@@ -3,7 +3,8 @@
 ``"m@dp n@tp"`` splits factor m over axis dp and n over tp. An axis that is assigned to no factor makes every device
 along it repeat the work (``I``, the default), or repeat it for consumers that do different work (``R@tp``), or passes a
 partial sum through an operator that is linear in it (``P@tp``; ``P1@tp`` for the second group of operands it is linear
-in), or has the rows whose keys it owns (``K@ep``: tokens go to their experts). ``"v@tp{10,20,30,4}"`` gives the devices along tp so many indices of v each, instead of equally many.
+in), or gives a device the rows whose keys it owns (``K@ep``: tokens go to their experts). ``"v@tp{10,20,30,4}"`` gives
+the devices along tp so many indices of v each, instead of equally many.
 """
 
 from __future__ import annotations
@@ -153,12 +154,12 @@ def check_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
             raise LayoutError(f"mesh axis {axis} is used twice")
         if isinstance(choice, PassSum) and choice.group >= len(rule.linear):
             raise LayoutError(f"a partial sum cannot pass through {rule}: not linear ({choice}@{axis})")
-        if isinstance(choice, ByKey) and rule.keyed is None:
-            raise LayoutError(f"rows cannot follow keys through {rule} (K@{axis})")
-        if isinstance(choice, ByKey) and rule.keyed is not None and strategy.axes_of.get(rule.keyed.owned or ""):
-            raise LayoutError(
-                f"rows cannot follow keys whose owners differ: factor {rule.keyed.owned} is split (K@{axis})"
-            )
+        if isinstance(choice, ByKey):
+            if rule.keyed is None:
+                raise LayoutError(f"rows cannot follow keys through {rule} (K@{axis})")
+            if strategy.axes_of.get(rule.keyed.owned or ""):
+                what = f"factor {rule.keyed.owned} is split over another axis"
+                raise LayoutError(f"rows cannot follow keys through {rule} (K@{axis}): {what}")
     lowers = any(factors[name].kind == "lowered" for name, axes in strategy.factors if axes)
     for name, lengths in strategy.cuts:
         if name not in factors:

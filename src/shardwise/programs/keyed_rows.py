@@ -68,7 +68,8 @@ class KeyedRowsWriter:
             pass
         producer = graph.producer.get(origin)
         raise LayoutError(
-            f"the {rows:,} rows of {origin} cannot go to the devices along {mesh.format_axes(axes)} that own their keys",
+            f"the {rows:,} rows of {origin} cannot follow their keys over {mesh.format_axes(axes)}: "
+            f"{devices} devices do not divide them",
             op=producer.name if producer else "",
             source=producer.source if producer else "",
             fix=f"a number of tokens that {devices} devices divide, or experts split without their tokens (e@ instead "

@@ -36,8 +36,8 @@ class LocalMove:
 
     ``sends_memory``: the messages of ``pack`` are equal, consecutive parts of the tensor's memory; ``receives_memory``:
     the received ones are consecutive parts of the result, of shape ``shape``. Most moves of a leading dim are such and
-    need no copy. ``with_own``: ``unpack`` takes the rank's own tensor as its last argument. ``rows``: of a row_exchange,
-    what packs and unpacks instead.
+    need no copy. ``with_own``: ``unpack`` takes the rank's own tensor as its last argument. ``rows``: what packs and
+    unpacks instead, of a row_exchange.
     """
 
     kind: Kind | None
@@ -61,8 +61,9 @@ class LocalMove:
 class RowExchange:
     """Rows that go to the owners of their keys (``outward``), or return from there.
 
-    ``ways``: the positions of a rank's keys in the order in which their rows are sent, and how many rows it sends to and
-    receives from every member (``programs.keyed_rows``). ``copies``: the keys of a row; cotangents of its copies add up.
+    ``ways``: the positions of a rank's keys in the order in which their rows are sent, and how many rows it sends to
+    and receives from every member (``programs.keyed_rows``). ``copies``: the keys of a row; cotangents of its copies
+    add up.
     """
 
     outward: bool

@@ -15,8 +15,8 @@ import torch
 
 from shardwise.errors import LayoutError
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Value, refs
-from shardwise.layouts.conversions import Collective, Move
 from shardwise.layouts.choice import BY_KEY
+from shardwise.layouts.conversions import Collective, Move
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import redistribute

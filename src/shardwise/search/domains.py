@@ -25,8 +25,18 @@ from shardwise.costs.pricing import overlap_windows
 from shardwise.costs.routing import Router
 from shardwise.costs.saved_for_backward import saved_for_backward
 from shardwise.graph.ir import Arg, Graph, Op, Value, map_refs
-from shardwise.layouts.choice import BY_KEY, INVARIANT, REPLICATED, AxisChoice, PassSum, ShardPositions, Split, Where
-from shardwise.layouts.layout import copies_of
+from shardwise.layouts.choice import (
+    BY_KEY,
+    INVARIANT,
+    REPLICATED,
+    AxisChoice,
+    PassSum,
+    ShardPositions,
+    Split,
+    Where,
+    splits_owners,
+)
+from shardwise.layouts.layout import IMBALANCE, copies_of
 from shardwise.layouts.routes import SHARDED, STATES, Axes, Floats, Ints, Routes
 from shardwise.layouts.strategy import Strategy
 from shardwise.rules.atoms import Factored
@@ -232,11 +242,17 @@ class Domains:
             return domain
         narrow = (key, tuple(sorted(fixed.items(), key=lambda item: item[0])))
         if narrow not in self._domains:
+            rule = self.rules[op.name]
             fixed_choices = [{fixed[part] for part in group if part in fixed} for group in self.axes.groups]
             kept = [
                 i
                 for i, choices in enumerate(domain.choices)
-                if all(not want or want == {choice} for want, choice in zip(fixed_choices, choices, strict=True))
+                if all(
+                    not want
+                    or want == {choice}
+                    or (choice == BY_KEY and all(splits_owners(wish, rule) for wish in want))
+                    for want, choice in zip(fixed_choices, choices, strict=True)
+                )
             ]
             self._domains[narrow] = domain.only(np.array(kept, dtype=np.int64))
         return self._domains[narrow]
@@ -391,7 +407,8 @@ class Domains:
             prices[0, i] = self.prices.operator(op, values, outputs, (shapes[0], shapes[1]))
             prices[1, i] = self._kept(op, saved.results, saved.other_bytes, values, outputs, shapes)
             prices[2, i] = self.prices.forward(op, values, outputs, (shapes[0], shapes[1]))
-        compute[plain], kept[plain], forward[plain] = prices[:, back.reshape(-1)]
+        busiest = np.array([IMBALANCE if BY_KEY in parts else 1.0 for parts in choices])
+        compute[plain], kept[plain], forward[plain] = prices[:, back.reshape(-1)] * busiest[plain]
         for i in np.flatnonzero(~plain).tolist():
             fragment = self.fragments(op, rule, strategy_of(choices[i], self.axes))
             compute[i], exposed[i], kept[i] = fragment.compute, fragment.exposed, fragment.kept_bytes

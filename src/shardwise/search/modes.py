@@ -15,7 +15,16 @@ from typing import Literal, get_args
 from shardwise.errors import ShardwiseError
 from shardwise.graph.batch import batch_size
 from shardwise.graph.ir import Graph, Op
-from shardwise.layouts.choice import BY_KEY, INVARIANT, Choices, ShardPosition, Where, layout_of
+from shardwise.layouts.choice import (
+    BY_KEY,
+    INVARIANT,
+    AxisChoice,
+    Choices,
+    ShardPosition,
+    Where,
+    layout_of,
+    splits_owners,
+)
 from shardwise.layouts.mesh import Mesh
 from shardwise.programs.propagate import Propagation
 from shardwise.programs.spmd import Choice
@@ -51,6 +60,7 @@ def choose(
     if mode in ("stand_alone", "data_parallel"):
         axes = mesh.sub_axes if mode == "data_parallel" else ()
         return _complete(graph, factored, mesh, {}, axes, storage, frozenset(), movable=False)
+    fixed = _travelling(factored, mesh, fixed)
     axes = data_axes(mesh, fixed)
     if mode == "auto":
         return _complete(graph, factored, mesh, fixed, axes, storage, frozenset(), movable=True)
@@ -65,6 +75,17 @@ def choose(
         merged[op.name] = {axis: by_default.get(axis, INVARIANT) for axis in mesh.sub_axes}
         closed |= {(op.name, axis) for axis in mesh.sub_axes}
     return _complete(graph, factored, mesh, merged, axes, storage, frozenset(closed), movable=True)
+
+
+def _travelling(factored: Factored, mesh: Mesh, fixed: Choices) -> Choices:
+    """Return the choices with rows that follow their keys, where owners of keys are split and the rows can be."""
+
+    def choice_of(op: str, choice: AxisChoice) -> AxisChoice:
+        rule = factored.rules[op]
+        sizes = [rule.factor(name).size for name in rule.results[0][0]] if splits_owners(choice, rule) else []
+        return BY_KEY if any(size % mesh.num_devices == 0 for size in sizes) else choice
+
+    return {op: {axis: choice_of(op, choice) for axis, choice in choices.items()} for op, choices in fixed.items()}
 
 
 def data_axes(mesh: Mesh, fixed: Choices) -> tuple[str, ...]:
