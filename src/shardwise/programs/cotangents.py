@@ -40,9 +40,11 @@ class Cotangents:
         self.names[value] = total
         into.append(Compute(aten.add.Tensor, args, (), (total,), ((),), (form,), (None,), origin))
 
-    def zeros(self, name: str, like: Form, origin: Origin, into: list[Instruction]) -> str:
-        """Append to ``into`` a cotangent of zeros with this name, and return the name."""
+    def zeros(self, name: str, like: Form, origin: Origin, into: list[Instruction], value: str = "") -> str:
+        """Append to ``into`` a cotangent of zeros with this name, and return the name. ``value``: one that has its
+        size, if that is known in the step only."""
         form = self.forms[name] = Form.contiguous(like.shape, like.dtype)
-        kwargs = (("dtype", form.dtype), ("device", None))
-        into.append(Compute(aten.zeros.default, (form.shape,), kwargs, (name,), ((),), (form,), (None,), origin))
+        target, args = (aten.zeros_like.default, (Ref(value),)) if value else (aten.zeros.default, (form.shape,))
+        kwargs = () if value else (("dtype", form.dtype), ("device", None))
+        into.append(Compute(target, args, kwargs, (name,), ((),), (form,), (None,), origin))
         return name
