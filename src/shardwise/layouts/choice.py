@@ -77,8 +77,9 @@ def splits_owners(choice: AxisChoice, rule: OpRule) -> bool:
 
 def parse_choice(word: str) -> AxisChoice:
     """``I``, ``R``, ``K``, ``P`` or ``P1`` (the second group), or a factor, which is written in lower case."""
-    if word in ("I", "R", "K"):
-        return {"I": INVARIANT, "R": REPLICATED, "K": BY_KEY}[word]
+    states: dict[str, AxisChoice] = {"I": INVARIANT, "R": REPLICATED, "K": BY_KEY}
+    if word in states:
+        return states[word]
     group = re.fullmatch(r"P([0-9]{0,4})", word)
     return PassSum(int(group.group(1) or 0)) if group else Split(word)
 

@@ -126,7 +126,8 @@ class Routes:
     def _owners(self, codes: Ints) -> Ints:
         """[nodes]: the number of devices that own keys, 1 where rows follow none."""
         sizes = np.array(self.axes.sizes, dtype=np.int64)
-        return np.where(codes == self.by_key, sizes, 1).prod(axis=1, dtype=np.int64)
+        owners: Ints = np.where(codes == self.by_key, sizes, 1).prod(axis=1, dtype=np.int64)
+        return owners
 
     def _numel(self, split: Ints, owners: Ints) -> Ints:
         whole = prod(size for atoms in self.tensor.atoms for size in atoms)
@@ -135,15 +136,17 @@ class Routes:
         sizes = np.array(self.sizes, dtype=np.int64)
         parts: Ints = -(-sizes // split)
         rest = whole // prod(self.sizes)  # atoms of one row
+        numel: Ints = parts.prod(axis=1) * rest
         if not self.tensor.keyed:
-            return parts.prod(axis=1) * rest
+            return numel
         of_rows = np.array([dim == 0 for dim, _ in self.positions])
         rows, columns = parts[:, of_rows].prod(axis=1), parts[:, ~of_rows].prod(axis=1) * rest
         copies = copies_of(self.tensor.keyed)
         held = [
             expected_rows(r * copies, n) if n > 1 else r for r, n in zip(rows.tolist(), owners.tolist(), strict=True)
         ]
-        return columns * np.array(held, dtype=np.int64)
+        numel = columns * np.array(held, dtype=np.int64)
+        return numel
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
@@ -308,14 +311,14 @@ class Routes:
         keyed = self.codes == self.by_key
         wanted = np.isin(np.arange(len(self.axes.groups)), chosen)
         nodes = np.flatnonzero((keyed == wanted).all(axis=1))
-        pairs = [(int(node), slices) for node in nodes if (slices := self._slices(int(node), chosen)) is not None]
-        if pairs:
-            rows, slices = (np.array(side, dtype=np.int64) for side in zip(*pairs, strict=True))
-            yield _AxisSteps(chosen, slices, rows)
-            yield _AxisSteps(chosen, rows, slices)
+        slices = np.array([self._slices(int(node), chosen) for node in nodes], dtype=np.int64)
+        if (slices >= 0).any():
+            pair = slices[slices >= 0], nodes[slices >= 0]
+            yield _AxisSteps(chosen, *pair)
+            yield _AxisSteps(chosen, *pair[::-1])
 
-    def _slices(self, node: int, chosen: tuple[int, ...]) -> int | None:
-        """Return the node of the slices of keyed rows; None if no atom of the rows divides evenly."""
+    def _slices(self, node: int, chosen: tuple[int, ...]) -> int:
+        """Return the node of the slices of keyed rows; -1 if no atom of the rows divides evenly."""
         codes = self.codes[node].copy()
         devices = prod(self.axes.sizes[axis] for axis in chosen)
         for position, (dim, _) in enumerate(self.positions):
@@ -324,10 +327,9 @@ class Routes:
             if dim == 0 and self.sizes[position] % (parts * devices) == 0:
                 before = codes[None].copy()
                 codes[list(chosen)] = code
-                if self._is_prefix(before, codes[None], chosen).all():
-                    return int(self.node(codes[None])[0])
-                return None
-        return None
+                fits = self._is_prefix(before, codes[None], chosen).all()
+                return int(self.node(codes[None])[0]) if fits else -1
+        return -1
 
     def _steps_to(self, sources: Ints, chosen: tuple[int, ...], after: tuple[int, ...]) -> tuple[Ints, Ints]:
         """Return the steps that bring ``chosen`` axes to ``after``, from those of ``sources`` where that is one."""

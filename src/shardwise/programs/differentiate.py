@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -459,11 +460,14 @@ class _StepWriter:
             if cotangent is None:  # PyTorch returns no zeros; but all ranks must run the same exchanges
                 name = f"{entry.local.results[0]}'0:{i}"
                 form = self.forms[name] = Form.contiguous(operands[i].shape, operands[i].dtype)
-                target, args = aten.zeros.default, (form.shape,)
-                kwargs = (("dtype", form.dtype), ("device", None))
+                zeros: tuple[Any, Any, Any] = (
+                    aten.zeros.default,
+                    (form.shape,),
+                    (("dtype", form.dtype), ("device", None)),
+                )
                 if self.spmd.layouts[entry.names[i]].keyed_axes:  # of as many rows as there are in the step
-                    target, args, kwargs = aten.zeros_like.default, (Ref(self.resolve(entry.names[i])),), ()
-                into.append(Compute(target, args, kwargs, (name,), ((),), (form,), (None,), why))
+                    zeros = aten.zeros_like.default, (Ref(self.resolve(entry.names[i])),), ()
+                into.append(Compute(*zeros, (name,), ((),), (form,), (None,), why))
             else:
                 name = names[cotangent]
             self._add_cotangent(entry.names[i], name, why, into)

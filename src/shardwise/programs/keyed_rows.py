@@ -131,8 +131,8 @@ class KeyedRowsWriter:
             return graph
         ops: list[Op] = []
         before: dict[str, list[Op]] = {}
-        for op, way in self.added:
-            before.setdefault(op, []).append(way)
+        for consumer, way in self.added:
+            before.setdefault(consumer, []).append(way)
         for op in graph.ops:
             ops += [*before.pop(op.name, ()), op]
         ops += [way for ways in before.values() for way in ways]

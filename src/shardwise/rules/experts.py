@@ -92,7 +92,9 @@ def _is_free_of(op: Op, rule: OpRule, rows: tuple[str, ...], graph: Graph) -> bo
             return (length, *whole[1:]) if dims and dims[0] == rows else whole
 
         sizes = {factor.name: factor.size for factor in rule.factors}
-        pieces = {name: (Piece(size, 0, length if (name,) == rows else size),) for name, size in sizes.items()}
+        pieces: dict[str, tuple[Piece, ...]] = {
+            name: (Piece(size, 0, length if (name,) == rows else size),) for name, size in sizes.items()
+        }
         shapes = [
             tuple(map(shape, names, tensors))
             for names, tensors in ((op.operands, rule.operands), (op.results, rule.results))

@@ -60,7 +60,6 @@ def choose(
     if mode in ("stand_alone", "data_parallel"):
         axes = mesh.sub_axes if mode == "data_parallel" else ()
         return _complete(graph, factored, mesh, {}, axes, storage, frozenset(), movable=False)
-    fixed = _travelling(factored, mesh, fixed)
     axes = data_axes(mesh, fixed)
     if mode == "auto":
         return _complete(graph, factored, mesh, fixed, axes, storage, frozenset(), movable=True)
@@ -77,8 +76,9 @@ def choose(
     return _complete(graph, factored, mesh, merged, axes, storage, frozenset(closed), movable=True)
 
 
-def _travelling(factored: Factored, mesh: Mesh, fixed: Choices) -> Choices:
-    """Return the choices with rows that follow their keys, where owners of keys are split and the rows can be."""
+def with_travelling_rows(factored: Factored, mesh: Mesh, fixed: Choices) -> Choices:
+    """Return the user's choices with rows that travel to the owners of their keys where these are split, if the rows
+    divide: no search prices gathering them instead."""
 
     def choice_of(op: str, choice: AxisChoice) -> AxisChoice:
         rule = factored.rules[op]
