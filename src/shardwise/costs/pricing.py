@@ -24,8 +24,9 @@ from shardwise.layouts.layout import Layout, common_atoms
 from shardwise.layouts.redistribute import redistribute, through_windows
 from shardwise.layouts.routes import Axes, Routes, RouteTensor
 from shardwise.layouts.strategy import Strategy, apply_strategy
+from shardwise.programs.builder import Builder, Choice, gradient_free
 from shardwise.programs.lower import PlacedOp, lower
-from shardwise.programs.spmd import Builder, Choice, SpmdProgram, conversions_of, gradient_free
+from shardwise.programs.spmd import SpmdProgram, conversions_of
 from shardwise.programs.spmd_steps import Conversion, OpStep
 from shardwise.rules.rule import OpRule
 

@@ -306,7 +306,7 @@ class Routes:
                             yield _AxisSteps(chosen, begins, targets)
 
     def _keyed_steps(self, chosen: tuple[int, ...]) -> Iterator[_AxisSteps]:
-        """Yield the steps between keyed rows and the slices from which they come (``programs.keyed_rows``), with all
+        """Yield the steps between keyed rows and the slices from which they come (``programs.builder``), with all
         keyed axes at once."""
         keyed = self.codes == self.by_key
         wanted = np.isin(np.arange(len(self.axes.groups)), chosen)

@@ -62,7 +62,7 @@ class RowExchange:
     """Rows that go to the owners of their keys (``outward``), or return from there.
 
     ``ways``: the positions of a rank's keys in the order in which their rows are sent, and how many rows it sends to
-    and receives from every member (``programs.keyed_rows``). ``copies``: the keys of a row; cotangents of its copies
+    and receives from every member (``programs.builder``). ``copies``: the keys of a row; cotangents of its copies
     add up.
     """
 

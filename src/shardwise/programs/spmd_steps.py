@@ -16,7 +16,7 @@ class Conversion:
 
     ``origin``: the value of the graph (``value`` itself, unless that is a conversion's result); ``op``: the consumer
     that first needs it; ``itemsize``, ``grad_itemsize``: bytes of an element in messages, forward and backward.
-    ``ways``: of a conversion of keyed rows, the values that say which rows go where (``programs.keyed_rows``).
+    ``ways``: of a conversion of keyed rows, the values that say which rows go where (``programs.builder``).
     """
 
     value: str

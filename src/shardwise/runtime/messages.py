@@ -111,16 +111,20 @@ class CollectiveMessage:
         """
         self.ranks.launched = self.number = self.ranks.launched + 1
         with self._explained(waits=wait):
-            blocks = wait and not self.is_gloos
-            sent = [
-                parcel.launch([tensors[i] for i in positions], blocks)
-                for parcel, positions in zip(self.parcels, self.together, strict=True)
-            ]
-            self.ranks.note(self.kind, self.axes, sum(num_bytes for *_, num_bytes in sent))
-            flights = [] if blocks else [flight for _, flight, _ in sent]
+            buffers, flights, num_bytes = self._start(tensors, wait and not self.is_gloos)
+            self.ranks.note(self.kind, self.axes, num_bytes)
             for flight in flights if wait else ():
                 flight.wait()
-        return [buffer for buffer, *_ in sent], [] if wait else flights
+        return buffers, [] if wait else flights
+
+    def _start(self, tensors: Sequence[torch.Tensor], blocks: bool) -> tuple[list[torch.Tensor], list[InFlight], int]:
+        """Start the collective: return (what ``land`` takes, the handles that are left to wait for, its bytes)."""
+        sent = [
+            parcel.launch([tensors[i] for i in positions], blocks)
+            for parcel, positions in zip(self.parcels, self.together, strict=True)
+        ]
+        flights = [] if blocks else [flight for _, flight, _ in sent]
+        return [buffer for buffer, *_ in sent], flights, sum(num_bytes for *_, num_bytes in sent)
 
     def finish(self, flights: Sequence[InFlight]) -> None:
         """Wait for a collective. Raises the same errors as ``launch``."""
@@ -159,17 +163,16 @@ class RowExchangeMessage(CollectiveMessage):
         super().__init__((move,), ranks, purpose, ())
         self.rows = rows
 
-    def _launch(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[list[torch.Tensor], list[InFlight]]:
+    def _start(self, tensors: Sequence[torch.Tensor], blocks: bool) -> tuple[list[torch.Tensor], list[InFlight], int]:
         tensor, *ways = tensors
         sends, receives = self.rows.counts(ways)
         packed = self.rows.pack(tensor, ways)
         sent = _wire(packed)
         received = sent.new_empty(sum(receives), *sent.shape[1:])
         group = self.ranks.group(self.axes)
-        work = dist.all_to_all_single(received, sent, receives, sends, group=group, async_op=not wait)
-        self.ranks.note(self.kind, self.axes, self.purpose.num_bytes(self.kind, self.axes))
-        flights = [] if wait else [InFlight(work, sent, self.is_gloos)]
-        return [received.view(packed.dtype), *ways], flights
+        work = dist.all_to_all_single(received, sent, receives, sends, group=group, async_op=not blocks)
+        flights = [] if blocks else [InFlight(work, sent, self.is_gloos)]
+        return [received.view(packed.dtype), *ways], flights, self.purpose.num_bytes(self.kind, self.axes)
 
     def land(self, buffers: list[torch.Tensor], this_rank: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """Return the result from the rows that arrived. ``buffers``: these, and the ways."""

@@ -19,7 +19,7 @@ from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, apply_strategy, check_strategy, parse_cuts
 from shardwise.layouts.text import parse_layout
-from shardwise.programs.spmd import Choice
+from shardwise.programs.builder import Choice
 from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule
 from shardwise.search.modes import choose, with_travelling_rows

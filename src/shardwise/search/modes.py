@@ -26,8 +26,8 @@ from shardwise.layouts.choice import (
     splits_owners,
 )
 from shardwise.layouts.mesh import Mesh
+from shardwise.programs.builder import Choice
 from shardwise.programs.propagate import Propagation
-from shardwise.programs.spmd import Choice
 from shardwise.rules.atoms import Factored
 
 Mode = Literal["auto", "semi_auto", "data_parallel", "stand_alone"]
