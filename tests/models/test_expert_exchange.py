@@ -138,7 +138,7 @@ def test_a_layout_of_keyed_rows_is_a_text() -> None:
         layout = parse_layout(text, CUBE)
         assert str(layout) == text
         assert layout.dual == parse_layout(text.replace(" replicated(dp)", " partial(sum@dp)"), CUBE)
-    with raises(sw.errors.NotationError):
+    with raises(sw.errors.NotationError, "x@ep"):
         parse_layout("[64, 32] keyed(x@ep)", CUBE)
 
 
