@@ -15,7 +15,7 @@ from shardwise.errors import CollectiveError, OutOfDeviceMemoryError, ShardwiseE
 from shardwise.graph.ir import Graph
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_layout
-from shardwise.plans.printing import format_bytes
+from shardwise.plans.quantities import format_bytes
 from shardwise.programs.moves import LocalMove
 from shardwise.programs.spmd_steps import Conversion
 from shardwise.runtime.collective_tracker import trail

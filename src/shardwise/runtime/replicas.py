@@ -136,9 +136,11 @@ Instrumented = tuple[fx.GraphModule, tuple[Subject, ...], Tensor]
 
 class ReplicaCheck:
     """The check of one module in every ``every``-th training call, starting with the first. ``part``: the part of the
-    module, for messages; ``stages``: the checks of this rank's stages, by number."""
+    module, for messages; ``stages``: the checks of this rank's stages, by number; ``difference``: what one of several
+    stages found first, as (message, differing ranks)."""
 
     part = ""
+    difference: tuple[str, list[int]] | None = None
     stages: Mapping[int, ReplicaCheck]
 
     def __init__(self, every: int, ranks: Communicator, device: torch.device) -> None:
@@ -269,12 +271,11 @@ class ReplicaCheck:
 
 
 class StageCheck(ReplicaCheck):
-    """The check of a stage. ``difference``: the first difference as (message, differing ranks)."""
+    """The check of one of several stages."""
 
     def __init__(self, ranks: Communicator, number: int, device: torch.device) -> None:
         super().__init__(1, ranks, device)
         self.part = f" of stage {number}"
-        self.difference: tuple[str, list[int]] | None = None
 
     def _differs(self, message: str, differing: list[int]) -> None:
         self.difference = self.difference or (message, differing)

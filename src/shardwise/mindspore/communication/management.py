@@ -71,8 +71,10 @@ def release() -> None:
     GlobalComm.INITED = False
 
 
-def find_group(group: str = HCCL_WORLD_COMM_GROUP) -> rank_groups.RankGroup:
-    """Return a group by its name. Raises TypeError or ValueError if there is none, RuntimeError before ``init``."""
+def find_group(group: str | None = None) -> rank_groups.RankGroup:
+    """Return a group by its name, or all ranks. Raises TypeError or ValueError if there is none, RuntimeError before
+    ``init``."""
+    group = GlobalComm.WORLD_COMM_GROUP if group is None else group
     of_type("the group", group, str, "give the name of a group, made by create_group(name, rank_ids)")
     if group in WORLD_GROUPS.values():
         if ranks.world_size() > 1 and not dist.is_initialized():
