@@ -60,7 +60,6 @@ class VirtualCluster:
             self._exchange(exchanges, values, flights)
 
     def _alone(self, instruction: Instruction, rank: int, values: Values, flight: dict[str, list[Tensor]]) -> None:
-        """Run an instruction that needs no other rank."""
         if isinstance(instruction, Compute):
             compute(instruction, values)
         elif isinstance(instruction, Arrive):
@@ -228,10 +227,9 @@ def _check_same(at: Sequence[Convert | Depart | None]) -> None:
     ]
     if len(set(described)) > 1:
         other = next(rank for rank, text in enumerate(described) if text != described[0])
-        raise ShardwiseError(
-            f"ranks reach different exchanges: rank 0 {described[0]}, rank {other} {described[other]}",
-            fix="the programs of the ranks differ in more than sizes: this is a bug of shardwise, please report it",
-        )
+        what = f"ranks reach different exchanges: rank 0 {described[0]}, rank {other} {described[other]}"
+        fix = "the programs of the ranks differ in more than sizes: this is a bug of shardwise, please report it"
+        raise ShardwiseError(what, fix=fix)
 
 
 def _spoil(tensor: Tensor) -> None:

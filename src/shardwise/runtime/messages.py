@@ -45,7 +45,6 @@ class Purpose:
 
     @property
     def largest(self) -> Conversion:
-        """Return the conversion of the largest tensor."""
         return max(self.conversions, key=lambda conversion: prod(conversion.target.shape) * conversion.itemsize)
 
     def operator(self, conversion: Conversion) -> tuple[str, str]:
