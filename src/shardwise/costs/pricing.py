@@ -21,7 +21,7 @@ from shardwise.costs.saved_for_backward import numbered_call
 from shardwise.graph.ir import Graph, Op, Value
 from shardwise.layouts.conversions import Collective
 from shardwise.layouts.layout import Layout
-from shardwise.programs.spmd import SpmdProgram, conversions_of
+from shardwise.programs.spmd import SpmdProgram
 from shardwise.programs.spmd_steps import Conversion, OpStep
 
 
@@ -81,7 +81,7 @@ def price_program(
             if step.placed.op.name in spmd.lifetimes.operators:
                 compute += prices.forward(*priced_call(step, graph))
             continue
-        for conversion in conversions_of(step):
+        for conversion in step.conversions:
             origin = conversion.origin
             if not conversion.op and origin != graph.loss and origin not in written:
                 continue

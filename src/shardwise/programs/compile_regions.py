@@ -119,8 +119,7 @@ def _content(instruction: Instruction) -> object:
     """Return a key for what an instruction does, without names."""
     forms: tuple[Form, ...] = instruction.forms
     if isinstance(instruction, Compute):
-        call, _ = numbered(instruction.target, instruction.args, instruction.kwargs)
-        return typed_key(call), instruction.places, forms
+        return typed_key(numbered(instruction)[0]), instruction.places, forms
     if isinstance(instruction, (Copy, Land)):
         return type(instruction), getattr(instruction, "to", None), forms
     ways = tuple((c.source, c.target, c.moves, c.itemsize, c.grad_itemsize) for c in instruction.conversions)

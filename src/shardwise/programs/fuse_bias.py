@@ -13,7 +13,6 @@ import torch
 from shardwise.graph.ir import Arg, Ref, refs
 from shardwise.programs.buckets import Bucket
 from shardwise.programs.program import LocalOp, LocalProgram
-from shardwise.programs.spmd import conversions_of
 from shardwise.programs.spmd_steps import Conversion
 
 aten = torch.ops.aten
@@ -61,12 +60,7 @@ def _same_dtype(program: LocalProgram, first: str, second: str) -> bool:
 
 def _uses(program: LocalProgram) -> Counter[str]:
     """Count the uses of every value. Being a result of the program is a use."""
-    uses: Counter[str] = Counter()
-    for instruction in program.instructions:
-        if isinstance(instruction, LocalOp):
-            uses.update(refs((instruction.call.args, instruction.call.kwargs)))
-        else:
-            uses.update(conversion.value for conversion in conversions_of(instruction))
+    uses = Counter(name for instruction in program.instructions for name in instruction.operands)
     spmd = program.spmd
     uses.update([*refs(spmd.outputs), *([spmd.loss] if spmd.loss else []), *(value for _, value in spmd.mutations)])
     return uses

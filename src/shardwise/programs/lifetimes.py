@@ -31,8 +31,7 @@ from shardwise.programs.instructions import (
     with_results,
 )
 from shardwise.programs.opaque import Record
-from shardwise.programs.pass_list import with_saved
-from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.rank_program import RankProgram, with_saved
 from shardwise.programs.spmd import SpmdProgram
 
 AGAIN = "^"  # name suffix of recomputed values

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import ClassVar
 
-from shardwise.graph.ir import rename_operands
+from shardwise.graph.ir import refs, rename_operands
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, piece_of
@@ -25,6 +26,11 @@ class LocalOp:
     source: str
     call: LocalOpCall
     results: tuple[str, ...]
+    conversions: ClassVar[tuple[Conversion, ...]] = ()
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return tuple(refs((self.call.args, self.call.kwargs)))
 
 
 @dataclass(frozen=True)

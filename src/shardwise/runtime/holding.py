@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, warn_user
-from shardwise.graph.shared_memory import check_memory
+from shardwise.graph.module_checks import check_memory
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.plans.plan import Plan

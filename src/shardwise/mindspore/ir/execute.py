@@ -22,7 +22,6 @@ from shardwise.mindspore.library import (
     OverlapPart,
     Ref,
     SpmdProgram,
-    conversions_of,
     local_move,
 )
 
@@ -58,7 +57,7 @@ class Execution:
 
     def _convert(self, step: Conversion | Bucket) -> None:
         """Print one line per message and per local step that changes anything."""
-        conversions = conversions_of(step)
+        conversions = step.conversions
         fusion = 0
         if isinstance(step, Bucket):
             self._buckets += 1
