@@ -24,7 +24,7 @@ from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.bind import program_of
 from shardwise.plans.plan import Plan
-from shardwise.plans.printing import format_bytes
+from shardwise.plans.quantities import format_bytes
 from shardwise.programs.spmd import SpmdProgram
 from shardwise.programs.spmd_steps import OpStep
 from shardwise.rules.rule import base_name
