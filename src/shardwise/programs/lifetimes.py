@@ -56,8 +56,7 @@ def repeated(program: RankProgram) -> tuple[frozenset[str], frozenset[str]]:
             continue
         if isinstance(instruction, Compute):
             operators.add(instruction.origin.op)
-        elif isinstance(instruction, (Convert, Arrive)):
-            conversions.update(conversion.result for conversion in instruction.conversions)
+        conversions.update(conversion.result for conversion in instruction.conversions)
     return frozenset(operators), frozenset(conversions)
 
 
