@@ -68,8 +68,7 @@ class StateSnapshot:
 
     def registered(self, places: Iterable[str], after: StateSnapshot) -> tuple[str, ...]:
         """Return the places that describe parameters, whether they are trained, buffers, or backward hooks."""
-        both = ((p, (self.leaves.get(p), after.leaves.get(p))) for p in places)
-        return tuple(p for p, keys in both if any(isinstance(key, Registered) for key in keys))
+        return tuple(p for p in places if any(isinstance(s.leaves.get(p), Registered) for s in (self, after)))
 
     def described(self, places: Iterable[str], after: StateSnapshot) -> str:
         """Describe changes, as in ``calls (0 -> 1), cache (None -> a tensor)``."""
