@@ -237,7 +237,6 @@ def test_a_file_that_may_not_be_written_is_refused_before_any_work_and_a_full_di
     assert "no permission to write other.json" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("_without_suggestions")
 def test_a_number_of_devices_has_the_memory_it_takes_as_in_python(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

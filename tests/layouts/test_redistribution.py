@@ -13,7 +13,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from layouts.classical import classical_view
 from layouts.independent_search import SENT, Dims, Search
 from layouts.optimality import compare, compare_divided, pairs_of_divided, peak_of, plain, price_of
 from layouts.placing import convert, scatter, worst_difference
@@ -142,7 +141,6 @@ def test_the_independent_search_finds_what_is_known() -> None:
 
 
 def pairs_of_plain(mesh: Mesh, dims: Dims, every: int) -> Pairs:
-    """One pair in so many, of all."""
     layouts = layouts_of(Search(mesh, dims))
     pairs = ((source, target) for source in layouts for target in layouts)
     return (pair for number, pair in enumerate(pairs) if number % every == 0)
@@ -266,38 +264,15 @@ def layouts_without_summands(mesh: Mesh) -> list[Layout]:
 
 def test_a_matrix_on_two_devices_has_three_layouts() -> None:
     """Document 002: split by rows, split by columns, repeated."""
-    found = {str(layout): str(classical_view(layout)) for layout in layouts_without_summands(Mesh(d=2))}
-    print("\n".join(f"{layout}: {view}" for layout, view in found.items()))
-    assert found == {
-        "[8@d, 8]": "device matrix (2,), tensor map (0, -1)",
-        "[8, 8@d]": "device matrix (2,), tensor map (-1, 0)",
-        "[8, 8]": "device matrix (2,), tensor map (-1, -1)",
-    }
+    assert {*map(str, layouts_without_summands(Mesh(d=2)))} == {"[8@d, 8]", "[8, 8@d]", "[8, 8]"}
 
 
 def test_a_matrix_on_two_by_two_devices_has_four_kinds_of_layouts() -> None:
     """Document 002: split by rows and columns, repeated, split by rows and repeated, split by columns and repeated.
 
-    With the order of devices these are seven tensor maps on the device matrix (2, 2). Splitting one dim over all four
-    devices is the device matrix (4,), or (2, 2) with two entries for one dim where the order of devices is turned."""
-    kinds: dict[str, list[str]] = {}
+    With the order of devices these are seven, and four more split one dim over all four devices."""
+    kinds: dict[tuple[int, ...], int] = {}
     for layout in layouts_without_summands(FOUR):
         splits = tuple(FOUR.size_of(axis for atom in dim for axis in atom.axes) for dim in layout.dims)
-        kind = {(2, 2): "rows and columns", (1, 1): "repeated", (2, 1): "rows, repeated", (1, 2): "columns, repeated"}
-        view = classical_view(layout)
-        kinds.setdefault(kind.get(splits, "four parts of one dim"), []).append(
-            f"{view.device_matrix} {view.tensor_map}"
-        )
-    print("\n".join(f"{kind}: {', '.join(views)}" for kind, views in kinds.items()))
-    assert {kind: sorted(views) for kind, views in kinds.items()} == {
-        "rows and columns": ["(2, 2) (0, 1)", "(2, 2) (1, 0)"],
-        "repeated": ["(4,) (-1, -1)"],
-        "rows, repeated": ["(2, 2) (0, -1)", "(2, 2) (1, -1)"],
-        "columns, repeated": ["(2, 2) (-1, 0)", "(2, 2) (-1, 1)"],
-        "four parts of one dim": [
-            "(2, 2) ((0, 1), -1)",
-            "(2, 2) (-1, (0, 1))",
-            "(4,) (-1, 0)",
-            "(4,) (0, -1)",
-        ],
-    }
+        kinds[splits] = kinds.get(splits, 0) + 1
+    assert kinds == {(2, 2): 2, (1, 1): 1, (2, 1): 2, (1, 2): 2, (4, 1): 2, (1, 4): 2}

@@ -45,8 +45,6 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks that hold many activations for few weights."""
-
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(Block(32) for _ in range(4))
@@ -84,7 +82,6 @@ def test_plans_for_less_and_less_memory_make_more_again_and_state_a_gap_that_hol
         assert own.num_bytes <= own.peak_bytes
 
 
-@pytest.mark.usefixtures("_without_suggestions")
 def test_what_no_setting_makes_fit_is_refused_with_the_least() -> None:
     with raises(sw.errors.NothingFits, section="nothing-fits", facts=["needed", "largest", "least", "fixes"]):
         plan(1e5)

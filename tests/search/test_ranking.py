@@ -183,7 +183,6 @@ def test_candidates_keep_to_the_limit_of_memory() -> None:
 
 
 def verdict(search: MeshSearch, assignment: list[int], seconds: float, peak_bytes: int) -> SimulatedCandidate:
-    """A candidate whose simulation is made up."""
     peak = Peak(peak_bytes, "forward", "/x", {"parameters": peak_bytes})
     step: Any = SimpleNamespace(seconds=seconds)
     nothing: Any = None
@@ -244,7 +243,6 @@ def test_very_large_graphs_are_not_simulated(monkeypatch: pytest.MonkeyPatch) ->
 # ---------------------------------------------------------------------------------------------------- limits of memory
 
 
-@pytest.mark.usefixtures("_without_suggestions")
 def test_a_plan_whose_peak_does_not_fit_is_refused_with_the_peak() -> None:
     with torch.device("meta"):
         model, inputs = Chain(), (torch.empty(64, 256),)
@@ -258,7 +256,6 @@ LEAST = 2**20  # bytes: a quarter of weights, gradients and states, and what an 
 
 
 # From far too little to a little less than the least: the search refuses the first limits, the simulated peak the last.
-@pytest.mark.usefixtures("_without_suggestions")
 @pytest.mark.parametrize(
     ("share", "search"),
     [

@@ -64,7 +64,12 @@ class ClosureGuards:
             for name, value in vars(owner).items()
             if name in code.names and name not in OF_TORCH and not is_constant(value) and _is_settings(value)
         }
-        return ClosureGuards(_names_of(code), lambda reader: [reader.read(name, v) for name, v in settings.items()])
+
+        def read(reader: _GuardReader) -> None:
+            for name, value in settings.items():
+                reader.read(name, value)
+
+        return ClosureGuards(_names_of(code), read)
 
     def note(self) -> None:
         """Take the present values as the expected ones."""

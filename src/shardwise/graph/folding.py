@@ -8,9 +8,9 @@ equal ones, so they are known from programs of two and of three blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 from shardwise.graph.ir import Graph, Op, Ref, map_operands, map_refs, refs
@@ -85,7 +85,7 @@ class Folding:
             if None in named.values():
                 return None
             if named:
-                ops[position] = map_operands(op, lambda name, named=named: Ref(named.get(name) or name))
+                ops[position] = map_operands(op, partial(_renamed, named))
         return replace(
             graph,
             values=tuple(value for value in graph.values if value.name not in gone),
@@ -104,6 +104,10 @@ class Folding:
         if not is_next or before in removed or name not in self.blocks[number].made:
             return None
         return self.blocks[before].made[self.blocks[number].made.index(name)]
+
+
+def _renamed(names: Mapping[str, str | None], name: str) -> Ref:
+    return Ref(names.get(name) or name)
 
 
 def _block(graph: Graph, path: str, ops: Sequence[Op]) -> GraphBlock:

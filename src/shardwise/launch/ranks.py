@@ -178,7 +178,7 @@ def _agree(place: RankEnvironment, store: Store, timeout: timedelta, gpu: str) -
             where, who = ":".join(map(str, place.master)), f"{name_ranks(missing)} of {place.world_size}"
             what = f"{who} did not come to {where} within {timeout.total_seconds():g} seconds"
             fix = "see why in their output: they were not started, have ended, or do not reach that address"
-            verdict = problem(what, fix=fix)
+            verdict = str(problem(what, fix=fix))
         else:
             verdict = _difference(store.multi_get(list(keys.values())))
         store.set(_VERDICT, verdict)

@@ -301,8 +301,8 @@ class _StepWriter:
                 )
             ]
         names = self._forward_names(entry)
-        kept = needed_kernels(kind.kernels, {*kind.results, *entry.backward.needs})
-        return [self._compute(kernel, names, origin) for kernel in kept]
+        needed = needed_kernels(kind.kernels, {*kind.results, *entry.backward.needs})
+        return [self._compute(kernel, names, origin) for kernel in needed]
 
     def _forward_names(self, entry: _LocalCall) -> dict[str, str]:
         """Map the forward names of the call's trace (``programs.vjp``) to names of the program."""

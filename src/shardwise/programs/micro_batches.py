@@ -187,8 +187,8 @@ class _MicroBatchWriter:
         sources = (*graph.sources, *(Source(value.name, "constant", (value.name,)) for value in of_step))
         order = [s.value for s in sources] + [name for op in self.ops for name in op.results]
         values = tuple(self.values[name] for name in order)
-        ends = {"outputs": (Ref(loss),), "loss": loss, "cotangents": None}
-        return eliminate_dead_code(replace(graph, values=values, sources=sources, ops=tuple(self.ops), **ends))
+        of_pass = replace(graph, values=values, sources=sources, ops=tuple(self.ops), cotangents=None)
+        return eliminate_dead_code(replace(of_pass, outputs=(Ref(loss),), loss=loss))
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -135,6 +135,11 @@ def _described(term: Term) -> str:
     return f"{where}: " + "; ".join(filter(None, (seconds, num_bytes)))
 
 
+def _term(neighbour: str, components: Iterable[float], messages: tuple[ExplainedMessage, ...]) -> Term:
+    exposed, compute, traffic, num_bytes = map(float, components)
+    return Term(neighbour, exposed, compute, traffic, num_bytes, messages)
+
+
 def explain(search: MeshSearch, name: str) -> Explanation:
     """Explain the choice of an operator or of a parameter's storage. Raises PlanError for an unknown name."""
     cost, assignment = search.cost, search.outcome.assignment
@@ -144,7 +149,7 @@ def explain(search: MeshSearch, name: str) -> Explanation:
     alternatives = []
     for value in range(cost.variables[variable].size):
         terms = tuple(
-            Term(neighbour, *map(float, components[value]), _messages(search, variable, value, other))
+            _term(neighbour, components[value], _messages(search, variable, value, other))
             for other, neighbour, components in local
         )
         alternatives.append(

@@ -158,7 +158,7 @@ _SPECIAL: RuleTable = by_operator(
 )
 
 ELEMENTWISE: RuleTable = (
-    _SPECIAL
+    dict(_SPECIAL)
     | {target: pointwise_rule for name in _NONLINEAR.split() for target in _overloads(name)}
     | {target: _FIRST for name in _LINEAR.split() for target in _overloads(name) if target not in _SPECIAL}
 )

@@ -192,13 +192,13 @@ def agree_on_plan(plan: Plan | str | Path | None) -> Plan:
     broken = [i for i, state in enumerate(states) if state == "failed"]
     if broken:
         raise LaunchError(f"rank {', '.join(map(str, broken))} could not load its plan")
-    if states[0] is None:
+    if (first := states[0]) is None:
         raise LaunchError("rank 0 has no plan", fix="make or load the plan on rank 0; other ranks may pass None")
     others = [i for i, state in enumerate(states) if state not in (None, states[0])]
     if others:
-        shown = ", ".join(f"rank {i} has {states[i][:12]}" for i in others[:4])
+        shown = ", ".join(f"rank {i} has {(states[i] or '')[:12]}" for i in others[:4])
         raise LaunchError(
-            f"ranks disagree on the plan: rank 0 has {states[0][:12]}, {shown}",
+            f"ranks disagree on the plan: rank 0 has {first[:12]}, {shown}",
             fix="plan on rank 0 and pass None elsewhere, or load the same file on every rank",
         )
     if None in states:

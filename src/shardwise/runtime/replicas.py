@@ -133,9 +133,11 @@ Instrumented = tuple[fx.GraphModule, tuple[Subject, ...], Tensor]
 
 class ReplicaCheck:
     """The check of one module in every ``every``-th training call, starting with the first. ``part``: the part of the
-    module, for messages; ``stages``: the checks of this rank's stages, by number."""
+    module, for messages; ``stages``: the checks of this rank's stages, by number; ``difference``: what one of several
+    stages found first, as (message, differing ranks)."""
 
     part = ""
+    difference: tuple[str, list[int]] | None = None
     stages: Mapping[int, ReplicaCheck]
 
     def __init__(self, every: int, ranks: Communicator, device: torch.device) -> None:

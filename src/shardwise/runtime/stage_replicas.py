@@ -23,12 +23,11 @@ from shardwise.runtime.shared_parameters import sharing_pipeline_ranks
 
 
 class StageCheck(ReplicaCheck):
-    """The check of a stage. ``difference``: the first difference as (message, differing ranks)."""
+    """The check of one of several stages."""
 
     def __init__(self, ranks: Communicator, number: int, device: torch.device) -> None:
         super().__init__(1, ranks, device)
         self.part = f" of stage {number}"
-        self.difference: tuple[str, list[int]] | None = None
 
     def _differs(self, message: str, differing: list[int]) -> None:
         self.difference = self.difference or (message, differing)

@@ -165,7 +165,7 @@ def _unowned(load: _Load | None) -> tuple[list[str], list[str]]:
     """Return (tensors of the model that no rank has, parameters whose states no rank's optimizer has). Collective."""
     everywhere = [lists for lists in gather_values(load and (load.left, load.forgotten)) if lists]
     left, forgotten = (
-        sorted(set.intersection(*map(set, lists))) for lists in zip(*everywhere or [((), ())], strict=True)
+        sorted(set.intersection(*(set(lists[which]) for lists in everywhere)) if everywhere else ()) for which in (0, 1)
     )
     return left, forgotten
 

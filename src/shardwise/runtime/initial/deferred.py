@@ -265,7 +265,8 @@ class TapeRecorder(DispatchMode):
                 assert ref is not None
                 self._append_empty(ref)
         else:
-            self._append(func, *before, results, frozenset(ref.storage for ref in map(self._leaf, written)))
+            args, kwargs = before
+            self._append(func, args, kwargs, results, frozenset(ref.storage for ref in map(self._leaf, written)))
         return pytree.tree_map(lambda leaf: originals.get(id(leaf), leaf), out)
 
     def _append_empty(self, ref: StorageRef) -> None:
