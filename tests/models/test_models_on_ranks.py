@@ -25,7 +25,7 @@ import shardwise as sw
 from models import tiny_models
 from models.zoo import DESCRIBED, ZOO
 from shardwise.graph.capture import Capture, capture
-from shardwise.graph.to_float64 import reference_mode, to_float64
+from shardwise.graph.to_float64 import Reference, reference_mode, to_float64
 from shardwise.layouts.conversions import Collective
 from shardwise.planning import execute
 from shardwise.programs.lifetimes import backward_collectives
@@ -131,7 +131,7 @@ def train_alone(name: str) -> list[Step]:
     model = build(name)
 
     def call(number: int, inputs: Mapping[str, Any]) -> Any:
-        with reference_mode(seed=number):
+        with reference_mode(Reference(number)):
             output = model(**inputs)
         loss_of(output).backward()
         return output

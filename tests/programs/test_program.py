@@ -25,8 +25,8 @@ from shardwise.programs.differentiate import RankProgram, differentiate
 from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, sent_by
 from shardwise.programs.invariants import BrokenProgram, check_program
 from shardwise.programs.lifetimes import backward_collectives
-from shardwise.programs.pass_list import mark_overwrites_of_backward, memories
 from shardwise.programs.program import localize
+from shardwise.programs.rank_program import mark_overwrites_of_backward, memories
 from shardwise.programs.spmd import SpmdProgram
 from shardwise.programs.vjp import VjpCache
 

@@ -26,7 +26,7 @@ from models.zoo_own import DLRM, dlrm_inputs
 from raising import raises
 from runtime.interpreted import interpret_section
 from shardwise.errors import PlanWarning, ShardwiseError
-from shardwise.graph.to_float64 import reference_mode
+from shardwise.graph.to_float64 import Reference, reference_mode
 from shardwise.planning import execute
 from shardwise.plans import micro_batch_search
 from shardwise.runtime import compiled, program_cache
@@ -129,7 +129,7 @@ def train_alone(name: str, micro_batch: int) -> tuple[list[float], dict[str, tor
         inputs = batch(name, step)
         count = len(next(iter(inputs.values())))
         sizes = [micro_batch] * (count // micro_batch) + [count % micro_batch] * (count % micro_batch > 0)
-        with reference_mode(step, sizes):
+        with reference_mode(Reference(step, sizes)):
             output = model(**inputs)
         loss = output if isinstance(output, torch.Tensor) else output.loss
         loss.backward()

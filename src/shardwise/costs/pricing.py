@@ -26,7 +26,7 @@ from shardwise.layouts.routes import Axes, Routes, RouteTensor
 from shardwise.layouts.strategy import Strategy, apply_strategy
 from shardwise.programs.builder import Builder, Choice, gradient_free
 from shardwise.programs.lower import PlacedOp, lower
-from shardwise.programs.spmd import SpmdProgram, conversions_of
+from shardwise.programs.spmd import SpmdProgram
 from shardwise.programs.spmd_steps import Conversion, OpStep
 from shardwise.rules.rule import OpRule
 
@@ -86,7 +86,7 @@ def price_program(
             if step.placed.op.name in spmd.lifetimes.operators:
                 compute += prices.forward(*priced_call(step, graph))
             continue
-        for conversion in conversions_of(step):
+        for conversion in step.conversions:
             origin = conversion.origin
             if not conversion.op and origin != graph.loss and origin not in written:
                 continue

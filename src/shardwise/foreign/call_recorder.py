@@ -67,7 +67,7 @@ class CallRecorder(Reference):
     """Runs a model without dropout, in float64 (``widens``), and records its calls (``records``). One per thread."""
 
     def __init__(self, records: bool = False, widens: bool = True) -> None:
-        super().__init__(0, (), widens)
+        super().__init__(0, widens=widens)
         self.records, self.made = records, dict[CallKey, RecordedResult]()
         self.failed: dict[CallKey, tuple[Tensor | None, ...]] = {}  # calls that raised -> their operands
         self.drops = self.draws = False

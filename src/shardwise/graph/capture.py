@@ -38,29 +38,27 @@ from shardwise.graph.autocast import no_autocast
 from shardwise.graph.bodies import NotRepeated
 from shardwise.graph.call_arguments import call_module, divide_targets, find_loss
 from shardwise.graph.code_reachability import empty_tensor_caches, reachable_code
+from shardwise.graph.composites import EMITTED
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.emitter import Emitter, rewrite_graph
 from shardwise.graph.expert_sort_elimination import eliminate_expert_sorts
 from shardwise.graph.functionalize import BETWEEN, Functionalizer, region_mark
 from shardwise.graph.graph_invariants import verify_graph
 from shardwise.graph.impure_reads import ImpureRead, ask_gradients, other_answers, reject_reads
-from shardwise.graph.ir import Graph, Ref, Source, Value
-from shardwise.graph.istft import COMPOSITES
-from shardwise.graph.kinds import check_kinds
+from shardwise.graph.ir import Graph, Source, Value
 from shardwise.graph.lookups import align_lookups
+from shardwise.graph.module_checks import check_kinds, check_memory
 from shardwise.graph.module_state import trace_difference
 from shardwise.graph.naming import assign_names
 from shardwise.graph.normalize import normalize
 from shardwise.graph.origins import line_of
-from shardwise.graph.quiet_export import quiet_export
 from shardwise.graph.rejected import CONSTRUCTS, TRANSFORMS
 from shardwise.graph.repeats import TracedRepeats
 from shardwise.graph.schema import arguments, is_random, operator_name
 from shardwise.graph.segments import Segment, announce_selective, segments_of
-from shardwise.graph.shared_memory import check_memory
 from shardwise.graph.simplify import SIMPLIFICATIONS
 from shardwise.graph.step_precision import MODELS_OWN, Precision, check_real, with_reductions
-from shardwise.graph.tracing import ExportedCall, ModuleCall, TwoCalls, line_of_change, trace, trace_pair
+from shardwise.graph.tracing import ExportedCall, ModuleCall, TwoCalls, line_of_change, quiet_export, trace, trace_pair
 from shardwise.graph.trees import check_leaves, flatten_with_path, leaf_name, unflatten
 
 _PREFIX = "module"  # where TracedCall keeps the module
@@ -298,9 +296,9 @@ def _functional_graph(
         traced.program, module, inputs, precision, traced.transformed, traced.repeats
     )
     results = iter(nodes)
-    memories = tuple(None if leaf is not None else _memory(functionalizer, next(results)) for leaf in outcome.leaves)
-    results = iter(nodes)
-    outputs = tuple(functionalizer.ref_of(next(results)) if leaf is None else leaf[0] for leaf in outcome.leaves)
+    returned = [next(results) if leaf is None else leaf[0] for leaf in outcome.leaves]
+    memories = tuple(_memory(functionalizer, leaf) if isinstance(leaf, Node) else None for leaf in returned)
+    outputs = tuple(functionalizer.ref_of(leaf) if isinstance(leaf, Node) else leaf for leaf in returned)
     loss = None if outcome.loss_position is None else functionalizer.ref_of(nodes[outcome.loss_position]).name
     replaced = nodes[len(nodes) - len(outcome.replaced_buffers) :] if outcome.replaced_buffers else ()
     mutations = functionalizer.mutations()
@@ -330,19 +328,28 @@ def _functionalized(
     sources, values, canonical = _module_sources(module, precision)
     constants: dict[str, torch.Tensor] = {}
     placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
+    input_names = (entry.name for entry in inputs)
+    names: list[str] = []
     for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+        name = str(spec.target).removeprefix(f"{_PREFIX}.")
         if spec.kind == InputKind.CONSTANT_TENSOR:
-            name = _unprefixed(spec.target)
             constants[name] = _constant_data(program.constants[str(spec.target)], node, transformed)
             sources.append(Source(name, "constant", (name,)))
             values.append(Value(name, tuple(constants[name].shape), constants[name].dtype))
             canonical[name] = name
+        elif spec.kind not in (InputKind.USER_INPUT, InputKind.PARAMETER, InputKind.BUFFER):
+            raise CaptureError(
+                f"the model's call uses {spec.target}, a {spec.kind.name.lower()}: only tensors can be captured",
+                fix="draw without generator= (sw.parallelize takes the seed); replace other objects by numbers",
+            )
+        names.append(next(input_names) if spec.kind == InputKind.USER_INPUT else canonical[name])
     for name, example, stored in ((entry.name, entry.example, entry.stored) for entry in inputs):
         sources.append(Source(name, "input", (name,)))
         values.append(Value(name, tuple(example.shape), example.dtype, example.requires_grad, stored))
-    input_names = tuple(entry.name for entry in inputs)
-    functionalizer = Functionalizer(Emitter(values, sources, COMPOSITES), _PREFIX, precision.autocast, repeats)
-    _bind_placeholders(functionalizer, program, {source.value: source for source in sources}, canonical, input_names)
+    functionalizer = Functionalizer(Emitter(values, sources, EMITTED), _PREFIX, precision.autocast, repeats)
+    source_of = {source.value: source for source in sources}
+    for node, name in zip(placeholders, names, strict=True):
+        functionalizer.bind(node, source_of[name])
     nodes: tuple[Node, ...] = next(node for node in program.graph.nodes if node.op == "output").args[0]
     functionalizer.run(program.graph.nodes)
     functionalizer.bodies.check()
@@ -421,37 +428,6 @@ def _module_sources(module: nn.Module, precision: Precision) -> tuple[list[Sourc
         value = Value(tensor_names[0], tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
         values.append(precision.of_parameter(value) if kind == "parameter" else value)
     return sources, values, {name: tensor_names[0] for tensor_names in names.values() for name in tensor_names}
-
-
-def _bind_placeholders(
-    functionalizer: Functionalizer,
-    program: ExportedProgram,
-    sources: Mapping[str, Source],
-    canonical: Mapping[str, str],
-    input_names: tuple[str, ...],
-) -> None:
-    placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
-    inputs = iter(input_names)
-    bound: dict[str, Node] = {}
-    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
-        if spec.kind == InputKind.USER_INPUT:
-            name = next(inputs)
-        elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
-            name = canonical[_unprefixed(spec.target)]
-        else:
-            raise CaptureError(
-                f"the model's call uses {spec.target}, a {spec.kind.name.lower()}: only tensors can be captured",
-                fix="draw without generator= (sw.parallelize takes the seed); replace other objects by numbers",
-            )
-        if name in bound:
-            functionalizer.bind_shared(node, bound[name])
-        else:
-            bound[name] = node
-            functionalizer.bind(node, Ref(name), sources[name])
-
-
-def _unprefixed(target: str | None) -> str:
-    return str(target).removeprefix(f"{_PREFIX}.")
 
 
 def _constant_data(data: Any, node: Node, transformed: str = "") -> torch.Tensor:

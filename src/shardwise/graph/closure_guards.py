@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Set
 from contextvars import ContextVar
 from operator import call, is_
 from pathlib import Path
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
+from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -137,7 +137,8 @@ class _GuardReader:
         self._at(lambda _, __: torch.get_default_dtype(), None, None, "torch's default dtype")
         for function in code.functions:
             file = Path(function.__code__.co_filename).name
-            for name in _globals_of(function.__code__):
+            instructions = (i for inner in nested_code(function.__code__) for i in dis.get_instructions(inner))
+            for name in {i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}:
                 if not hasattr(builtins, name) or name in function.__globals__:
                     self._at(dict.get, function.__globals__, name, f"{file}: {name}")
             for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -284,11 +285,6 @@ def _is_settings(value: Any, depth: int = 4) -> bool:
     else:
         return False
     return depth > 0 and all(_is_settings(item, depth - 1) for item in items)
-
-
-def _globals_of(code: CodeType) -> set[str]:
-    instructions = (i for inner in nested_code(code) for i in dis.get_instructions(inner))
-    return {i.argval for i in instructions if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
 
 
 def _is_of_a_user(value: object) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from shardwise.graph.ir import Graph, Op, refs
+from shardwise.graph.ir import Graph, needed_for, refs
 
 
 def eliminate_dead_code(graph: Graph, *, keep: Collection[str] = ()) -> Graph:
@@ -17,12 +17,8 @@ def eliminate_dead_code(graph: Graph, *, keep: Collection[str] = ()) -> Graph:
     live = set(refs(graph.outputs)) | {name for _, name in graph.mutations}
     if graph.loss is not None:
         live.add(graph.loss)
-    kept: list[Op] = []
-    for op in reversed(graph.ops):
-        if live.intersection(op.results) or op.name in keep:
-            live.update(op.operands)
-            kept.append(op)
-    kept.reverse()
+    live.update(name for op in graph.ops if op.name in keep for name in op.results)
+    kept, live = needed_for(live, graph.ops)
     sources = tuple(source for source in graph.sources if source.kind != "constant" or source.value in live)
     exists = {source.value for source in sources} | {name for op in kept for name in op.results}
     return replace(

@@ -64,17 +64,13 @@ def flex_attention_error(error: ShardwiseError) -> CaptureError | None:
     return CaptureError(what, source=_line_of(error), fix=CONSTRUCTS[FLEX_ATTENTION])
 
 
-def _constructs_of(error: BaseException) -> list[str]:
-    return [name for name in map(_construct, _files_of(error)) if name]
-
-
-def _files_of(error: BaseException | None) -> list[str]:
-    """Return the files in the tracebacks of an error and of its causes."""
-    files: list[str] = []
+def _constructs_of(error: BaseException | None) -> list[str]:
+    """Return the entries of ``CONSTRUCTS`` in the tracebacks of an error and of its causes."""
+    names: list[str] = []
     while error is not None:
-        files += [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        names += [_construct(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
         error = error.__cause__ or error.__context__
-    return files
+    return [name for name in names if name]
 
 
 def _construct(filename: str) -> str:

@@ -23,13 +23,11 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from shardwise.errors import CaptureError
-from shardwise.graph.aliased_operands import AliasedOperand, aliased_operands
-from shardwise.graph.autocast import Autocast
-from shardwise.graph.batch_norm import batch_norm_with_statistics
+from shardwise.graph.autocast import Autocast, Casting
 from shardwise.graph.bodies import Bodies, Inlining, NotRepeated, is_assertion, marks_of
-from shardwise.graph.casting import Casting
 from shardwise.graph.emitter import Emitter
 from shardwise.graph.ir import Arg, Op, Ref, Source, Value, map_operands
+from shardwise.graph.normalize_layers import batch_norm_with_statistics
 from shardwise.graph.origins import is_initial, line_of, module_path
 from shardwise.graph.rejected import reject_unsupported
 from shardwise.graph.repeats import ENTER, LEAVE, REPEAT, TracedRepeats
@@ -45,7 +43,7 @@ from shardwise.graph.schema import (
 from shardwise.graph.selected import Selections
 from shardwise.graph.selected_rows import is_size
 from shardwise.graph.trees import storage_of
-from shardwise.graph.views import write_through
+from shardwise.graph.views import AliasedOperand, aliased_operands, write_through
 
 aten = torch.ops.aten
 
@@ -101,7 +99,7 @@ class Functionalizer:
         self.initial: set[str] = set()
         self._prefix = prefix
         self._values: dict[Node, Any] = {}
-        self._buffers: dict[str, ProgramTensor] = {}
+        self._bound: dict[str, ProgramTensor] = {}  # by source
         self._contiguous: set[str] = set()
         self._grad = True
         self._detached: dict[str, Ref] = {}
@@ -113,18 +111,14 @@ class Functionalizer:
         self._selections = Selections(emitter)
         self._val: Any = None  # the traced result of the present call
 
-    def bind(self, node: Node, ref: Ref, source: Source) -> None:
-        """Bind a placeholder to its value."""
-        tensor = ProgramTensor(ref, storage_of(node.meta.get("val")), source=source)
-        self._values[node] = tensor
-        if node.meta["val"].is_contiguous():
-            self._contiguous.add(source.value)
-        if source.kind == "buffer":
-            self._buffers[source.value] = tensor
-
-    def bind_shared(self, node: Node, other: Node) -> None:
-        """Bind a placeholder to the same tensor as another one (tied weights)."""
-        self._values[node] = self._values[other]
+    def bind(self, node: Node, source: Source) -> None:
+        """Bind a placeholder to the value of a source; several may have the same (tied weights)."""
+        name = source.value
+        if name not in self._bound:
+            self._bound[name] = ProgramTensor(Ref(name), storage_of(node.meta.get("val")), source=source)
+            if node.meta["val"].is_contiguous():
+                self._contiguous.add(name)
+        self._values[node] = self._bound[name]
 
     def ref_of(self, node: Node) -> Ref:
         """Return the current value of a tensor node that the call returns."""
@@ -143,7 +137,7 @@ class Functionalizer:
 
     def mutations(self) -> dict[str, str]:
         """Return buffer value -> the last value written to it, without gradient."""
-        written = {name: tensor for name, tensor in self._buffers.items() if tensor.version}
+        written = {name: tensor for name, tensor in self._bound.items() if tensor.version}
         return {name: self.gradient_free(self.read(tensor)) for name, tensor in written.items()}
 
     def gradient_free(self, ref: Ref) -> str:

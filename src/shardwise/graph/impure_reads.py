@@ -36,10 +36,10 @@ import torch.distributed as dist
 
 from shardwise.errors import CaptureError, CaptureWarning, warn_user
 from shardwise.garbage_collector import without_gc
-from shardwise.graph.change_line import Watching, watch_changes
 from shardwise.graph.code_reachability import ReachableCode
 from shardwise.graph.looking import shown_first
 from shardwise.graph.origins import INSTALLED, NOT_USER_CODE, STANDARD_LIBRARY, is_standard
+from shardwise.graph.user_lines import Watching, watch_changes
 
 _SEEDS = "its own seed"
 _GRADIENTS = "whether gradients are recorded"

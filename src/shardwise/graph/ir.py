@@ -6,7 +6,7 @@ mutation or Python. It is produced by ``graph.capture`` and changed only by pass
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -25,7 +25,7 @@ class Ref:
 # An argument is a Ref, a Python constant (int, float, complex, bool, None, str, dtype, device, layout,
 # memory format) or a tuple of arguments.
 Arg = Any
-Call = TypeVar("Call")  # an Op, a kernel, an instruction: anything with ``args`` and ``kwargs``
+Call = TypeVar("Call")  # an Op, a kernel, an instruction
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,9 +204,21 @@ def map_refs(arg: Arg, function: Callable[[str], Arg]) -> Arg:
     return arg
 
 
+def needed_for(names: Iterable[str], calls: Sequence[Call]) -> tuple[list[Call], set[str]]:
+    """Return the calls on which values depend, in order, and all values among them. ``calls``: anything with
+    ``operands`` and ``results``."""
+    needed, kept = set(names), list[Call]()
+    for call in reversed(calls):
+        made: Any = call
+        if needed.intersection(made.results):
+            needed.update(made.operands)
+            kept.append(call)
+    return kept[::-1], needed
+
+
 def rename_operands(call: Call, before: Iterable[str], after: Iterable[str]) -> Call:
-    """Return the call with its operands renamed, by position in ``before``. If a name occurs there several times, its
-    Refs get the new names in order of occurrence, and the last one from then on; names that do not occur stay."""
+    """Return the call (its ``args``, ``kwargs``) with operands renamed, by position in ``before``. If a name is there
+    several times, its Refs get the new names in order, and the last one from then on; names that do not occur stay."""
     names: dict[str, list[str]] = {}
     for name, other in zip(before, after, strict=True):
         names.setdefault(name, []).append(other)

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.graph.ir import Graph, Ref
+from shardwise.graph.ir import Graph, Ref, needed_for, refs
 from shardwise.graph.looking import (
     attribute,
     closure_of,
@@ -68,8 +68,7 @@ class StateSnapshot:
 
     def registered(self, places: Iterable[str], after: StateSnapshot) -> tuple[str, ...]:
         """Return the places that describe parameters, whether they are trained, buffers, or backward hooks."""
-        both = ((p, (self.leaves.get(p), after.leaves.get(p))) for p in places)
-        return tuple(p for p, keys in both if any(isinstance(key, Registered) for key in keys))
+        return tuple(p for p in places if any(isinstance(s.leaves.get(p), Registered) for s in (self, after)))
 
     def described(self, places: Iterable[str], after: StateSnapshot) -> str:
         """Describe changes, as in ``calls (0 -> 1), cache (None -> a tensor)``."""
@@ -311,19 +310,9 @@ def trace_difference(graph: Graph, constants: Mapping[str, torch.Tensor], half: 
     constants_of_graph = (source.value for source in graph.sources if source.kind == "constant")
     constant = graph.made_from(constants_of_graph, lambda op: not is_random(op.target))
     sources = {numbers[source.value] for source in graph.sources}
-    carried = {n for n in _read_later(graph, boundary, half) & first if n not in constant and numbers[n] not in sources}
+    _, read = needed_for(refs(graph.outputs[half + 1 :]), graph.ops[boundary + 1 :])
+    carried = {n for n in read & first if n not in constant and numbers[n] not in sources}
     return "its next call would use a tensor made by this call" if carried else ""
-
-
-def _read_later(graph: Graph, boundary: int, half: int) -> set[str]:
-    """Return the values read behind the boundary by operators that the second call's outputs need."""
-    live = {o.name for o in graph.outputs[half + 1 :] if isinstance(o, Ref)}
-    read = set(live)
-    for op in reversed(graph.ops[boundary + 1 :]):
-        if live.intersection(op.results):
-            live.update(op.operands)
-            read.update(op.operands)
-    return read
 
 
 def _numbers(graph: Graph, constants: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -15,12 +15,11 @@ import torch
 from torch._ops import OpOverload
 
 from shardwise.errors import CaptureError
-from shardwise.graph.batch_norm import batch_norm_with_statistics
 from shardwise.graph.custom_operators import mark as mark_operator
 from shardwise.graph.einsum import diagonals
 from shardwise.graph.emitter import Emitter, Rewrite, rewrite_graph
 from shardwise.graph.ir import Arg, Graph, Op, Ref
-from shardwise.graph.normalize_layers import LAYER_NORMALIZATIONS, foreign_normalizations
+from shardwise.graph.normalize_layers import LAYER_NORMALIZATIONS, batch_norm_with_statistics, foreign_normalizations
 from shardwise.graph.normalize_losses import LOSS_NORMALIZATIONS
 from shardwise.graph.normalize_random import RANDOM_NORMALIZATIONS, drop
 from shardwise.graph.schema import arguments, by_operator, is_random, operator_name

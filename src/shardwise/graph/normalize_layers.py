@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -17,6 +18,45 @@ from shardwise.graph.schema import arguments, by_operator
 aten = torch.ops.aten
 GROUPED_MM: OpOverload = grouped_mm._opoverload
 Results = tuple[Arg, ...] | None
+
+
+def batch_norm_with_statistics(op: Op, emitter: Emitter) -> tuple[Ref, Ref, Ref]:
+    """Emit a training-mode ``aten.batch_norm`` with sums: exact under every split, because they become global sums.
+
+        mean = sum(x) / n        var = sum((x - mean)^2) / n        y = (x - mean) * rsqrt(var + eps) * weight + bias
+
+    Return the result, and the batch's mean and unbiased variance (``sum((x - mean)^2) / (n - 1)``, for the running one:
+    Ioffe and Szegedy 2015, algorithm 2), detached, of shape (channels,).
+    """
+    args = arguments(op)
+    x: Ref = args["input"]
+    value = emitter.value(x)
+    channels = value.shape[1]
+    per_channel = (1, channels, *[1] * (len(value.shape) - 2))
+    dims = tuple(d for d in range(len(value.shape)) if d != 1)
+    count = prod(value.shape[d] for d in dims)
+    emit = emitter.emit
+    low_precision = value.dtype in (torch.float16, torch.bfloat16)
+    if low_precision:
+        x = emit(aten.to.dtype, x, torch.float32)
+    mean = emit(aten.div.Tensor, emit(aten.sum.dim_IntList, x, dims, True), count)
+    centered = emit(aten.sub.Tensor, x, mean)
+    squares = emit(aten.sum.dim_IntList, emit(aten.mul.Tensor, centered, centered), dims, True)
+    variance = emit(aten.div.Tensor, squares, count)
+    scale = emit(aten.rsqrt.default, emit(aten.add.Tensor, variance, args["eps"]))
+    result = emit(aten.mul.Tensor, centered, scale)
+    for name, target in (("weight", aten.mul.Tensor), ("bias", aten.add.Tensor)):
+        if args[name] is not None:
+            result = emit(target, result, emit(aten.reshape.default, args[name], per_channel))
+    if low_precision:
+        result = emit(aten.to.dtype, result, value.dtype)
+    unbiased = emit(aten.div.Tensor, squares, max(count - 1, 1))
+
+    def statistic(ref: Ref) -> Ref:
+        flat = emit(aten.reshape.default, ref, (channels,))
+        return emit(aten.detach.default, flat) if emitter.value(flat).requires_grad else flat
+
+    return result, statistic(mean), statistic(unbiased)
 
 
 def _recurrent(op: Op, emitter: Emitter) -> Results:

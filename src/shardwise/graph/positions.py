@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
-from shardwise.graph.ir import Arg, Graph, Op, Ref, Value, map_refs
+from shardwise.graph.ir import Arg, Graph, Op, Ref, Value, map_refs, needed_for
 from shardwise.graph.predicates import (
     MOST_ELEMENTS,
     Abstract,
@@ -48,19 +48,14 @@ _SHAPED = frozenset(("reshape", "view", "flatten", "unflatten", "squeeze", "unsq
 def evaluate_known_values(graph: Graph, names: set[str], constants: Mapping[str, Tensor]) -> dict[str, Abstract]:
     """Return name -> value for the wanted values and what they are computed from, as far as known. ``constants``: the
     data of sources of kind "constant"."""
-    needed = set(names)
-    ops: list[Op] = []
-    for op in reversed(graph.ops):
-        if needed.intersection(op.results):
-            needed.update(op.operands)
-            ops.append(op)
+    ops, needed = needed_for(names, graph.ops)
     known_values: dict[str, Abstract] = {}
     with torch.device("cpu"), torch.no_grad():
         for name in needed.intersection(constants):
             data = constants[name]
             constant = None if is_fake(data) or data.is_meta else collapse_constant_dims(data.cpu())
             known_values |= {} if constant is None else {name: constant}
-        for op in reversed(ops):
+        for op in ops:
             if len(op.results) == 1 and not graph.by_name[op.results[0]].requires_grad and not is_random(op.target):
                 value = evaluate_op(op, graph.by_name[op.results[0]], known_values)
                 known_values |= {} if value is None else {op.results[0]: value}

@@ -47,14 +47,8 @@ _ALL_AT_ONCE = ("__dict__", "__getstate__", "__reduce__", "__reduce_ex__")  # va
 Place = tuple[str, str]  # path of a module inside another one, name of an attribute
 
 
-@torch.library.impl(_LIBRARY, "enter", "CompositeImplicitAutograd")
-def _enter(operands: list[torch.Tensor], number: int) -> None:
-    """Mark the start of a body while a model is captured."""
-
-
-@torch.library.impl(_LIBRARY, "leave", "CompositeImplicitAutograd")
-def _leave(results: list[torch.Tensor], number: int) -> None:
-    """Mark the end of a body while a model is captured."""
+for _mark in ("enter", "leave"):  # of the start and the end of a body, while a model is captured
+    _LIBRARY.impl(_mark, lambda tensors, number: None, "CompositeImplicitAutograd")
 
 
 @torch.library.impl(_LIBRARY, "repeat", "CompositeImplicitAutograd")
@@ -260,9 +254,6 @@ class _RepeatedCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def run(self) -> Any:
-        return self.forward(*self.args, **self.kwargs)
-
     def argument_ids(self) -> list[int]:
         """Return the identities of the arguments' leaves, which the call may replace by others."""
         return list(map(id, pytree.tree_leaves((self.args, self.kwargs))))
@@ -412,7 +403,7 @@ def _traced(
     ENTER(call.operands, number)
     repeats.inside = True
     try:
-        result = call.run()
+        result = call.forward(*call.args, **call.kwargs)
     finally:
         repeats.inside = False
     flat, spec = pytree.tree_flatten(result)

@@ -125,21 +125,8 @@ class Dtypes:
 
 
 @contextmanager
-def reference_mode(
-    seed: int,
-    passes: Sequence[int] = (),
-    *,
-    widens: bool = True,
-    dtypes: Dtypes | None = None,
-    averaged: Collection[int] = (),
-    models_default: torch.dtype | None = None,
-) -> Iterator[None]:
-    """Run eager code with the dropout masks of the graph under ``seed``, and with widened casts (``widens``) or its
-    own. ``passes``: the samples of micro-batches, over each of which training batch norm takes its statistics, one
-    after another. ``dtypes``: those of tensors before they were widened. ``averaged``: the identities of running means
-    that average over all batches so far. ``models_default``: torch's default dtype at capture, to which data in Python
-    code is rounded."""
-    reference = Reference(seed, tuple(passes), widens, dtypes, averaged, models_default)
+def reference_mode(reference: Reference) -> Iterator[None]:
+    """Run eager code, the calls inside of functions too, by a reference."""
     with functions_opened(), _legacy_data_rounded(reference), reference:
         yield
 
@@ -206,21 +193,28 @@ def _wide_argument(arg: Any) -> Any:
 
 
 class Reference(TorchFunctionMode):
-    """Function mode that rewrites torch calls: types to float64, unless they are wanted as they are; dropout and random
-    numbers to the hashed ones, numbered in the order of execution."""
+    """Function mode that rewrites torch calls: types to float64 (``widens``), or as they are; dropout and random
+    numbers to those of the graph under ``seed``, numbered in the order of execution.
+
+    ``passes``: the samples of micro-batches, over each of which training batch norm takes its statistics, one after
+    another. ``dtypes``: those of tensors before they were widened. ``averaged``: the identities of running means that
+    average over all batches so far. ``models_default``: torch's default dtype at capture, to which data in Python code
+    is rounded.
+    """
 
     def __init__(
         self,
         seed: int,
-        passes: tuple[int, ...],
-        widens: bool,
+        passes: Sequence[int] = (),
+        *,
+        widens: bool = True,
         dtypes: Dtypes | None = None,
         averaged: Collection[int] = (),
         models_default: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.averaged = averaged
-        self.passes, self.widens, self.dtypes = passes, widens, dtypes or Dtypes()
+        self.passes, self.widens, self.dtypes = tuple(passes), widens, dtypes or Dtypes()
         self.models_default = models_default or torch.get_default_dtype()
         self.seed = torch.tensor(seed, dtype=torch.int64)
         self.calls = 0

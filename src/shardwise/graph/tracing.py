@@ -11,13 +11,16 @@ the region of an annotation (``regions``). Both travel as custom metadata of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
+import torch.fx.config
 import torch.fx.traceback
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -26,7 +29,6 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import CaptureError, CaptureWarning, ShardwiseError, warn_user
 from shardwise.graph.annotate import AnnotatedRegion, record_annotations
-from shardwise.graph.change_line import Watching, watch_changes
 from shardwise.graph.code_reachability import ReachableCode
 from shardwise.graph.composites import composites_written_out
 from shardwise.graph.explained import explain_export_error, flex_attention_error
@@ -34,14 +36,16 @@ from shardwise.graph.fakes import fake_copy, fake_like
 from shardwise.graph.function_operator import functions_as_operators
 from shardwise.graph.impure_reads import ImpureRead, host_random_state, reads_of, reject_host_random
 from shardwise.graph.module_state import BETWEEN_CALLS, snapshot_state
-from shardwise.graph.quiet_export import quiet_export
 from shardwise.graph.rejected import CONSTRUCTS, TRANSFORMS
 from shardwise.graph.repeats import TracedRepeats, trace_repeats_once
 from shardwise.graph.segments import open_segments
 from shardwise.graph.stand_ins import cumulative_averages
 from shardwise.graph.step_precision import MODELS_OWN, Precision
 from shardwise.graph.trees import constant_key, flatten_output
-from shardwise.graph.user_lines import UserLines, run_model, user_line
+from shardwise.graph.user_lines import UserLines, Watching, run_model, user_line, watch_changes
+
+_STACKS = "do_not_emit_stack_traces"
+_NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export")
 
 
 @dataclass(frozen=True)
@@ -308,3 +312,27 @@ def _export(
         fix = "pass inputs with the same strides in every call, or remove the check"
         warn_user(f"{what}, whatever the strides of later inputs; {fix}", CaptureWarning)
     return ExportedCall(program, outcomes[-1], tuple(recorder.regions), lines.transformed, repeats or TracedRepeats())
+
+
+@contextmanager
+def quiet_export() -> Iterator[None]:
+    """Silence logs of errors that export also raises, and warnings about what shardwise handles. Export without a stack
+    per node, which takes time; ``user_lines`` records the relevant line. A torch without this setting still collects
+    them."""
+    loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
+    disabled = [logger.disabled for logger in loggers]
+    config: Any = torch.fx.config
+    before = getattr(config, _STACKS, False)
+    setattr(config, _STACKS, True)
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"torch(\.|$)")
+            warnings.filterwarnings("ignore", message=r".*(attribute|assigned) .*export.*")
+            warnings.filterwarnings("error", message=r".*Disabling autocast.*")  # CUDA's, where there is no CUDA
+            yield
+    finally:
+        for logger, was in zip(loggers, disabled, strict=True):
+            logger.disabled = was
+        setattr(config, _STACKS, before)

@@ -2,12 +2,15 @@
 
 A model that catches an error of capture would take another path than on one device, where nothing is raised. So such
 errors are recorded (``UserLines.caught``) even if caught.
+
+``watch_changes`` finds the line that changes some state.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -21,7 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from shardwise.errors import CaptureError
-from shardwise.graph.origins import INITIAL, LINE, NOT_USER_CODE
+from shardwise.garbage_collector import without_gc
+from shardwise.graph.origins import INITIAL, LINE, NOT_USER_CODE, is_of_models
 from shardwise.graph.rejected import READ_A_NUMBER
 from shardwise.graph.stand_ins import STAND_INS
 
@@ -172,3 +176,32 @@ def user_line(frame: FrameType | None) -> str:
         what = "re-entrant activation checkpointing hides gradients from capture"
         raise CaptureError(what, source=line, fix="checkpoint(..., use_reentrant=False)")
     return "" if frame is None else line  # outside the model: export itself
+
+
+Watching = Callable[[], AbstractContextManager[None]]  # the context in which a watched model runs
+
+
+@contextmanager
+def watch_changes(lines: list[str], state: Callable[[], object]) -> Iterator[None]:
+    """Appends the ``"model.py:41"`` after which the state differs from before it. Slow: for what is refused."""
+    last, here = state(), ""
+
+    def watch(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal last, here
+        if not is_of_models(frame.f_code.co_filename):
+            return None
+        now = state()
+        if now != last and here:
+            lines.append(here)
+        last, here = now, f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        return watch
+
+    before = sys.gettrace()
+    with without_gc():
+        sys.settrace(watch)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+    if state() != last and here:  # by the last line that ran
+        lines.append(here)

@@ -20,7 +20,7 @@ from shardwise.programs.buckets import BUCKET_BYTES, Bucket
 from shardwise.programs.micro_batches import APART
 from shardwise.programs.moves import OverlapPart, local_move
 from shardwise.programs.program import LocalOp, LocalProgram, localize
-from shardwise.programs.spmd import SpmdProgram, conversions_of
+from shardwise.programs.spmd import SpmdProgram
 from shardwise.programs.spmd_steps import Conversion
 from shardwise.rules.binding import leading_names
 from shardwise.runtime.agree import from_rank_zero
@@ -35,7 +35,7 @@ from shardwise.search.user_strategies import axes_of_counts
 __all__ = [
     "APART", "BUCKET_BYTES", "MARKS", "Atom", "Box", "Bucket", "Conversion", "Graph", "Layout", "LocalOp",
     "LocalProgram", "Move", "Op", "OverlapPart", "Ref", "Source", "SpmdProgram", "apply_strategy",
-    "axes_of_counts", "bind", "boxes", "capture", "conversions_of", "device_of", "format_bytes", "format_layout",
+    "axes_of_counts", "bind", "boxes", "capture", "device_of", "format_bytes", "format_layout",
     "from_rank_zero", "gather_tensor", "group_timeout", "held_parameters", "in_reference_mode", "leading_names",
     "leaf_name", "load_exported", "local_move", "localize", "map_refs", "parse_dtype", "parse_layout", "ranks",
     "save_exported", "scatter_tensor", "shard", "total_norm",

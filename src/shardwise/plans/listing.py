@@ -26,7 +26,7 @@ from shardwise.plans.entries import (
 from shardwise.programs.buckets import Bucket
 from shardwise.programs.builder import Choice
 from shardwise.programs.lower import model_operators
-from shardwise.programs.spmd import SpmdProgram, conversions_of
+from shardwise.programs.spmd import SpmdProgram
 from shardwise.programs.spmd_steps import Conversion
 from shardwise.rules.rule import OpRule
 
@@ -89,7 +89,7 @@ def conversion_entries(spmd: SpmdProgram, names: Renaming) -> tuple[ConversionEn
         number += shares
         bucket = number if shares else 0
         overlaps = isinstance(step, Bucket) and step.of_parameters
-        entries += [_conversion_entry(conversion, spmd, bucket, overlaps, names) for conversion in conversions_of(step)]
+        entries += [_conversion_entry(conversion, spmd, bucket, overlaps, names) for conversion in step.conversions]
     return tuple(entries)
 
 

@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.graph.ir import Value
+from shardwise.graph.ir import Value, needed_for
 from shardwise.graph.segments import block_of
 from shardwise.layouts.conversions import Collective
 from shardwise.programs.spmd_steps import Conversion, OpStep, collectives_of
@@ -39,6 +39,14 @@ class Bucket:
 
     conversions: tuple[Conversion, ...]
     of_parameters: bool
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return (*(conversion.value for conversion in self.conversions), *self.conversions[0].ways)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return tuple(conversion.result for conversion in self.conversions)
 
     def collectives(self, *, backward: bool = False) -> tuple[Collective, ...]:
         """Return the collectives of the bucket in the order of execution."""
@@ -65,7 +73,7 @@ def fill_buckets(
     """
     if bucket_bytes == 0:
         return tuple(steps)
-    trained, parts = _made_for(steps, ends), _parts(steps)
+    trained, parts = needed_for(ends, steps)[1], _parts(steps)
 
     def message_kind(conversion: Conversion) -> object:
         """Return a key that is equal for conversions that may share their messages."""
@@ -105,7 +113,7 @@ def fill_buckets(
     taken = {position for positions in members.values() for position in positions}
     made_at: defaultdict[str, int] = defaultdict(lambda: -1)  # sources are there from the start
     for position, step in enumerate(steps):
-        made_at.update(dict.fromkeys(step.placed.op.results if isinstance(step, OpStep) else [step.result], position))
+        made_at.update(dict.fromkeys(step.results, position))
     for position, step in enumerate(steps):
         if position in taken or not isinstance(step, Conversion) or not any(_both(step)) or cuts_windows([step]):
             continue
@@ -148,17 +156,6 @@ def _parts(steps: Sequence[OpStep | Conversion]) -> dict[str, tuple[str, str]]:
             block = block_of(step.op)
             parts[step.result] = (block, "" if block else ahead)
     return parts
-
-
-def _made_for(steps: Sequence[OpStep | Conversion], ends: Collection[str]) -> set[str]:
-    """Return ``ends`` and all values that they depend on."""
-    needed = set(ends)
-    for step in reversed(steps):
-        if isinstance(step, Conversion):
-            needed.update((step.value,) if step.result in needed else ())
-        elif needed.intersection(step.placed.op.results):
-            needed.update(step.operands)
-    return needed
 
 
 def _both(conversion: Conversion) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:

@@ -119,8 +119,7 @@ def _content(instruction: Instruction) -> object:
     """Return a key for what an instruction does, without names."""
     forms: tuple[Form, ...] = instruction.forms
     if isinstance(instruction, Compute):
-        call, _ = numbered(instruction.target, instruction.args, instruction.kwargs)
-        return typed_key(call), instruction.places, forms
+        return typed_key(numbered(instruction)[0]), instruction.places, forms
     if isinstance(instruction, (Copy, Land)):
         return type(instruction), getattr(instruction, "to", None), forms
     ways = tuple((c.source, c.target, c.moves, c.itemsize, c.grad_itemsize) for c in instruction.conversions)
@@ -132,7 +131,8 @@ def _content(instruction: Instruction) -> object:
 
 def _cuts(program: RankProgram) -> list[int]:
     """Return the positions in forward where a layer begins or the last one ends."""
-    positions = [i for i, instruction in enumerate(program.forward) if not _of_parameters(instruction)]
+    # Buckets may put exchanges of parameters anywhere.
+    positions = [i for i, instruction in enumerate(program.forward) if not instruction.of_parameters]
     codes: dict[object, int] = {}
     tokens = [codes.setdefault(_content(program.forward[i]), len(codes)) for i in positions]
     operators = [program.forward[i].origin.op for i in positions]
@@ -203,11 +203,6 @@ def _alive(program: RankProgram) -> list[int]:
     return [*alive, 0]
 
 
-def _of_parameters(instruction: Instruction) -> bool:
-    """Return whether it is an exchange of parameters or of their gradients. Buckets may put these anywhere."""
-    return not isinstance(instruction, (Compute, Copy, Land)) and instruction.of_parameters
-
-
 # -------------------------------------------------------------------------------------------- what belongs to a region
 
 Labelled = tuple[Instruction, int]
@@ -217,7 +212,7 @@ def _forward_labels(instructions: Sequence[Instruction], cuts: Sequence[int]) ->
     """Return the number of cuts before each instruction. An exchange of parameters gets the label of the next one."""
     labels, label = [0] * len(instructions), len(cuts)
     for i in reversed(range(len(instructions))):
-        if not _of_parameters(instructions[i]):
+        if not instructions[i].of_parameters:
             label = bisect_right(cuts, i)
         labels[i] = label
     return labels
@@ -228,7 +223,7 @@ def _with_common(program: RankProgram, labels: Sequence[int], last: int) -> tupl
     computed once, before the layers, and so kept once."""
     ahead = set(program.taken)
     for instruction, label in zip(program.forward, labels, strict=True):
-        if label == 0 and not _of_parameters(instruction):
+        if label == 0 and not instruction.of_parameters:
             ahead.update(instruction.results)
     available = set(ahead)
     written = {name for instruction in program.forward for name in instruction.writes}
@@ -318,7 +313,7 @@ def _with_exchanges_first(instructions: Iterable[Labelled], *, backwards: bool) 
     moved: list[Labelled] = []
     for item in instructions:
         place = len(moved)
-        while place and _of_parameters(item[0]):
+        while place and item[0].of_parameters:
             other, label = moved[place - 1]
             first, second = (item[0], other) if backwards else (other, item[0])
             if not isinstance(other, Compute) or label != item[1] or set(first.results).intersection(second.operands):

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from shardwise.graph.ir import Ref, map_refs, refs
+from shardwise.graph.ir import Ref, map_refs, needed_for
 from shardwise.programs.buckets import Bucket, cuts_windows
 from shardwise.programs.casts import before_first_use, cast, computed_name, gradients_of
 from shardwise.programs.comm_schedule import GradientReduceQueue, legs_ahead
@@ -33,10 +33,9 @@ from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, In
 from shardwise.programs.lifetimes import with_lifetimes
 from shardwise.programs.moves import converted_form
 from shardwise.programs.opaque import CountRows, Differentiate, Record
-from shardwise.programs.pass_list import mark_overwrites, with_saved
 from shardwise.programs.program import LocalOp, LocalProgram
-from shardwise.programs.rank_program import RankProgram, delivered_values
-from shardwise.programs.spmd import backward_order, conversions_of
+from shardwise.programs.rank_program import RankProgram, delivered_values, mark_overwrites, with_saved
+from shardwise.programs.spmd import backward_order
 from shardwise.programs.spmd_steps import Conversion, OpStep, collectives_of
 from shardwise.programs.vjp import (
     BackwardTrace,
@@ -104,6 +103,10 @@ class _LocalCall:
     backward: BackwardTrace | None = None
     keyed: str = ""  # an operand whose rows follow keys, so that their number is known in the step only
 
+    @property
+    def results(self) -> tuple[str, ...]:
+        return self.local.results
+
 
 def _row_counts(entry: _LocalCall) -> list[str]:
     """Return the numbers of rows that the kernels of a call read (``programs.vjp.counting_rows``)."""
@@ -118,14 +121,9 @@ def _in_backward_order(
     that all ranks share, not on this rank."""
     by_result: dict[str, _LocalCall | Bucket] = {}
     for entry in entries:
-        results = entry.local.results if isinstance(entry, _LocalCall) else [c.result for c in entry.conversions]
-        by_result.update(dict.fromkeys(results, entry))
-    ordered: dict[int, _LocalCall | Bucket] = {}
-    for step in backward_order(steps):
-        for result in step.placed.op.results if isinstance(step, OpStep) else [c.result for c in conversions_of(step)]:
-            if result in by_result:
-                ordered.setdefault(id(by_result[result]), by_result[result])
-    return list(ordered.values())
+        by_result.update(dict.fromkeys(entry.results, entry))
+    made = (by_result.get(result) for step in backward_order(steps) for result in step.results)
+    return list({id(entry): entry for entry in made if entry is not None}.values())
 
 
 @dataclass
@@ -220,19 +218,8 @@ class _StepWriter:
                 self.parameter_values.add(source.value)
 
     def _needed(self, delivered: Iterable[str]) -> list[LocalOp | Conversion | Bucket]:
-        needed = {*delivered, *(value for _, value in self.spmd.mutations)}
-        kept: list[LocalOp | Conversion | Bucket] = []
-        for instruction in reversed(with_biases(self.local)):
-            if isinstance(instruction, LocalOp):
-                results: Iterable[str] = instruction.results
-                operands: Iterable[str] = refs((instruction.call.args, instruction.call.kwargs))
-            else:
-                results = [conversion.result for conversion in conversions_of(instruction)]
-                operands = [name for c in conversions_of(instruction) for name in (c.value, *c.ways)]
-            if needed.intersection(results):
-                needed.update(operands)
-                kept.append(instruction)
-        return kept[::-1]
+        ends = *delivered, *(value for _, value in self.spmd.mutations)
+        return needed_for(ends, with_biases(self.local))[0]
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -249,7 +236,7 @@ class _StepWriter:
         return entries
 
     def _call(self, local: LocalOp) -> _LocalCall:
-        call, names = numbered(local.call.target, local.call.args, local.call.kwargs)
+        call, names = numbered(local.call)
         keyed = next((name for name in names if self.spmd.layouts[name].keyed_axes), "")
         kind = self.vjp_cache.forward(call, tuple(self.forms[name] for name in names))
         if keyed:
@@ -321,28 +308,28 @@ class _StepWriter:
         operands = tuple(map(self.resolve, entry.names))
         if entry.backward is not None and entry.backward.opaque:
             requires_grad = tuple(self.forms[name].requires_grad for name in entry.names)
-            tape = f"{entry.local.results[0]}.tape"
+            tape = f"{entry.results[0]}.tape"
             self.forms[tape] = Form((), (), torch.uint8, False)
-            forms = (*(self.forms[result] for result in entry.local.results), self.forms[tape])
+            forms = (*(self.forms[result] for result in entry.results), self.forms[tape])
             places = tuple((i,) for i in range(len(forms)))
             target, args = Record(entry.call, requires_grad), tuple(map(Ref, operands))
             shares = (None,) * len(forms)
-            return [Compute(target, args, (), (*entry.local.results, tape), places, forms, shares, origin)]
+            return [Compute(target, args, (), (*entry.results, tape), places, forms, shares, origin)]
         if entry.backward is None or entry.backward.whole:
             names = dict(zip(map(str, range(len(operands))), operands, strict=True))
             kept = [i for i, name in enumerate(kind.results) if not name.isdigit()]
             if not kept:
                 return []  # it returns its operand
-            named = dict(zip(kind.results, entry.local.results, strict=True))
+            named = dict(zip(kind.results, entry.results, strict=True))
             args, kwargs = map_refs(entry.call[1:], lambda name: Ref(names[name]))
             return [
                 Compute(
                     entry.call[0],
                     args,
                     kwargs,
-                    tuple(entry.local.results[i] for i in kept),
+                    tuple(entry.results[i] for i in kept),
                     tuple(kind.places[i] for i in kept),
-                    tuple(self.forms[entry.local.results[i]] for i in kept),
+                    tuple(self.forms[entry.results[i]] for i in kept),
                     tuple(
                         None if (shared := kind.shares[i]) is None else names.get(shared) or named[shared] for i in kept
                     ),
@@ -357,13 +344,11 @@ class _StepWriter:
     def _forward_names(self, entry: _LocalCall) -> dict[str, str]:
         """Map the forward names of the call's trace (``programs.vjp``) to names of the program."""
         names = {str(i): self.resolve(name) for i, name in enumerate(entry.names)}
-        names |= {
-            name: self.resolve(result) for name, result in zip(entry.kind.results, entry.local.results, strict=True)
-        }
+        names |= {name: self.resolve(result) for name, result in zip(entry.kind.results, entry.results, strict=True)}
         for kernel in entry.kind.kernels:
             for name in kernel.results:
-                names.setdefault(name, f"{entry.local.results[0]}.{name}")
-        return names | {name: f"{entry.local.results[0]}.{name}" for name in _row_counts(entry)}
+                names.setdefault(name, f"{entry.results[0]}.{name}")
+        return names | {name: f"{entry.results[0]}.{name}" for name in _row_counts(entry)}
 
     def _compute(self, kernel: Compute, names: Mapping[str, str], origin: Origin) -> Compute:
         assert names.keys() >= {*kernel.operands, *kernel.writes}, "a name of the trace has none in the program"
@@ -423,7 +408,7 @@ class _StepWriter:
 
     def _backward_of(self, entry: _LocalCall) -> list[Instruction]:
         """Append the kernels for the cotangents of values. Return those for the gradients of parameters."""
-        cotangents = tuple(self.cotangents.get(result) for result in entry.local.results)
+        cotangents = tuple(self.cotangents.get(result) for result in entry.results)
         if not any(cotangents):
             return []
         operands = tuple(self.forms[name] for name in entry.names)
@@ -446,7 +431,7 @@ class _StepWriter:
             self._differentiate(entry, kind, cotangents, origin, names)
         else:
             for name in {name for kernel in kind.kernels for name in kernel.results}:
-                names[name] = f"{entry.local.results[0]}'{name}"
+                names[name] = f"{entry.results[0]}'{name}"
             first = kind.kernels_beside(weights)
             for kernel in kind.kernels:
                 if kernel in first:
@@ -458,7 +443,7 @@ class _StepWriter:
                 continue
             into, why = (late, late_origin) if i in weights else (self.backward, origin)
             if cotangent is None:  # PyTorch returns no zeros; but all ranks must run the same exchanges
-                name = f"{entry.local.results[0]}'0:{i}"
+                name = f"{entry.results[0]}'0:{i}"
                 form = self.forms[name] = Form.contiguous(operands[i].shape, operands[i].dtype)
                 zeros: tuple[Any, Any, Any] = (
                     aten.zeros.default,
@@ -483,11 +468,11 @@ class _StepWriter:
     ) -> None:
         """Write the backward of a call that only autograd can differentiate."""
         requested = [(i, name) for i, name in enumerate(kind.cotangents) if name is not None]
-        results = tuple(f"{entry.local.results[0]}'{name}" for _, name in requested)
+        results = tuple(f"{entry.results[0]}'{name}" for _, name in requested)
         names.update({name: result for (_, name), result in zip(requested, results, strict=True)})
         forms = tuple(form for form in kind.forms if form is not None)
         self.forms.update(zip(results, forms, strict=True))
-        args = (Ref(f"{entry.local.results[0]}.tape"), *(Ref(name) for name in cotangents if name is not None))
+        args = (Ref(f"{entry.results[0]}.tape"), *(Ref(name) for name in cotangents if name is not None))
         places = tuple((i,) for i in range(len(results)))
         target = Differentiate(tuple(name is not None for name in cotangents))
         shares = (None,) * len(results)
@@ -506,15 +491,11 @@ class _StepWriter:
 
     def _exchange(self, entry: Bucket, *, backward: bool) -> Convert:
         conversions = self._travelling(entry, backward=backward)
+        operands, results = tuple(map(self.resolve, entry.operands)), entry.results
         if backward:
             operands = tuple(map(self._to_reduce, conversions))
-            results = tuple(
-                f"{name}>{conversion.value}" for name, conversion in zip(operands, conversions, strict=True)
-            )
-        else:
-            operands = tuple(self.resolve(conversion.value) for conversion in conversions)
-            results = tuple(conversion.result for conversion in conversions)
-        operands += tuple(map(self.resolve, conversions[0].ways))
+            results = tuple(f"{name}>{c.value}" for name, c in zip(operands, conversions, strict=True))
+            operands += tuple(map(self.resolve, conversions[0].ways))
         return self.exchanges.convert(
             conversions, operands, results, backward=backward, of_parameters=entry.of_parameters
         )

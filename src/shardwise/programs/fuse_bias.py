@@ -13,7 +13,6 @@ import torch
 from shardwise.graph.ir import Arg, Ref, refs
 from shardwise.programs.buckets import Bucket
 from shardwise.programs.program import LocalOp, LocalProgram
-from shardwise.programs.spmd import conversions_of
 from shardwise.programs.spmd_steps import Conversion
 
 aten = torch.ops.aten
@@ -27,8 +26,11 @@ _WITH_BIAS: dict[Any, Callable[[tuple[Arg, ...], Arg], dict[str, Any]]] = {
 
 def with_biases(program: LocalProgram) -> list[LocalOp | Conversion | Bucket]:
     """Return the local instructions with biases fused into products. A fused call stands where the addition stood."""
-    uses = _uses(program)
-    layouts = program.spmd.layouts
+    spmd = program.spmd
+    layouts, values = spmd.layouts, spmd.graph.by_name
+    uses = Counter(name for instruction in program.instructions for name in instruction.operands)
+    # Being a result of the program is a use.
+    uses.update([*refs(spmd.outputs), *([spmd.loss] if spmd.loss else []), *(value for _, value in spmd.mutations)])
     joined: list[LocalOp | Conversion | Bucket | None] = list(program.instructions)
     products: dict[str, int] = {}  # result of a product that only one instruction uses -> its position
     for position, instruction in enumerate(program.instructions):
@@ -43,7 +45,8 @@ def with_biases(program: LocalProgram) -> list[LocalOp | Conversion | Bucket]:
                 if product is None or bias is None or product not in products or uses[product] > 1:
                     continue
                 # By global shapes: fusion affects the order of messages, so it must not depend on the rank.
-                if layouts[bias].shape == layouts[product].shape[-1:] and _same_dtype(program, product, bias):
+                first_dtype, second_dtype = (values[name.split(":")[0]].dtype for name in (product, bias))
+                if layouts[bias].shape == layouts[product].shape[-1:] and first_dtype == second_dtype:
                     at = products.pop(product)
                     first = joined[at]
                     assert isinstance(first, LocalOp), "a product is joined once"
@@ -52,21 +55,3 @@ def with_biases(program: LocalProgram) -> list[LocalOp | Conversion | Bucket]:
                     joined[at] = None
                     break
     return [instruction for instruction in joined if instruction is not None]
-
-
-def _same_dtype(program: LocalProgram, first: str, second: str) -> bool:
-    by_name = program.spmd.graph.by_name
-    return by_name[first.split(":")[0]].dtype == by_name[second.split(":")[0]].dtype
-
-
-def _uses(program: LocalProgram) -> Counter[str]:
-    """Count the uses of every value. Being a result of the program is a use."""
-    uses: Counter[str] = Counter()
-    for instruction in program.instructions:
-        if isinstance(instruction, LocalOp):
-            uses.update(refs((instruction.call.args, instruction.call.kwargs)))
-        else:
-            uses.update(conversion.value for conversion in conversions_of(instruction))
-    spmd = program.spmd
-    uses.update([*refs(spmd.outputs), *([spmd.loss] if spmd.loss else []), *(value for _, value in spmd.mutations)])
-    return uses

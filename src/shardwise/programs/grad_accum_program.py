@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from shardwise.programs.casts import CAST, computed_name, gradients_of
 from shardwise.programs.exchanges import ExchangeWriter
 from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction, converts_only
-from shardwise.programs.pass_list import mark_overwrites, part_of, with_saved
-from shardwise.programs.rank_program import RankProgram
-from shardwise.programs.spmd import SpmdProgram, conversions_of
+from shardwise.programs.rank_program import RankProgram, mark_overwrites, part_of, with_saved
+from shardwise.programs.spmd import SpmdProgram
 from shardwise.programs.spmd_steps import Conversion, OpStep
 
 
@@ -65,7 +64,7 @@ def converted_once(spmd: SpmdProgram, predicate: Callable[[str, Conversion | Non
         is_recomputed = conversion is not None and conversion.result in spmd.lifetimes.conversions
         if is_parameter and not is_recomputed and predicate(name, conversion):
             converted.add(name)
-    messages = [{c.value for c in conversions_of(step)} for step in spmd.steps if not isinstance(step, OpStep)]
+    messages = [set(step.operands) for step in spmd.steps if not isinstance(step, OpStep)]
     while partly := {name for together in messages if not together <= converted for name in together & converted}:
         converted -= partly
     return frozenset(converted)

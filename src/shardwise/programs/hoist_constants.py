@@ -19,7 +19,7 @@ from functools import cached_property
 
 import torch
 
-from shardwise.graph.ir import Ref, refs
+from shardwise.graph.ir import Ref, needed_for, refs
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.schema import is_random, is_view, may_be_view, operator_name
 from shardwise.programs.casts import computed_name
@@ -36,9 +36,8 @@ from shardwise.programs.instructions import (
 )
 from shardwise.programs.lifetimes import AGAIN
 from shardwise.programs.micro_batches import is_of_step
-from shardwise.programs.pass_list import mark_overwrites, part_of, with_saved
-from shardwise.programs.rank_program import RankProgram
-from shardwise.programs.spmd import SpmdProgram, conversions_of
+from shardwise.programs.rank_program import RankProgram, mark_overwrites, part_of, with_saved
+from shardwise.programs.spmd import SpmdProgram
 from shardwise.programs.spmd_steps import Conversion, OpStep
 from shardwise.programs.vjp import numbered, typed_key
 
@@ -91,24 +90,24 @@ class _Analysis:
         self.root = {name: name for name in self.fixed}
         grad = self.spmd.graph.by_name
         for step in self._all:
-            results = _results(step)
+            results = step.results
             if isinstance(step, Conversion):
                 steady = not step.collectives()
             else:
                 target = step.placed.op.target
                 steady = not is_random(target) and not any(grad[name].requires_grad for name in results)
-            if steady and self.root.keys() >= set(_operands(step)):
+            if steady and self.root.keys() >= set(step.operands):
                 self.makers.update(dict.fromkeys(results, step))
                 self.root.update({name: self._root(step, name) for name in results})
 
     @cached_property
     def _all(self) -> list[OpStep | Conversion]:
         return [
-            part for step in self.spmd.steps for part in ((step,) if isinstance(step, OpStep) else conversions_of(step))
+            part for step in self.spmd.steps for part in ((step,) if isinstance(step, OpStep) else step.conversions)
         ]
 
     def _is_constant(self, step: OpStep | Conversion) -> bool:
-        return self.makers.get(_results(step)[0]) is step
+        return self.makers.get(step.results[0]) is step
 
     def _root(self, step: OpStep | Conversion, name: str) -> str:
         """Return the name whose memory a result may share, or its own name."""
@@ -125,8 +124,8 @@ class _Analysis:
         returned = {*refs(spmd.outputs), *(value for _, value in spmd.mutations)} | {spmd.loss} - {None}
         for step in reversed(self._all):
             may_be_operand = isinstance(step, Conversion) or may_be_view(step.placed.op.target)
-            if self._is_constant(step) and returned.intersection(_results(step)) and may_be_operand:
-                returned.update(_operands(step))
+            if self._is_constant(step) and returned.intersection(step.results) and may_be_operand:
+                returned.update(step.operands)
         return frozenset(name for name in returned if name in self.makers)
 
     @cached_property
@@ -136,7 +135,7 @@ class _Analysis:
         same: dict[str, str] = {name: name for name in self.fixed}
         for step in self._all:
             if self._is_constant(step):
-                results, operands = _results(step), tuple(same[name] for name in _operands(step))
+                results, operands = step.results, tuple(same[name] for name in step.operands)
                 key = _made_by(step), operands, tuple(self.spmd.layouts[name] for name in results)
                 firsts = results if self.returned.intersection(results) else results_of.setdefault(key, results)
                 same.update(zip(results, firsts, strict=True))
@@ -150,7 +149,7 @@ class _Analysis:
         kept: set[str] = set()
         roots: set[str] = set(self.fixed)
         for step in reversed(self._all):
-            results = _results(step)
+            results = step.results
             if self._is_constant(step):
                 read = used.intersection(results)
                 if not read:
@@ -162,7 +161,7 @@ class _Analysis:
                     kept |= read
                     roots |= more
                     continue
-            used.update(self.same.get(name, name) for name in _operands(step))
+            used.update(self.same.get(name, name) for name in step.operands)
         casts = {name for name in self.fixed & used if self.spmd.graph.by_name[name].stored is not None}
         return frozenset(kept | casts)
 
@@ -174,25 +173,15 @@ class _Analysis:
         return self.spmd.layouts[name].max_local_numel * dtype.itemsize
 
     def _largest(self) -> int:
-        results = (name for s in self.spmd.steps if isinstance(s, OpStep) for name in s.placed.op.results)
+        results = (name for s in self.spmd.steps if isinstance(s, OpStep) for name in s.results)
         return max((self._num_bytes(name) for name in results if name not in self.makers), default=0)
-
-
-def _results(step: OpStep | Conversion) -> tuple[str, ...]:
-    return step.placed.op.results if isinstance(step, OpStep) else (step.result,)
-
-
-def _operands(step: OpStep | Conversion) -> tuple[str, ...]:
-    return step.operands if isinstance(step, OpStep) else (step.value,)
 
 
 def _made_by(step: OpStep | Conversion) -> object:
     """Return a key for the computation of a step, without names."""
     if isinstance(step, Conversion):
         return step.source, step.target, step.moves
-    op = step.placed.op
-    call, _ = numbered(op.target, op.args, op.kwargs)
-    return typed_key(call), step.operand_layouts, step.placed.strategy
+    return typed_key(numbered(step.placed.op)[0]), step.operand_layouts, step.placed.strategy
 
 
 # ----------------------------------------------------------------------------------------------- the program of a rank
@@ -205,14 +194,14 @@ def with_constants_apart(program: RankProgram, among: Collection[str] | None = N
     used = {computed_name(n) if n in analysis.fixed else program.resolve(n) for n in analysis.kept}
     if among is not None:
         used &= set(among)
-    makers = _makers_of_constants(program, analysis)
+    computed = _computed_constants(program, analysis)
     copied = {i.value for i in (*program.forward, *program.backward) if isinstance(i, Copy)}
-    used = {name for name in used - copied if name in makers}
+    used = (used - copied) & computed
     duplicates = {program.resolve(name): program.resolve(first) for name, first in analysis.same.items()}
     same = {name: name for name in used} | {name: kept for name, kept in duplicates.items() if kept in used}
     same |= {name + AGAIN: kept for name, kept in same.items()}
     # Of constants, also recomputed ones, those that no instruction reads any more go.
-    gone, read = {*makers, *(name + AGAIN for name in makers)}, set(program.ends)
+    gone, read = {*computed, *(name + AGAIN for name in computed)}, set(program.ends)
     halves: list[tuple[Instruction, ...]] = []
     for instructions in (program.backward, [i for i in program.forward if not used.intersection(i.results)]):
         left: list[Instruction] = []
@@ -231,13 +220,15 @@ def with_constants_apart(program: RankProgram, among: Collection[str] | None = N
         given=(*program.given, *constants),
     )
     step = mark_overwrites(with_saved(step)) if constants else program
-    return HoistedProgram(_making(program, constants, makers), step)
+    forms = dict(program.forms)
+    forward = tuple(_of_their_own(needed_for(constants, program.forward)[0], constants, program, forms))
+    return HoistedProgram(part_of(program, forward=forward, delivered=constants, forms=forms, given=()), step)
 
 
-def _makers_of_constants(program: RankProgram, analysis: _Analysis) -> dict[str, Instruction]:
-    """Map names to the instructions of forward that compute them from constants."""
+def _computed_constants(program: RankProgram, analysis: _Analysis) -> set[str]:
+    """Return the names that instructions of forward compute from constants."""
     values = {program.resolve(name) for name in analysis.makers} | {computed_name(n) for n in analysis.fixed}
-    makers: dict[str, Instruction] = {}
+    computed: set[str] = set()
     for instruction in program.forward:
         steady = isinstance(instruction, Convert) or (
             isinstance(instruction, Compute)
@@ -245,30 +236,16 @@ def _makers_of_constants(program: RankProgram, analysis: _Analysis) -> dict[str,
             and not is_random(instruction.target)
             and not instruction.writes
         )
-        is_constant = all(name in makers or name in analysis.fixed for name in instruction.operands)
+        is_constant = all(name in computed or name in analysis.fixed for name in instruction.operands)
         if steady and is_constant and values.issuperset(instruction.results) and not sent_by(instruction):
-            makers.update(dict.fromkeys(instruction.results, instruction))
-    return makers
-
-
-def _making(program: RankProgram, names: Sequence[str], makers: Mapping[str, Instruction]) -> RankProgram:
-    """Return the program that computes constants, each in memory of its own if that takes less."""
-    needed: set[str] = set()
-    waiting = list(names)
-    while waiting:
-        name = waiting.pop()
-        if name in makers and name not in needed:
-            needed.add(name)
-            waiting += makers[name].operands
-    forward = [instruction for instruction in program.forward if needed.intersection(instruction.results)]
-    forms = dict(program.forms)
-    forward = _of_their_own(forward, names, program, forms)
-    return part_of(program, forward=tuple(forward), delivered=tuple(names), forms=forms, given=())
+            computed.update(instruction.results)
+    return computed
 
 
 def _of_their_own(
     forward: Sequence[Instruction], constants: Sequence[str], program: RankProgram, forms: dict[str, Form]
 ) -> list[Instruction]:
+    """Return the instructions that compute constants, each in memory of its own if that takes less."""
     root = memories(forward, program.spmd.graph.source_of)
     of_root: dict[str, list[str]] = {}
     for name in constants:

@@ -33,6 +33,13 @@ class Origin:
     again: bool = False
 
 
+class _SendsNothing:
+    __slots__ = ()
+    conversions: ClassVar[tuple[Conversion, ...]] = ()
+    of_parameters: ClassVar[bool] = False
+    overwrites: ClassVar[bool] = False
+
+
 class _WritesNothing:
     __slots__ = ()
     writes: ClassVar[tuple[str, ...]] = ()
@@ -46,7 +53,7 @@ class _HasNoResults(_WritesNothing):
 
 
 @dataclass(frozen=True)
-class Compute:
+class Compute(_SendsNothing):
     """A kernel on this rank. ``places``: per result its index path in the value that the target returns (``()``: the
     value itself); ``forms`` and ``shares`` (the name of a value with the same memory, or None): per result; ``writes``:
     operands that it overwrites; ``workspace``: bytes of temporary memory."""
@@ -115,10 +122,11 @@ class Arrive(_WritesNothing):
     origin: Origin
     of_parameters: bool = False
     operands: ClassVar[tuple[str, ...]] = ()
+    overwrites: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, slots=True)
-class Copy(_WritesNothing):
+class Copy(_WritesNothing, _SendsNothing):
     """Copies a value between the device and the host. ``apart``: asynchronously, on its own stream; until it has landed
     no instruction may read the copy, and the original must stay in memory."""
 
@@ -144,7 +152,7 @@ class Copy(_WritesNothing):
 
 
 @dataclass(frozen=True, slots=True)
-class Land(_HasNoResults):
+class Land(_HasNoResults, _SendsNothing):
     """Waits for an asynchronous copy. ``copy``: its result; ``on_device``: the operand or result on the device."""
 
     copy: str
@@ -193,9 +201,8 @@ def with_results(instruction: Instruction, names: Sequence[str]) -> Instruction:
 def converts_only(instruction: Instruction, values: Collection[str]) -> bool:
     """Return whether an instruction is a first conversion of some of these values and of no others. (Results of
     conversions have other names.)"""
-    if not isinstance(instruction, (Convert, Depart, Arrive)) or instruction.origin.again:
-        return False
-    return all(conversion.value in values for conversion in instruction.conversions)
+    first = instruction.conversions and not instruction.origin.again
+    return bool(first) and all(conversion.value in values for conversion in instruction.conversions)
 
 
 def sent_by(instruction: Instruction) -> tuple[Collective, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, memories
+from shardwise.programs.instructions import Arrive, Compute, Copy, Depart, Instruction, Land, memories
 from shardwise.programs.rank_program import RankProgram
 
 
@@ -45,7 +45,7 @@ def _check(instructions: Sequence[Instruction], fixed: set[str], ends: Iterable[
                 raise BrokenProgram(f"{where} reads {name!r}, whose memory {overwritten[root[name]]} has used")
             if name in copying and not isinstance(instruction, Land):
                 raise BrokenProgram(f"{where} reads {name!r}, which is still being copied")
-        for name in _written(instruction):
+        for name in instruction.operands if instruction.overwrites else instruction.writes:
             foreign = isinstance(instruction, Compute) and maker.get(root[name]) != instruction.origin.op
             if root[name] in fixed or foreign:
                 raise BrokenProgram(f"{where} overwrites {name!r}, which it does not own")
@@ -81,8 +81,3 @@ def _check(instructions: Sequence[Instruction], fixed: set[str], ends: Iterable[
             raise BrokenProgram(f"{part}: {name!r} is never made")
         if root[name] in overwritten:
             raise BrokenProgram(f"{part}: the memory of {name!r} was used by {overwritten[root[name]]}")
-
-
-def _written(instruction: Instruction) -> tuple[str, ...]:
-    overwrites = isinstance(instruction, (Convert, Depart)) and instruction.overwrites
-    return instruction.operands if overwrites else instruction.writes

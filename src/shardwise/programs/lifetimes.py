@@ -31,8 +31,7 @@ from shardwise.programs.instructions import (
     with_results,
 )
 from shardwise.programs.opaque import Record
-from shardwise.programs.pass_list import with_saved
-from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.rank_program import RankProgram, with_saved
 from shardwise.programs.spmd import SpmdProgram
 
 AGAIN = "^"  # name suffix of recomputed values
@@ -57,8 +56,7 @@ def repeated(program: RankProgram) -> tuple[frozenset[str], frozenset[str]]:
             continue
         if isinstance(instruction, Compute):
             operators.add(instruction.origin.op)
-        elif isinstance(instruction, (Convert, Arrive)):
-            conversions.update(conversion.result for conversion in instruction.conversions)
+        conversions.update(conversion.result for conversion in instruction.conversions)
     return frozenset(operators), frozenset(conversions)
 
 

@@ -24,7 +24,7 @@ from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.infer import TypeInference
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, rename_operands
 from shardwise.graph.schema import arguments
-from shardwise.layouts.choice import ShardPosition, ShardPositions, Split
+from shardwise.layouts.choice import ShardPosition, Split
 from shardwise.programs.time_axis import FIX, TimeSplit, buffer_names, split_in_time
 from shardwise.rules.arguments import replace_arguments
 from shardwise.rules.rule import LocalContext, LocalOpCall, Piece, base_name
@@ -243,7 +243,7 @@ class _MicroBatchWriter:
         split, where = self.split.splits.get(op.name), self.split.where[name]
         if split is None or isinstance(where, ShardPosition):
             return name
-        place = ShardPositions.of(self.split.factored.rules[op.name]).operand(position, split)
+        place = self.split.places[op.name].operand(position, split)
         return self._samples(name, place, op) if isinstance(place, ShardPosition) else name
 
     def _localized(self, op: Op, split: Split | None) -> Op:
@@ -262,8 +262,7 @@ class _MicroBatchWriter:
         return replace(op, target=call.target, args=call.args, kwargs=call.kwargs)
 
     def _context(self, op: Op, split: Split, start: int) -> LocalContext:
-        rule = self.split.factored.rules[op.name]
-        places = ShardPositions.of(rule)
+        rule, places = self.split.factored.rules[op.name], self.split.places[op.name]
         shapes = [
             tuple(self._shape(self.graph.by_name[name].shape, at(i, split)) for i, name in enumerate(names))
             for names, at in ((op.operands, places.operand), (op.results, places.result))
@@ -276,7 +275,7 @@ class _MicroBatchWriter:
 
     def _numbered(self, op: Op, split: Split) -> Op:
         """Return a random operator whose elements keep their indices in the whole batch."""
-        place = ShardPositions.of(self.split.factored.rules[op.name]).result(0, split)
+        place = self.split.places[op.name].result(0, split)
         whole = self.graph.by_name[op.results[0]].shape
         assert isinstance(place, ShardPosition), f"{op.name} is split, but its result is not"
         stride = self._rows(place, whole, op) * prod(whole[place.dim + 1 :])
@@ -311,7 +310,7 @@ class _MicroBatchWriter:
             return self.derived[key]
         maker = self.graph.producer.get(name)
         if maker is not None and len(maker.results) == 1 and maker.name not in self.split.local:
-            places = ShardPositions.of(self.split.factored.rules[maker.name])
+            places = self.split.places[maker.name]
             split = places.split_of_result(0, place)
             if split is not None and places.kinds[split.factor] == "parallel":
                 try:

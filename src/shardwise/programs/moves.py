@@ -168,14 +168,13 @@ def sharing_buffers(
     pairs = moves[0].source.mesh.size_of(moves[0].axes) == 2
     if not (on_gloo and pairs and first in ("all_gather", "reduce_scatter")):
         return [together]
-    alone = [i for i in together if _elements(moves[i], coordinates) >= LARGE]
+    alone = [  # by the larger side of a move: the whole tensor, equal on all members
+        i
+        for i in together
+        if max(prod(layout.local_shape(coordinates)) for layout in (moves[i].source, moves[i].target)) >= LARGE
+    ]
     small = [i for i in together if i not in alone]
     return [*([small] if small else ()), *([i] for i in alone)]
-
-
-def _elements(move: Move, coordinates: Mapping[str, int]) -> int:
-    """Return the number of elements of the larger side of a move: the whole tensor, equal on all members."""
-    return max(prod(layout.local_shape(coordinates)) for layout in (move.source, move.target))
 
 
 def _window_move(

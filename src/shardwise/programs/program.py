@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
+from typing import ClassVar
 
-from shardwise.graph.ir import rename_operands
+from shardwise.graph.ir import refs, rename_operands
 from shardwise.layouts.choice import BY_KEY
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
@@ -26,6 +27,11 @@ class LocalOp:
     source: str
     call: LocalOpCall
     results: tuple[str, ...]
+    conversions: ClassVar[tuple[Conversion, ...]] = ()
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return tuple(refs((self.call.args, self.call.kwargs)))
 
 
 @dataclass(frozen=True)

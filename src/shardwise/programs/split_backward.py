@@ -11,8 +11,7 @@ from dataclasses import replace
 
 from shardwise.programs.instructions import Arrive, Depart, Instruction, Land, memories, read_of
 from shardwise.programs.invariants import check_program
-from shardwise.programs.pass_list import mark_overwrites_of_backward
-from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.rank_program import RankProgram, mark_overwrites_of_backward
 
 
 def split_backward(program: RankProgram) -> tuple[RankProgram, RankProgram]:

@@ -78,11 +78,11 @@ class SpmdProgram:
     @cached_property
     def conversions(self) -> tuple[Conversion, ...]:
         """Return all conversions in order; those that share messages are adjacent."""
-        return tuple(conversion for step in self.steps for conversion in conversions_of(step))
+        return tuple(conversion for step in self.steps for conversion in step.conversions)
 
     def is_once(self, step: OpStep | Conversion | Bucket) -> bool:
         """Return whether a step of several micro-batches runs these conversions once (``grad_accum_program``)."""
-        return not isinstance(step, OpStep) and all(c.value in self.lifetimes.once for c in conversions_of(step))
+        return not isinstance(step, OpStep) and all(c.value in self.lifetimes.once for c in step.conversions)
 
     def place_of(self, conversions: Sequence[Conversion]) -> int:
         """Return the place of a bucket: the number of products before it (``programs.comm_schedule``)."""
@@ -97,7 +97,7 @@ class SpmdProgram:
                 behind = step.placed.rule.is_product
                 products += behind
                 continue
-            for conversion in conversions_of(step):
+            for conversion in step.conversions:
                 op = self.graph.op_by_name.get(conversion.op)
                 is_bias = behind and op is not None and op.target is torch.ops.aten.add.Tensor  # (programs.fuse_bias)
                 places[conversion.result] = products - is_bias
@@ -131,7 +131,7 @@ class SpmdProgram:
         ordered: list[tuple[Conversion | Bucket, Collective]] = []
         returning: GradientReduceQueue[tuple[tuple[Conversion | Bucket, Collective], ...]] = GradientReduceQueue()
         for step in backward_order(self.steps):
-            if isinstance(step, OpStep) or not any(map(self.receives_gradient, conversions_of(step))):
+            if isinstance(step, OpStep) or not any(map(self.receives_gradient, step.conversions)):
                 continue
             sent = [(step, collective) for collective in step.collectives(backward=True)]
             if sent and _of_parameters(step):
@@ -158,8 +158,8 @@ class SpmdProgram:
         grad = self.graph.by_name
         for step in reversed(self.steps):
             if not isinstance(step, OpStep):
-                reached.update(c.value for c in conversions_of(step) if c.result in reached and c.differentiable)
-            elif any(result in reached and grad[result].requires_grad for result in step.placed.op.results):
+                reached.update(c.value for c in step.conversions if c.result in reached and c.differentiable)
+            elif any(result in reached and grad[result].requires_grad for result in step.results):
                 named = zip(step.operands, step.placed.op.operands, strict=True)
                 reached.update(name for name, original in named if grad[original].requires_grad)
         return frozenset(reached)
@@ -245,17 +245,17 @@ def with_buckets(spmd: SpmdProgram, buckets: Sequence[Bucket]) -> SpmdProgram:
     steps: list[OpStep | Conversion | Bucket] = []
     for step in spmd.steps:
         if isinstance(step, OpStep):
-            available.update(step.placed.op.results)
+            available.update(step.results)
             steps.append(step)
             continue
-        (conversion,) = conversions_of(step)
+        (conversion,) = step.conversions
         bucket = bucket_of.get(conversion.result)
         if bucket is not None:
             if conversion.result in available:  # already placed with the first member of its bucket
                 continue
             _check_bucket(bucket, conversion, available, parameters)
         steps.append(bucket or conversion)
-        available.update(entry.result for entry in conversions_of(steps[-1]))
+        available.update(steps[-1].results)
     return replace(spmd, steps=tuple(steps))
 
 
@@ -297,10 +297,3 @@ def backward_order(steps: Sequence[OpStep | Conversion | Bucket]) -> list[OpStep
 
 def _of_parameters(step: OpStep | Conversion | Bucket) -> TypeGuard[Bucket]:
     return isinstance(step, Bucket) and step.of_parameters
-
-
-def conversions_of(step: OpStep | Conversion | Bucket) -> tuple[Conversion, ...]:
-    """Return the conversions of a step: none, one, or those of a bucket."""
-    if isinstance(step, Bucket):
-        return step.conversions
-    return (step,) if isinstance(step, Conversion) else ()

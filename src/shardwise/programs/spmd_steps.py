@@ -1,9 +1,11 @@
-"""The steps of a partitioned program: operators in their layouts, and conversions of values between them."""
+"""The steps of a partitioned program: operators in their layouts, and conversions of values between them. Each has
+``operands``, ``results`` and ``conversions``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import ClassVar
 
 from shardwise.layouts.conversions import Collective, Move, collective_of
 from shardwise.layouts.layout import Layout
@@ -30,6 +32,18 @@ class Conversion:
     grad_itemsize: int
     op: str
     ways: tuple[str, ...] = ()
+
+    @property
+    def conversions(self) -> tuple[Conversion, ...]:
+        return (self,)
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return (self.value, *self.ways)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return (self.result,)
 
     def collectives(self, *, backward: bool = False) -> tuple[Collective, ...]:
         """Return its collectives in the order of execution."""
@@ -75,3 +89,8 @@ class OpStep:
     operands: tuple[str, ...]
     operand_layouts: tuple[Layout, ...]
     result_layouts: tuple[Layout, ...]
+    conversions: ClassVar[tuple[Conversion, ...]] = ()
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return self.placed.op.results

@@ -20,7 +20,7 @@ The axis needs no size: operators do the same along it for every length.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 from shardwise.errors import PlanError
@@ -40,43 +40,6 @@ AXIS = Mesh(micro=2)  # the length is arbitrary: operators do the same for every
 FIX = "plan with micro_batch equal to global_batch, or write the loss as a sum over samples"
 
 
-@dataclass(frozen=True)
-class TimeSplit:
-    """The strategies of a graph's operators along the time axis. ``graph``: of the whole batch, reduced to the loss and
-    mutations, and lowered where the axis splits a lowered factor. ``where``: placement of every value; ``splits``:
-    operator -> the factor that is split, for operators with samples. ``whole``: (operator, position) of operands that
-    are partial sums but needed whole; they depend on inputs only. ``once``: (operator, position) of operands that are
-    the same in every micro-batch and join partial sums, so they count in the first one only; ``loss_once``: whether the
-    loss does. ``local``: operators that treat a micro-batch as the batch; ``statistics``: buffers that every one
-    writes."""
-
-    graph: Graph
-    factored: Factored
-    batch: int
-    where: Mapping[str, Where]
-    splits: Mapping[str, Split]
-    whole: frozenset[tuple[str, int]]
-    once: frozenset[tuple[str, int]]
-    loss_once: bool
-    local: frozenset[str]
-    statistics: tuple[str, ...]
-
-    @property
-    def prelude(self) -> tuple[str, ...]:
-        """Return the values that are computed before all micro-batches."""
-        return tuple(sorted({self.graph.op_by_name[op].operands[position] for op, position in self.whole}))
-
-    @property
-    def prelude_graph(self) -> Graph | None:
-        """Return the graph over the whole batch that runs before all micro-batches, or None."""
-        if not self.prelude:
-            return None
-        outputs = tuple(map(Ref, self.prelude))
-        return eliminate_dead_code(
-            replace(self.graph, outputs=outputs, loss=None, mutations=(), constraints=(), cotangents=None)
-        )
-
-
 def split_in_time(graph: Graph) -> TimeSplit:
     """Split the samples of a graph's inputs over micro-batches. Raises PlanError, naming the operator, if the loss is
     no sum over micro-batches."""
@@ -94,7 +57,7 @@ def split_in_time(graph: Graph) -> TimeSplit:
     while True:
         rules = {op.name: rule_within(used.get(op.name), op, graph) for op in graph.ops}
         factored = factor_graph(graph, rules)
-        axis = _Axis(graph, factored, batch)
+        axis = TimeSplit(graph, factored, batch)
         ops: list[Op] = []
         values = list(graph.values)
         for op in graph.ops:
@@ -108,13 +71,22 @@ def split_in_time(graph: Graph) -> TimeSplit:
             ops += [item.op for item in items]
             values += added
         if tuple(ops) == graph.ops:
-            return axis.split()
+            axis.decide_sums()
+            return axis
         graph = replace(graph, ops=tuple(ops), values=tuple(values))
 
 
 @dataclass
-class _Axis:
-    """The placement of every value along the axis, decided in the order of execution."""
+class TimeSplit:
+    """The strategies of a graph's operators along the time axis, decided in the order of execution.
+
+    ``graph``: of the whole batch, reduced to the loss and mutations, and lowered where the axis splits a lowered
+    factor. ``where``: placement of every value; ``splits``: operator -> the factor that is split, for operators with
+    samples. ``whole``: (operator, position) of operands that are partial sums but needed whole; they depend on inputs
+    only. ``once``: (operator, position) of operands that are the same in every micro-batch and join partial sums, so
+    they count in the first one only; ``loss_once``: whether the loss does. ``local``: operators that treat a
+    micro-batch as the batch; ``statistics``: buffers that every one writes.
+    """
 
     graph: Graph
     factored: Factored
@@ -123,6 +95,9 @@ class _Axis:
     splits: dict[str, Split] = field(default_factory=dict)
     whole: set[tuple[str, int]] = field(default_factory=set)
     once: set[tuple[str, int]] = field(default_factory=set)
+    loss_once: bool = False
+    local: set[str] = field(default_factory=set)
+    statistics: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.places = {op.name: ShardPositions.of(self.factored.rules[op.name]) for op in self.graph.ops}
@@ -133,6 +108,21 @@ class _Axis:
             self.where[source.value] = self._samples(source.value) if is_split else "I"
         for op in self.graph.ops:
             self._follow(op)
+
+    @property
+    def prelude(self) -> tuple[str, ...]:
+        """Return the values that are computed before all micro-batches."""
+        return tuple(sorted({self.graph.op_by_name[op].operands[position] for op, position in self.whole}))
+
+    @property
+    def prelude_graph(self) -> Graph | None:
+        """Return the graph over the whole batch that runs before all micro-batches, or None."""
+        if not self.prelude:
+            return None
+        outputs = tuple(map(Ref, self.prelude))
+        return eliminate_dead_code(
+            replace(self.graph, outputs=outputs, loss=None, mutations=(), constraints=(), cotangents=None)
+        )
 
     def _samples(self, value: str) -> ShardPosition:
         """Return the position of the major atom of dim 0: the samples, or groups of adjacent samples."""
@@ -161,15 +151,15 @@ class _Axis:
 
     # -- partial sums --------------------------------------------------------------------------------------------------
 
-    def split(self) -> TimeSplit:
-        """Decide where partial sums go, after all split operators were lowered, and return the result."""
+    def decide_sums(self) -> None:
+        """Decide where partial sums go, after all split operators were lowered."""
         loss = self.graph.loss
         assert loss is not None, "it was asked for"
-        local, statistics = self._running_statistics(loss)
-        self.of_inputs = _of_inputs(self.graph, without=local)
-        apart = statistics | {name for op in local for name in self.graph.op_by_name[op].results}
+        self.local, statistics = self._running_statistics(loss)
+        self.of_inputs = _of_inputs(self.graph, without=self.local)
+        apart = statistics | {name for op in self.local for name in self.graph.op_by_name[op].results}
         for op in self.graph.ops:
-            self._sum(op, local, apart)
+            self._sum(op, apart)
         if isinstance(self.where[loss], ShardPosition) or (_is_partial(self.where[loss]) and self.where[loss] != "P"):
             raise _refusal(self.graph.producer[loss], "computes a loss that is not a sum over samples")
         for buffer, value in self.graph.mutations:
@@ -177,18 +167,7 @@ class _Axis:
                 name = self.graph.source_of[buffer].names[0]
                 op = self.graph.producer.get(value) or self.graph.consumers[value][0]
                 raise _refusal(op, f"writes samples of the batch into the buffer {name}")
-        return TimeSplit(
-            self.graph,
-            self.factored,
-            self.batch,
-            self.where,
-            self.splits,
-            frozenset(self.whole),
-            frozenset(self.once),
-            self.where[loss] != "P",
-            frozenset(local),
-            self._written_by_passes(local, statistics),
-        )
+        self.loss_once, self.statistics = self.where[loss] != "P", self._written_by_passes(statistics)
 
     def _running_statistics(self, loss: str) -> tuple[set[str], set[str]]:
         """Return the operators without samples that compute buffers from sums over samples, and these sums."""
@@ -218,11 +197,11 @@ class _Axis:
                 connected.join(name, inside[0])
         return connected.roots()
 
-    def _sum(self, op: Op, local: set[str], apart: set[str]) -> None:
+    def _sum(self, op: Op, apart: set[str]) -> None:
         """Decide which partial sums among the operands pass through the operator and which are needed whole. ``apart``:
         values that every micro-batch has of its own."""
         partial = [i for i, n in enumerate(op.operands) if n not in apart and _is_partial(self.where[n])]
-        if op.name in local or not partial:
+        if op.name in self.local or not partial:
             return
         hard = {i for i in partial if op.operands[i] not in self.of_inputs}
         group = None if op.name in self.splits else self._group(op, hard, partial)
@@ -247,13 +226,13 @@ class _Axis:
             return whole
         return next((group for group in groups if hard and hard <= set(group)), None)
 
-    def _written_by_passes(self, local: set[str], statistics: set[str]) -> tuple[str, ...]:
+    def _written_by_passes(self, statistics: set[str]) -> tuple[str, ...]:
         """Return the buffers of running statistics, and other written buffers of their modules, such as counters."""
         names = {buffer: self.graph.source_of[buffer].names[0] for buffer, _ in self.graph.mutations}
         buffers = {
             buffer
             for buffer, value in self.graph.mutations
-            if value in statistics or (value in self.graph.producer and self.graph.producer[value].name in local)
+            if value in statistics or (value in self.graph.producer and self.graph.producer[value].name in self.local)
         }
         owners = {names[buffer].rpartition(".")[0] for buffer in buffers}
         return tuple(b for b, _ in self.graph.mutations if b in buffers or names[b].rpartition(".")[0] in owners)

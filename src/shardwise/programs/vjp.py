@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.dispatch_mode import OpRecorder
 from shardwise.graph.ir import Arg, Ref, map_refs
-from shardwise.graph.schema import filled, is_random
+from shardwise.graph.schema import AnyCall, filled, is_random
 from shardwise.graph.switches import CallCache
 from shardwise.graph.trees import argument_key, storage_of
 from shardwise.programs.forms import Form
@@ -161,15 +161,14 @@ def counting_rows(kernels: Sequence[Compute], others: Sequence[Compute], rows: t
     )
 
 
-def numbered(target: Any, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]) -> tuple[Call, tuple[str, ...]]:
+def numbered(call: AnyCall) -> tuple[Call, tuple[str, ...]]:
     """Return the call with its operands numbered, and their names, each once."""
     place: dict[str, int] = {}
 
     def number(name: str) -> Arg:
         return Ref(str(place.setdefault(name, len(place))))
 
-    call = target, map_refs(args, number), map_refs(kwargs, number)
-    return call, tuple(place)
+    return (call.target, map_refs(call.args, number), map_refs(call.kwargs, number)), tuple(place)
 
 
 def typed_key(call: Call) -> object:

@@ -19,7 +19,7 @@ from shardwise.graph.fakes import deep_copy
 from shardwise.graph.ir import Graph, Ref
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.step_precision import Precision
-from shardwise.graph.to_float64 import WIDE, Dtypes, reference_mode
+from shardwise.graph.to_float64 import WIDE, Dtypes, Reference, reference_mode
 from shardwise.graph.trees import flatten_output, flatten_with_path, leaf_name
 from shardwise.programs.micro_batches import Passes
 from shardwise.proof.errors_by_tensor import Values
@@ -137,7 +137,7 @@ class OneDevice:
         graph, tensors = self.captured.graph, {**self.tensors, **start.inputs}
         captured = ((tensors.get(source.names[0]), graph.by_name[source.value].dtype) for source in graph.sources)
         norms = (norm for norm in self.module.modules() if isinstance(norm, _BatchNorm) and norm.momentum is None)
-        mode = reference_mode(
+        reference = Reference(
             step,
             start.passes.sizes,
             widens=self.precision is None,
@@ -145,7 +145,7 @@ class OneDevice:
             averaged={id(norm.running_mean) for norm in norms if norm.running_mean is not None},
             models_default=start.models_default,
         )
-        with mode, nullcontext() if self.precision is None else self.precision.around_call():
+        with reference_mode(reference), nullcontext() if self.precision is None else self.precision.around_call():
             output = self._output()
         leaves, _ = flatten_output(output)
         self._check_outputs(leaves)

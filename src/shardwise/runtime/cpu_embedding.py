@@ -21,7 +21,6 @@ from shardwise.programs.forms import Form
 from shardwise.programs.instructions import Arrive, Compute, Copy, Depart, Instruction, with_operands
 from shardwise.programs.program import LocalOp, LocalProgram
 from shardwise.programs.rank_program import RankProgram
-from shardwise.programs.spmd import conversions_of
 from shardwise.rules.local_kernels import EMBEDDING_ROWS, INDEX_SELECT_ROWS
 
 aten = torch.ops.aten
@@ -68,7 +67,7 @@ def place_on_cpu(program: LocalProgram, names: frozenset[str]) -> tuple[LocalPro
         return program, frozenset()
     instructions: list[Any] = []
     for instruction in program.instructions:
-        for conversion in () if isinstance(instruction, LocalOp) else conversions_of(instruction):
+        for conversion in instruction.conversions:
             if conversion.value in values:
                 values.add(conversion.result)
                 name_of[conversion.result] = name_of[conversion.value]

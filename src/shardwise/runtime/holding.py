@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from shardwise.errors import PlanError, PlanWarning, ShardwiseError, listed, warn_user
-from shardwise.graph.shared_memory import check_memory
+from shardwise.graph.module_checks import check_memory
 from shardwise.graph.step_precision import Precision
 from shardwise.layouts.boxes import boxes
 from shardwise.layouts.layout import Layout

@@ -23,7 +23,7 @@ from shardwise.graph.ir import Graph, Ref, refs
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.quantities import format_bytes
 from shardwise.programs.buckets import Bucket
-from shardwise.programs.spmd import SpmdProgram, conversions_of
+from shardwise.programs.spmd import SpmdProgram
 from shardwise.programs.spmd_steps import Conversion, OpStep
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.messages import Purpose
@@ -67,8 +67,8 @@ def with_outputs_split(
     }
     steps: list[OpStep | Conversion | Bucket] = []
     for step in spmd.steps:
-        kept = tuple(conversion for conversion in conversions_of(step) if conversion.result not in gatherings)
-        if len(kept) == len(conversions_of(step)):
+        kept = tuple(conversion for conversion in step.conversions if conversion.result not in gatherings)
+        if len(kept) == len(step.conversions):
             steps.append(step)
         elif kept:
             steps.append(replace(step, conversions=kept) if isinstance(step, Bucket) and kept[1:] else kept[0])

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import LaunchError, PlanError, PlanWarning, ShardwiseError, listed, warn_user
-from shardwise.graph.kinds import check_kinds
+from shardwise.graph.module_checks import check_kinds
 from shardwise.layouts.placement import Placement
 from shardwise.plans.plan import Plan
 from shardwise.plans.printing import only_priced

@@ -30,8 +30,7 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.text import format_layout
 from shardwise.programs.hoist_constants import constant_values
-from shardwise.programs.spmd import SpmdProgram, conversions_of
-from shardwise.programs.spmd_steps import OpStep as OperatorStep
+from shardwise.programs.spmd import SpmdProgram
 from shardwise.runtime.agree import gather_values
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.emit import Emitted
@@ -333,11 +332,10 @@ def _compared(spmd: SpmdProgram) -> Iterator[str]:
     """Yield the used values that have copies, in program order."""
     used = {name for _, name in spmd.mutations} | {*refs(spmd.outputs)} | ({spmd.loss} if spmd.loss else set())
     for step in spmd.steps:
-        used.update(step.operands if isinstance(step, OperatorStep) else (c.value for c in conversions_of(step)))
+        used.update(step.operands)
     names = [s.value for s in spmd.graph.sources if s.kind != "input" or s.value in used]
     for step in spmd.steps:
-        results = step.placed.op.results if isinstance(step, OperatorStep) else [c.result for c in conversions_of(step)]
-        names += [name for name in results if name in used]
+        names += [name for name in step.results if name in used]
     return (name for name in names if _has_copies(spmd.layouts[name]))
 
 

@@ -21,7 +21,6 @@ from shardwise.mindspore.library import (
     OverlapPart,
     Ref,
     SpmdProgram,
-    conversions_of,
     local_move,
 )
 
@@ -57,7 +56,7 @@ class Execution:
 
     def _convert(self, step: Conversion | Bucket) -> None:
         """Print one line per message and per local step that changes anything."""
-        conversions, is_bucket = conversions_of(step), isinstance(step, Bucket)
+        conversions, is_bucket = step.conversions, isinstance(step, Bucket)
         self._buckets += is_bucket
         fusion = self._buckets if is_bucket else 0
         at = [conversion.value for conversion in conversions]
