@@ -311,7 +311,7 @@ def choose_stage(
         planned = planner.plan()
     else:
         fit = fit_memory if limit else least_memory
-        planned = fit(planner, segments, parallel.reshard_mode, parallel.offload)
+        planned = fit(planner, parallel.reshard_mode)
     called = [*(op.name for op in part.ops), *(source.names[0] for source in part.sources)]
     searched = StageSearchResult(planned.search, {name: name for name in called})
     return StagePlan(
