@@ -98,9 +98,7 @@ def pipeline_config(
             fix="with stages, mesh is that of a stage",
         )
     meshes = request.meshes(stage_cluster, by_price=by_price)
-    return PipelineConfig(
-        request, captured, by_price, settings, stage_cluster, meshes, num_stages, schedule, marks
-    )  # fmt: skip
+    return PipelineConfig(request, captured, by_price, settings, stage_cluster, meshes, num_stages, schedule, marks)
 
 
 def plan_pipeline(config: PipelineConfig, call: Example, template: Plan, *, exact_refusal: bool) -> PipelineResult:
