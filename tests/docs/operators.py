@@ -26,7 +26,8 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, apply_strategy
 from shardwise.plans.quantities import format_bytes
-from shardwise.programs.spmd import Choice, build_spmd
+from shardwise.programs.builder import Choice
+from shardwise.programs.spmd import build_spmd
 from shardwise.rules import tables
 from shardwise.rules.atoms import factor_graph
 from shardwise.rules.binding import RuleTable

@@ -431,8 +431,8 @@ def test_a_head_that_waits_gives_way_to_one_that_has_begun(number: int, gives_wa
 def answered(*messages: dict[str, Any], close: bool = False) -> tuple[GenerationStart | int, NodeAgent]:
     """What a launcher does that hears all of this from a head at once, and nothing more."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        settings = ElasticConfig(wait_seconds=3.0)
-        member = NodeAgent(settings, 1, 2, 2, listener.getsockname()[:2], "", [0], [], SECRET, [])
+        course = RestartPolicy(ElasticConfig(wait_seconds=3.0), 2)
+        member = NodeAgent(course, 1, 2, listener.getsockname()[:2], "", [0], SECRET, [])
 
         def answer() -> None:
             connection, _ = listener.accept()
@@ -475,7 +475,8 @@ def test_the_end_of_a_job_is_heard_from_a_head_that_closes_behind_it() -> None:
 
 
 def test_interrupting_the_head_that_waits_for_machines_ends_the_job() -> None:
-    member = NodeAgent(ElasticConfig(), 0, 3, 3, ("127.0.0.1", free_port()), "", [0], [], SECRET, [])
+    course = RestartPolicy(ElasticConfig(), 3)
+    member = NodeAgent(course, 0, 3, ("127.0.0.1", free_port()), "", [0], SECRET, [])
     with contextlib.closing(called(member.station.port)) as other:
         other.send(**hello(1, 3))
         wait_until(lambda: other.messages(0.1))

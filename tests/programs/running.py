@@ -24,13 +24,14 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import Strategy
+from shardwise.programs.builder import Choice
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.invariants import check_program
 from shardwise.programs.lifetimes import backward_collectives, dropped_values, repeated
 from shardwise.programs.program import localize
 from shardwise.programs.rank_program import RankProgram as StepProgram
 from shardwise.programs.rank_program import delivered_values
-from shardwise.programs.spmd import Choice, Lifetimes, SpmdProgram, build_spmd
+from shardwise.programs.spmd import Lifetimes, SpmdProgram, build_spmd
 from shardwise.programs.vjp import VjpCache
 from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward
 from shardwise.rules.atoms import factor_graph

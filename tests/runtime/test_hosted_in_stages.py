@@ -116,18 +116,18 @@ def look(schedule: str, stages: int) -> list[str]:
         own = worker.programs[2]
         emitted, layouts = own.compiled.in_passes.emitted, own.part.source_of
         tables = {s.value for s in layouts.values() if set(HOST) & set(s.names)}
-        given = ["cpu" if name in emitted.on_host else "meta" for name in emitted.program.given]
+        given = ["cpu" if name in emitted.writer.on_host else "meta" for name in emitted.program.given]
         where, found = devices(emitted.forward, [*("cpu" if n in tables else "meta" for n in layouts), *given])
         mixed += found
         lookups = [where[n] for n in where if n.op == "call_function" and "embedding" in str(n.target)]
         assert set(lookups) <= {"cpu"}
         assert bool(lookups) == bool(tables), "lookups are where the tables are"
-        assert emitted.host_ranks is not own.ranks
+        assert emitted.writer.host_ranks is not own.ranks
         for node, device in where.items():
             if node.op == "call_module":
                 exchange = emitted.forward.get_submodule(str(node.target))
                 purpose = exchange.purpose if isinstance(exchange, Converting) else exchange.transit.message.purpose
-                assert (purpose.ranks is emitted.host_ranks) == (device == "cpu")
+                assert (purpose.ranks is emitted.writer.host_ranks) == (device == "cpu")
         output = next(node for node in emitted.forward.graph.nodes if node.op == "output")
         kept = dict(zip(emitted.program.saved, (where[node] for node in output.args[0][2]), strict=True))
         cotangents = ["meta" for name in emitted.program.cotangents if name is not None]

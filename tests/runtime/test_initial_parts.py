@@ -18,7 +18,8 @@ from raising import raises
 from shardwise.errors import PlanWarning, ShardwiseError
 from shardwise.layouts.boxes import boxes
 from shardwise.layouts.text import parse_layout
-from shardwise.runtime.initial import draws, shards
+from shardwise.runtime import holding
+from shardwise.runtime.initial import draws
 from shardwise.runtime.initial.materialize import PartialTensor, full_tensors, initial_values
 from shardwise.runtime.initial.partial_values import NotByParts
 from shardwise.runtime.local_shards import shard
@@ -363,7 +364,7 @@ def test_ranks_have_the_same_values_under_every_plan(run_ranks: RunRanks) -> Non
 
 
 def test_a_large_tensor_that_every_rank_makes_whole_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "_LARGE", 1000)
+    monkeypatch.setattr(holding, "_LARGE", 1000)
     sw.init_ranks("gloo")
     try:
         x = torch.zeros(2, 30)

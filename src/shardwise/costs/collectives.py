@@ -54,7 +54,7 @@ _PASSES = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 # A kind without figures of its own takes those of the kind that sends in the same way.
 _LIKE = {"halo_exchange": "collective_permute"}
 
-KINDS = (*_PASSES, "all_to_all", "collective_permute", "halo_exchange")
+KINDS = (*_PASSES, "all_to_all", "collective_permute", "halo_exchange", "row_exchange")
 
 Affine = tuple[float, float]  # seconds, seconds per byte
 
@@ -238,7 +238,7 @@ def num_steps(kind: str, num_members: int) -> int:
     """Return the number of successive messages of a collective inside one level."""
     if kind in _PASSES:
         return _PASSES[kind] * (num_members - 1)
-    return {"all_to_all": num_members - 1, "collective_permute": 1, "halo_exchange": 2}[kind]
+    return {"collective_permute": 1, "halo_exchange": 2}.get(kind, num_members - 1)
 
 
 def share_sent(kind: str, num_members: int) -> float:
@@ -257,6 +257,8 @@ def affine_terms(kind: str, levels: tuple[Level, ...], span: Span) -> tuple[Affi
     used = span.used()
     if len(used) == 1 and (measured := levels[used[0]].line(kind, span.size)) is not None:
         return (measured,)
+    if kind == "row_exchange":  # the same messages, of other lengths
+        return affine_terms("all_to_all", levels, span)
     if kind in _PASSES:
         if any(levels[level].hierarchical for level in used):
             return (_hierarchy(kind, levels, span),)

@@ -24,8 +24,9 @@ from shardwise.layouts.layout import Layout, common_atoms
 from shardwise.layouts.redistribute import redistribute, through_windows
 from shardwise.layouts.routes import Axes, Routes, RouteTensor
 from shardwise.layouts.strategy import Strategy, apply_strategy
+from shardwise.programs.builder import Builder, Choice, gradient_free
 from shardwise.programs.lower import PlacedOp, lower
-from shardwise.programs.spmd import Builder, Choice, SpmdProgram, conversions_of, gradient_free
+from shardwise.programs.spmd import SpmdProgram, conversions_of
 from shardwise.programs.spmd_steps import Conversion, OpStep
 from shardwise.rules.rule import OpRule
 
@@ -243,9 +244,10 @@ class Router:
         self.axes, self.prices, self.atoms, self.parameters = axes, prices, atoms or {}, parameters
         self._routes: dict[tuple[RouteTensor, bool], Routes] = {}
 
-    def routes(self, value: Value, atoms: Atoms, *, is_parameter: bool = False) -> Routes:
-        """Return the layouts of a kind of value and the routes between them."""
-        tensor = RouteTensor(atoms, value.dtype.itemsize, value.requires_grad, value.grad_itemsize)
+    def routes(self, value: Value, atoms: Atoms, *, is_parameter: bool = False, keyed: str = "") -> Routes:
+        """Return the layouts of a kind of value and the routes between them. ``keyed``: the keyed state that it may
+        have."""
+        tensor = RouteTensor(atoms, value.dtype.itemsize, value.requires_grad, value.grad_itemsize, keyed)
         routes = self._routes.get((tensor, is_parameter))
         if routes is None:
             seconds = self.prices.parameter_collective if is_parameter else self.prices.collective

@@ -19,31 +19,49 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shardwise.api import compare as compare_searches
+from shardwise.api import plan as find_plan
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
-from shardwise.errors import ShardwiseError
+from shardwise.costs.timeline import SimulatedStep
+from shardwise.errors import LayoutError, ShardwiseError
 from shardwise.foreign.call_recorder import CallRecorder, local
-from shardwise.foreign.first_error import ErrorSearch, FirstError, describe_rank_error
+from shardwise.foreign.first_error import ErrorSearch, FirstError, RankError, describe_rank_error
 from shardwise.foreign.inferred_layout import infer_layout
 from shardwise.foreign.outcome import Checked, StepComparison
 from shardwise.foreign.rank_threads import RankThread, on_ranks
-from shardwise.foreign.strategy_check import CheckRequest, best_plan, check_strategies
-from shardwise.foreign.strategy_file import is_strategy_file
+from shardwise.foreign.strategy_file import is_strategy_file, read_strategies
 from shardwise.foreign.tools import ForeignPlan, recognise_plan
-from shardwise.foreign.work_counter import WorkCounter, message_totals
+from shardwise.foreign.work_counter import SentMessages, WorkCounter, message_totals
 from shardwise.graph.batch import num_samples
 from shardwise.graph.call_arguments import call_arguments, call_module, find_loss
+from shardwise.graph.capture import capture
 from shardwise.graph.code_reachability import empty_tensor_caches, reachable_code
 from shardwise.graph.switches import default_dtype
 from shardwise.graph.to_float64 import functions_opened
 from shardwise.graph.trees import flatten_output
 from shardwise.layouts.mesh import Mesh
+from shardwise.plans.plan import Plan
 from shardwise.progress import show_progress
 from shardwise.proof.errors_by_tensor import Key, TensorError, Values, compare, magnitude, relative_difference
 from shardwise.proof.runs import widened, widened_module
-from shardwise.proof.verify import TOLERANCE, need_values, with_values
+from shardwise.proof.verify import TOLERANCE, need_values, verify, with_values
 
 STEPS = 2
+
+
+@dataclass(frozen=True)
+class _CheckRequest:
+    """The arguments of ``sw.check``."""
+
+    module: nn.Module
+    example_inputs: Any
+    kwargs: Mapping[str, Any] | None
+    loss: Callable[..., Any] | None
+    cluster: Cluster
+    beside: bool
+    tolerance: float
+    seed: int | None
 
 
 @dataclass(frozen=True)
@@ -153,9 +171,9 @@ def check(
     need_values((args, named), "check")
     of_node = max(size for size in range(1, 9) if devices % size == 0)
     cluster = cluster or Cluster.load(f"h100-{devices // of_node}x{of_node}")
-    request = CheckRequest(module, example_inputs, kwargs, loss, cluster, beside, tolerance, seed)
+    request = _CheckRequest(module, example_inputs, kwargs, loss, cluster, beside, tolerance, seed)
     if is_strategy_file(plan):
-        return check_strategies(request, plan, devices, mesh)
+        return _check_strategies(request, plan, devices, mesh)
     foreign = recognise_plan(module, plan, devices, mesh)
     initial = with_values(module, seed)
     plain = _CheckedCall(initial, tuple(args), dict(named), loss)
@@ -332,9 +350,82 @@ def _notes(foreign: ForeignPlan, calls: Sequence[CallRecorder]) -> tuple[str, ..
     return tuple(notes)
 
 
-def _beside(request: CheckRequest, foreign: ForeignPlan, rank: RankThread, work: WorkCounter) -> StepComparison:
+def _beside(request: _CheckRequest, foreign: ForeignPlan, rank: RankThread, work: WorkCounter) -> StepComparison:
     dtype = _dtype(request.module)
     links = Links(request.cluster, foreign.mesh)
     messages = message_totals(rank.messages[: rank.result.num_messages], links, dtype)
     held_bytes = rank.result.num_held * dtype.itemsize
-    return StepComparison(request.cluster.name, work.seconds, messages, held_bytes, *best_plan(request))
+    return StepComparison(request.cluster.name, work.seconds, messages, held_bytes, *_best_plan(request))
+
+
+def _check_strategies(call: _CheckRequest, plan: Mapping[str, Any], devices: int, mesh: Mesh | None) -> Checked:
+    """Check whether a module computes under a MindSpore strategy file what one device computes: ``sw.plan`` plans its
+    strategies, and that program is verified. Impossible layouts and strategies are *wrong*, each with the reason.
+    Operators that the file does not name are decided by propagation."""
+    if mesh is not None:
+        raise ShardwiseError("a strategy file of MindSpore defines its mesh", fix="omit mesh=")
+    if call.beside and call.cluster.num_devices != devices:
+        what = f"{call.cluster.name} has {call.cluster.num_devices} devices, but the file is for {devices}"
+        raise ShardwiseError(what, fix="pass a cluster= of this size, or beside=False (--no-price)")
+    captured = capture(call.module, *call_arguments(call.example_inputs, call.kwargs), loss=call.loss)
+    file = read_strategies(call.module, plan, captured.graph, devices)
+    counts = f"{len(file.layouts)} parameters and {len(file.strategies)} operators as in the file, the rest is derived"
+    notes = ("MindSpore is not run: its file is checked", counts)
+    foreign = ForeignPlan("MindSpore strategy file", file.mesh, None, file.unused, notes)
+    if file.faults:
+        return Checked(foreign, failure=RankError(None, "; ".join(file.faults), "", refutes=True))
+    settings: dict[str, Any] = {
+        "mesh": file.mesh,
+        "strategies": file.strategies or None,
+        "layouts": file.layouts,
+        "kwargs": call.kwargs,
+        "loss": call.loss,
+    }
+    try:
+        derived = find_plan(call.module, call.example_inputs, devices, search="sharding_propagation", **settings).plan
+    except LayoutError as error:
+        first, *facts = str(error).splitlines()
+        where = next((fact.partition(":")[2].strip() for fact in facts if fact.strip().startswith("op:")), "")
+        text = f"{where}: {first}" if where else first
+        return Checked(foreign, failure=RankError(None, text, "", refutes=True))
+    report = verify(
+        call.module,
+        call.example_inputs,
+        derived,
+        kwargs=call.kwargs,
+        loss=call.loss,
+        tolerance=call.tolerance,
+        seed=call.seed,
+    )
+    parts = tuple(f"parameter {entry.name}: {entry.layout}" for entry in derived.parameters if "@" in entry.layout)
+    return Checked(
+        foreign,
+        differences=report.differences,
+        tolerance=report.tolerance,
+        layouts=parts,
+        notes=foreign.notes,
+        beside=_beside_strategies(call, settings) if call.beside else None,
+    )
+
+
+def _beside_strategies(call: _CheckRequest, settings: Mapping[str, Any]) -> StepComparison:
+    rows = compare_searches(
+        call.module, call.example_inputs, call.cluster, searches=("sharding_propagation",), **settings
+    ).rows
+    step = rows[0].step
+    assert isinstance(step, SimulatedStep), "it has just been planned"
+    messages = [event for event in step.events if event.stream]
+    sent = SentMessages(len(messages), sum(int(event.num_bytes) for event in messages), step.exposed, ())
+    held = step.peak.parts["parameters"]
+    return StepComparison(call.cluster.name, step.seconds - step.exposed, sent, held, *_best_plan(call))
+
+
+def _best_plan(call: _CheckRequest) -> tuple[Plan | None, str]:
+    """Return (the plan that ``sw.plan`` finds, or None; why it finds none)."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            planned = find_plan(call.module, call.example_inputs, call.cluster, kwargs=call.kwargs, loss=call.loss)
+    except ShardwiseError as error:
+        return None, str(error).partition("\n")[0]
+    return planned.plan, ""

@@ -104,10 +104,8 @@ def _names(mesh: Mesh, *, data: bool) -> tuple[str, ...]:
     """Return the axes over which samples are split (``data``), or the others. Raises ShardwiseError for none."""
     names = tuple(name for name, _ in mesh.axes if (name in DATA_AXES or name.startswith("dp")) == data)
     if not names:
-        raise ShardwiseError(
-            f"{mesh} has no axis for {'data' if data else 'tensor'} parallelism",
-            fix="call axes that split samples dp and the others tp: mesh=sw.Mesh(dp=2, tp=4)",
-        )
+        what = f"{mesh} has no axis for {'data' if data else 'tensor'} parallelism"
+        raise ShardwiseError(what, fix="call axes that split samples dp and the others tp: mesh=sw.Mesh(dp=2, tp=4)")
     return names
 
 
@@ -138,10 +136,8 @@ def _transformers(name: str) -> Any:
     try:
         return importlib.import_module(f"transformers.{name}")
     except ImportError as error:
-        raise ShardwiseError(
-            f"the plan is one of transformers, which cannot be imported: {error}",
-            fix="pip install 'transformers>=5.20'",
-        ) from error
+        what = f"the plan is one of transformers, which cannot be imported: {error}"
+        raise ShardwiseError(what, fix="pip install 'transformers>=5.20'") from error
 
 
 def _of_transformers(module: nn.Module, plan: Any, mesh: Mesh) -> ForeignPlan:

@@ -93,6 +93,22 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
 grouped_mm.register_autograd(_backward, setup_context=_setup)
 
 
+@torch.library.custom_op(
+    "shardwise::order_by_owner", mutates_args=(), schema="(Tensor keys, int[] ends) -> (Tensor, Tensor)"
+)
+def order_by_owner(keys: torch.Tensor, ends: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions of keys [rows] sorted by owner, and how many keys each owner has [1, owners]. Owner i has
+    the keys below ``ends[i]`` that no owner before it has. The last one gets the keys that are no one's, and the first
+    the negative ones: the product that reads them there makes zeros of those and refuses these."""
+    owners = torch.searchsorted(torch.tensor(ends[:-1], dtype=torch.int64, device=keys.device), keys.long(), right=True)
+    return owners.argsort(stable=True), owners.bincount(minlength=len(ends)).unsqueeze(0)
+
+
+@order_by_owner.register_fake
+def _(keys: torch.Tensor, ends: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    return keys.new_empty(keys.shape, dtype=torch.int64), keys.new_empty((1, len(ends)), dtype=torch.int64)
+
+
 def experts_of(ends: torch.Tensor, rows: int) -> torch.Tensor:
     """Return the expert of each of ``rows`` sorted rows. ``ends``: one past the last row of each expert."""
     return torch.searchsorted(ends, torch.arange(rows, dtype=ends.dtype, device=ends.device), right=True)

@@ -31,6 +31,8 @@ def _operand(op: Op) -> Ref:
 
 def _returned_if(is_same: Callable[[Op, Value], bool], op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     """Replace operators by their operand where they return it. ``is_same``: of an operator and its operand."""
+    if not isinstance(op.args[0], Ref):  # a number, which becomes a tensor
+        return None
     return (_operand(op),) if is_same(op, emitter.value(_operand(op))) else None
 
 

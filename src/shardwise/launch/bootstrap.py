@@ -80,13 +80,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def write_record(
-    path: str,
-    error: str,
-    text: str,
-    exit_code: int,
-    follow_up: bool,
-    blames: Sequence[int] = (),
-    differs: bool = False,
+    path: str, error: str, text: str, exit_code: int, follow_up: bool, blames: Sequence[int] = (), differs: bool = False
 ) -> None:
     """Write a failure record atomically.
 

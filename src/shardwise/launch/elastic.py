@@ -32,7 +32,7 @@ from shardwise.launch.hang_detector import HangDetector
 from shardwise.launch.job import EXIT_INTERRUPTED, Job, print_line
 from shardwise.launch.node_agent import GenerationStart, NodeAgent
 from shardwise.launch.processes import Failure
-from shardwise.launch.restart_policy import ElasticConfig, RestartPolicy, lost_rank
+from shardwise.launch.restart_policy import RestartPolicy, lost_rank
 from shardwise.launch.zygote import Zygote
 from shardwise.runtime.generation import GENERATION, Generation, plan_file
 from shardwise.runtime.heartbeat_file import Heartbeat
@@ -45,11 +45,9 @@ _NEW_SECONDS = 3600.0  # after which an unlocked new folder is a leftover
 @dataclass(slots=True)
 class GenerationRunner:
     """Runs the ranks of one machine, generation after generation. ``environment``: returns the variables that all ranks
-    share; ``make_job``: creates a job from a scratch folder and its ranks; ``num_ranks``: initial number on all
-    machines."""
+    share; ``make_job``: creates a job from a scratch folder and its ranks."""
 
-    settings: ElasticConfig
-    num_ranks: int
+    course: RestartPolicy
     num_machines: int
     command: Sequence[str]
     environment: Callable[[GenerationStart], dict[str, str]]
@@ -62,9 +60,9 @@ class GenerationRunner:
 
     def run_alone(self, master: Callable[[], tuple[str, int]]) -> int:
         """Run a job on this machine alone and return its exit code. ``master``: returns address and port of rank 0."""
-        course = RestartPolicy(self.settings, self.num_ranks)
-        slots, suspect, number = list(range(self.num_ranks)), False, 0
-        spares = list(range(self.num_ranks, self.num_ranks + self.settings.spares))
+        course, suspect, number = self.course, False, 0
+        slots = list(range(course.num_ranks))
+        spares = list(range(course.num_ranks, course.num_ranks + course.settings.spares))
         while True:
             begin = GenerationStart(number, suspect, 0, len(slots), slots, len(spares), master(), course.step)
             code, cause, absent, step = self._run_generation(begin)
@@ -106,7 +104,7 @@ class GenerationRunner:
         job = self.make_job(tempfile.mkdtemp(prefix="generation-", dir=self.scratch), ranks)
         job.spawn, job.abandons = self._living_zygote(shared).spawn, True
         job.halt = None if member is None else member.is_stopped
-        watch = HangDetector(self.settings.silent_seconds, self.settings.idle_seconds)
+        watch = HangDetector(self.course.settings.silent_seconds, self.course.settings.idle_seconds)
         reached = begin.step
 
         def look(pages: dict[int, Heartbeat]) -> tuple[int, str] | None:
@@ -155,8 +153,7 @@ class GenerationRunner:
         now = os.path.join(self.memory, plan_file(begin.num_ranks, 0))
         lost = 1 if self.num_machines == 1 else len(begin.slots)
         size = begin.num_ranks - lost
-        fewest = RestartPolicy(self.settings, self.num_ranks).fewest
-        if size in self.planned or size < fewest or begin.num_spares or not os.path.exists(now):
+        if size in self.planned or size < self.course.fewest or begin.num_spares or not os.path.exists(now):
             return
         self.planned.add(size)
         if os.path.exists(os.path.join(self.memory, plan_file(size, 0))):
@@ -174,7 +171,7 @@ class GenerationRunner:
         if self.zygote is None or not self.zygote.alive:  # if it was killed, all ranks ended with it
             if self.zygote is not None:
                 self.zygote.close()
-            self.zygote = Zygote(environment, (*zygote.PRELOADED, *self.settings.preload))
+            self.zygote = Zygote(environment, (*zygote.PRELOADED, *self.course.settings.preload))
         return self.zygote
 
     def close(self) -> None:

@@ -65,9 +65,8 @@ class Job:
     cause: Failure | None = None  # the failure that ends the job
     shown: bool = False  # whether the cause's traceback has been
     hidden: list[tuple[int, bytes]] = field(default_factory=list)  # stderr since the first failure
-    schedule: list[tuple[float, int, list[RankProcess]]] = field(
-        default_factory=list
-    )  # signals to send: when, which, to whom
+    # Signals to send: when, which, to whom
+    schedule: list[tuple[float, int, list[RankProcess]]] = field(default_factory=list)
     exit_code: int | None = None  # None until it is decided
     first_exit: float | None = None  # when a rank was first seen to have ended with 0 before others (monotonic seconds)
     noticed: bool = False  # whether the notice was printed
@@ -223,14 +222,10 @@ class Job:
             self._stop(running, [])
         elif elapsed >= _NOTICE_SECONDS and not self.noticed:
             self.noticed = True
-            print_line(
-                f"{name_all_ranks(done)} ended with exit code 0, {elapsed:.0f} seconds ago; "
-                f"{name_all_ranks(numbers)} still run"
-                + "s"
-                * (len(numbers) == 1)
-                + "\n  note:   a collective with a rank that has ended never completes; --exit-grace SECONDS stops such"
-                " ranks"
-            )
+            still = f"{name_all_ranks(numbers)} still run{'s' * (len(numbers) == 1)}"
+            note = "a collective with a rank that has ended never completes; --exit-grace SECONDS stops such ranks"
+            done_for = f"{name_all_ranks(done)} ended with exit code 0, {elapsed:.0f} seconds ago"
+            print_line(f"{done_for}; {still}\n  note:   {note}")
 
     def _interrupt(self) -> None:
         """Forward a signal to the ranks; a second one kills them."""

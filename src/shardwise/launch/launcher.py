@@ -22,7 +22,7 @@ from shardwise.launch.elastic import GenerationRunner, folder_in_memory, folder_
 from shardwise.launch.job import Job, signals_caught
 from shardwise.launch.node_agent import GenerationStart, NodeAgent
 from shardwise.launch.rank_environment import DEFAULT_PORT
-from shardwise.launch.restart_policy import ElasticConfig
+from shardwise.launch.restart_policy import ElasticConfig, RestartPolicy
 from shardwise.launch.secret import SECRET, job_secret
 from shardwise.launch.zygote import Zygote
 
@@ -101,14 +101,14 @@ def launch(
         stack.enter_context(signals_caught(caught))
         if elastic is not None:
             memory = stack.enter_context(folder_in_memory())
-            agent = GenerationRunner(elastic, num_ranks, len(hosts), command, environment, make_job, scratch, memory)
+            course = RestartPolicy(elastic, num_ranks)
+            agent = GenerationRunner(course, len(hosts), command, environment, make_job, scratch, memory)
             stack.callback(agent.close)
             if len(hosts) == 1:
                 return agent.run_alone(master)
-            spares = list(range(len(slots), len(slots) + elastic.spares))
             name = here.name if node_rank < len(hosts) else ""  # a standby machine has no entry in `hosts`
             secret = job_secret(os.environ)
-            member = NodeAgent(elastic, node_rank, len(hosts), num_ranks, address, name, slots, spares, secret, caught)
+            member = NodeAgent(course, node_rank, len(hosts), address, name, slots, secret, caught)
             return agent.take_part(stack.enter_context(contextlib.closing(member)))
         shared = environment(GenerationStart(0, False, 0, num_ranks, slots, 0, address, -1))
         job = make_job(scratch, here.ranks)

@@ -21,7 +21,7 @@ from shardwise.launch.channel import Channel, as_place, as_text, wait_until_read
 from shardwise.launch.coordinator import EXIT_ALONE, SURE_SECONDS, Address, Coordinator
 from shardwise.launch.job import EXIT_INTERRUPTED, print_line
 from shardwise.launch.processes import Failure
-from shardwise.launch.restart_policy import ElasticConfig, RestartPolicy
+from shardwise.launch.restart_policy import RestartPolicy
 from shardwise.launch.secret import SECRET_FIX
 
 _TURN_SECONDS = 0.1
@@ -152,20 +152,19 @@ class Listener(threading.Thread):
 
 @dataclass
 class NodeAgent:
-    """This machine's agent in a job. ``num_machines``, ``num_ranks``: initial size of the job; ``home``: address of
-    machine 0's launcher; ``name``: host name of this machine for others ("": use the listening address); ``slots``,
-    ``spares``: of this machine, for the next generation; ``caught``: signals sent to the launcher."""
+    """This machine's agent in a job. ``course``: of the job as it starts; ``num_machines``: initial number; ``home``:
+    address of machine 0's launcher; ``name``: host name of this machine for others ("": use the listening address);
+    ``slots``, ``spares``: of this machine, for the next generation; ``caught``: signals sent to the launcher."""
 
-    settings: ElasticConfig
+    course: RestartPolicy
     node: int
     num_machines: int
-    num_ranks: int
     home: Address
     name: str
     slots: list[int]
-    spares: list[int]
     secret: bytes = field(repr=False)
     caught: list[int]
+    spares: list[int] = field(init=False)
     station: Listener = field(init=False)
     channel: Channel | None = None
     crew: list[tuple[int, str, int]] = field(default_factory=list)  # (node, address, port) of the generation's machines
@@ -176,12 +175,13 @@ class NodeAgent:
     refused: list[Address] = field(default_factory=list)  # launchers with a different secret
 
     def __post_init__(self) -> None:
+        self.settings = self.course.settings
+        self.spares = list(range(len(self.slots), len(self.slots) + self.settings.spares))
         self.all_slots = {*self.slots, *self.spares}
         self.name = self.name or (self.home[0] if self.node == 0 else "")
         self.station = self._listen()
         if self.node == 0:
-            now = time.monotonic()
-            self._lead(set(range(self.num_machines)), now + self.settings.wait_seconds, self.settings.wait_seconds)
+            self._lead(set(range(self.num_machines)), time.monotonic() + self.settings.wait_seconds)
         self.station.start()
 
     def _listen(self) -> Listener:
@@ -203,8 +203,8 @@ class NodeAgent:
                 raise LaunchError(what, fix="choose another --master-port, the same on every node") from None
         return Listener(0, self.secret, address)
 
-    def _lead(self, awaited: set[int], until_all: float, seconds: float) -> Coordinator:
-        course, deadline = RestartPolicy(self.settings, self.num_ranks), time.monotonic() + seconds
+    def _lead(self, awaited: set[int], until_all: float) -> Coordinator:
+        course, deadline = replace(self.course), time.monotonic() + self.settings.wait_seconds
         head = Coordinator(course, self.node, self.num_machines, awaited, until_all, deadline, self.secret)
         self.station.lead(head)
         return head
@@ -326,7 +326,7 @@ class NodeAgent:
         channel.send(
             hello=self.node,
             machines=self.num_machines,
-            ranks=self.num_ranks,
+            ranks=self.course.num_ranks,
             slots=self.slots,
             spares=self.spares,
             port=self.station.port,
@@ -404,8 +404,7 @@ class NodeAgent:
         return EXIT_ALONE
 
     def _take_over(self, left: Sequence[tuple[int, str, int]], silent: bool) -> None:
-        now = time.monotonic()
-        head = self._lead({node for node, _, _ in left}, now + _TAKE_OVER_SECONDS, self.settings.wait_seconds)
+        head = self._lead({node for node, _, _ in left}, time.monotonic() + _TAKE_OVER_SECONDS)
         head.number = self.number + 1
         head.course.step = self.station.step
         head.addresses = {node: (address, port) for node, address, port in self.crew}

@@ -16,9 +16,9 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from shardwise.errors import LayoutError
-from shardwise.layouts.layout import PARTIAL_KINDS, Atom, Layout
+from shardwise.layouts.layout import PARTIAL_KINDS, Atom, Layout, copies_of
 from shardwise.layouts.mesh import Mesh
-from shardwise.rules.rule import Dims, FactorKind, OpRule
+from shardwise.rules.rule import Dims, FactorKind, KeyedRows, OpRule
 
 # The state of a result that lacks a factor which is split.
 REDUCTION_STATES = {kind: state for state, kind in PARTIAL_KINDS.items()}
@@ -55,17 +55,31 @@ class PassSum:
         return f"P{self.group or ''}"
 
 
-AxisChoice = Split | Repeat | PassSum
+@dataclass(frozen=True, slots=True)
+class ByKey:
+    """The devices along the axis have the rows whose keys they own: tokens at their experts."""
+
+    def __str__(self) -> str:
+        return "K"
+
+
+AxisChoice = Split | Repeat | PassSum | ByKey
 # Operator -> sub-axis -> its choice.
 Choices = dict[str, dict[str, AxisChoice]]
 
-INVARIANT, REPLICATED = Repeat("I"), Repeat("R")
+INVARIANT, REPLICATED, BY_KEY = Repeat("I"), Repeat("R"), ByKey()
+
+
+def splits_owners(choice: AxisChoice, rule: OpRule) -> bool:
+    """Return whether a choice splits the owners of keys that rows could follow: gathered rows, or travelling ones."""
+    return rule.keyed is not None and isinstance(choice, Split) and choice.factor == rule.keyed.owned
 
 
 def parse_choice(word: str) -> AxisChoice:
-    """``I``, ``R``, ``P`` or ``P1`` (the second group), or a factor, which is written in lower case."""
-    if word in ("I", "R"):
-        return INVARIANT if word == "I" else REPLICATED
+    """``I``, ``R``, ``K``, ``P`` or ``P1`` (the second group), or a factor, which is written in lower case."""
+    states: dict[str, AxisChoice] = {"I": INVARIANT, "R": REPLICATED, "K": BY_KEY}
+    if word in states:
+        return states[word]
     group = re.fullmatch(r"P([0-9]{0,4})", word)
     return PassSum(int(group.group(1) or 0)) if group else Split(word)
 
@@ -84,7 +98,8 @@ class ShardPosition(NamedTuple):
         return ShardPosition(dim, prod(max(size, 1) for size in sizes[index + 1 :]), sizes[index])
 
 
-# Where a tensor is on one axis: "I", "R", "P" (or another partial kind), or the place that the axis splits.
+# Where a tensor is on one axis: "I", "R", "P" (or another partial kind), "K1" (or another keyed state), or the place
+# that the axis splits.
 Where = str | ShardPosition
 
 
@@ -97,11 +112,14 @@ class ShardPositions:
     results: tuple[Mapping[str, ShardPosition], ...]
     linear: tuple[tuple[int, ...], ...]
     kinds: Mapping[str, FactorKind]
+    keyed: KeyedRows | None = None
 
     @staticmethod
     def of(rule: OpRule) -> ShardPositions:
         """Those of a rule. Who splits a result splits what it reads through windows in the same place."""
-        return _places_of(OpRule(rule.factors, rule.operands, rule.results, rule.linear, windows=rule.windows))
+        return _places_of(
+            OpRule(rule.factors, rule.operands, rule.results, rule.linear, windows=rule.windows, keyed=rule.keyed)
+        )
 
     def operand(self, position: int, choice: AxisChoice) -> Where:
         """Return the placement required of an operand."""
@@ -109,6 +127,10 @@ class ShardPositions:
             return self.operands[position].get(choice.factor, "R")
         if isinstance(choice, Repeat):
             return choice.state
+        if isinstance(choice, ByKey):
+            assert self.keyed is not None, "the operator takes keyed rows"
+            where = self.keyed.operands[position]
+            return self.operands[position].get(where, where)
         return "P" if position in self.linear[choice.group] else "R"
 
     def result(self, position: int, choice: AxisChoice) -> Where:
@@ -116,6 +138,9 @@ class ShardPositions:
         if isinstance(choice, Split):
             place = self.results[position].get(choice.factor)
             return REDUCTION_STATES.get(self.kinds[choice.factor], "I") if place is None else place
+        if isinstance(choice, ByKey):
+            assert self.keyed is not None, "the operator takes keyed rows"
+            return self.keyed.results[position]
         return choice.state if isinstance(choice, Repeat) else "P"
 
     def choice_of_operand(self, position: int, where: Where) -> AxisChoice | None:
@@ -124,6 +149,8 @@ class ShardPositions:
             return _split_at(self.operands[position], where)
         if where in ("I", "R"):
             return INVARIANT if where == "I" else REPLICATED
+        if copies_of(where):
+            return BY_KEY if self.keyed is not None and self.keyed.operands[position] == where else None
         return next((PassSum(i) for i, group in enumerate(self.linear) if where == "P" and position in group), None)
 
     def split_of_result(self, position: int, place: ShardPosition) -> Split | None:
@@ -141,7 +168,8 @@ def _places_of(rule: OpRule) -> ShardPositions:
             if parts[0].name in places and all(part.size for part in parts):
                 places[through] = places[parts[0].name]
     kinds = {factor.name: factor.kind for factor in rule.factors}
-    return ShardPositions(operands, tuple(_places(dims, sizes) for dims in rule.results), rule.linear, kinds)
+    results = tuple(_places(dims, sizes) for dims in rule.results)
+    return ShardPositions(operands, results, rule.linear, kinds, rule.keyed)
 
 
 def _places(dims: Dims, sizes: Mapping[str, int]) -> dict[str, ShardPosition]:

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Literal
 
 from shardwise.layouts.holdings import num_exchanged, num_halo_rows
-from shardwise.layouts.layout import PARTIAL_KINDS, Layout, Windows
+from shardwise.layouts.layout import PARTIAL_KINDS, Layout, Windows, copies_of
 
 Primitive = Literal[
     "none",  # the same tensor
@@ -28,9 +28,12 @@ Primitive = Literal[
     "halo_add",  # from windows to slices: rows go back to the device whose slice they are in, and are added there
     "take_window",  # the same two where every device has all rows of its window
     "add_window",
+    "row_exchange",  # from slices to the rows of keys that a device owns, or back: as many rows as the keys say
 ]
 
-COLLECTIVES = frozenset({"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "halo_exchange", "halo_add"})
+COLLECTIVES = frozenset(
+    {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "halo_exchange", "halo_add", "row_exchange"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +65,8 @@ CELLS: dict[tuple[str, str], Cell] = {
 
 # From slices to windows, and from the whole (replicated, or without gradient) to windows.
 WINDOW_CELLS = {"halo": Cell("halo_exchange", "halo_add"), "local": Cell("take_window", "add_window")}
+# From slices of the rows to keyed rows, and back.
+KEYED_CELL = Cell("row_exchange", "row_exchange")
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,14 @@ class Move:
         return Move(self.target, self.source, self.axes) if closes else None
 
     @property
+    def is_keyed(self) -> bool:
+        """Return whether rows go to the devices that own their keys, or return from there."""
+        return any(map(copies_of, self.cell))
+
+    @property
     def entry(self) -> Cell:
+        if self.is_keyed:
+            return KEYED_CELL
         if self.reverse is not None:
             return Cell(self.reverse.entry.backward, self.reverse.entry.forward)
         if self.cut is not None:
@@ -126,10 +138,17 @@ class Move:
         primitive, (before, after) = self.primitive(backward), self.ends(backward)
         if primitive == "all_to_all":
             return num_exchanged(before, after)[0]
+        if primitive == "row_exchange":
+            devices = self.source.mesh.size_of(self.axes)
+            return num_sent(primitive, devices, self.keyed_end.max_local_numel, 0)
         if self.cut is not None:
             return self.num_halo(backward)
         n = self.source.mesh.size_of(self.axes)
         return num_sent(primitive, n, before.max_local_numel, after.max_local_numel)
+
+    @property
+    def keyed_end(self) -> Layout:
+        return self.target if copies_of(self.cell[1]) else self.source
 
     def num_halo(self, backward: bool) -> int:
         """Elements that the busiest rank sends when windows are cut, or added back."""
@@ -147,6 +166,8 @@ def num_sent(primitive: Primitive, num_devices: int, before: float, after: float
         return (num_devices - 1) * after
     if primitive == "all_reduce":
         return 2 * (num_devices - 1) * before / num_devices
+    if primitive == "row_exchange":  # keys of all devices equally often
+        return (num_devices - 1) * before / num_devices
     return 0
 
 
@@ -156,7 +177,8 @@ class Collective:
 
     ``kind``: that of the table, or ``collective_permute``, an all-to-all in which every rank sends to one rank at most.
     ``num_bytes``: bytes of the whole message on the busiest rank (the gathered tensor of an all_gather, the input of
-    the others). A ``halo_exchange`` (in either direction) counts the rows that leave the rank.
+    the others). A ``halo_exchange`` (in either direction) counts the rows that leave the rank. A ``row_exchange``
+    counts as many rows for all ranks: how many they are depends on data.
     """
 
     kind: str
@@ -174,6 +196,8 @@ def collective_of(move: Move, itemsize: int, *, backward: bool = False) -> Colle
     if move.cut is not None:
         return Collective("halo_exchange", move.axes, move.num_halo(backward) * itemsize)
     before, after = move.ends(backward)
+    if move.is_keyed:
+        return Collective("row_exchange", move.axes, move.keyed_end.max_local_numel * itemsize)
     whole = after if primitive == "all_gather" else before
     kind: str = primitive
     if primitive == "all_to_all" and num_exchanged(before, after)[1]:

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from shardwise.errors import LayoutError
 from shardwise.layouts.choice import ShardPosition, Where, layout_of, where_of
-from shardwise.layouts.conversions import CELLS, COLLECTIVES, Move
-from shardwise.layouts.layout import Layout
+from shardwise.layouts.conversions import CELLS, COLLECTIVES, KEYED_CELL, Move
+from shardwise.layouts.layout import Layout, copies_of, expected_rows
 from shardwise.layouts.mesh import Mesh
 
 Floats = NDArray[np.float64]
@@ -69,12 +69,14 @@ class Axes:
 @dataclass(frozen=True)
 class RouteTensor:
     """What prices of conversions depend on: the atoms of a value per dim, bytes per element, and whether a cotangent
-    comes back (whose elements have ``grad_itemsize`` bytes)."""
+    comes back (whose elements have ``grad_itemsize`` bytes). ``keyed``: the keyed state in which operators may take it,
+    if there is one."""
 
     atoms: tuple[tuple[int, ...], ...]
     itemsize: int
     differentiable: bool
     grad_itemsize: int
+    keyed: str = ""
 
 
 class Routes:
@@ -88,14 +90,15 @@ class Routes:
         self.positions = [(d, i) for d, atoms in enumerate(tensor.atoms) for i, size in enumerate(atoms) if size > 1]
         self.sizes = [tensor.atoms[d][i] for d, i in self.positions]
         self.place = {position: SHARDED + i for i, position in enumerate(self.positions)}
-        self.base = SHARDED + len(self.positions)
+        self.by_key = SHARDED + len(self.positions) if tensor.keyed else -1
+        self.base = SHARDED + len(self.positions) + bool(tensor.keyed)
         allowed = [[code for code in range(self.base) if self._allows(code, axis)] for axis in range(len(axes.groups))]
         every = list(product(*allowed))
         codes = np.array(every, dtype=np.int64).reshape(len(every), len(axes.groups))
         split = self._split(codes)
         fits = (split <= np.array(self.sizes, dtype=np.int64)).all(axis=1)
         self.codes: Ints = codes[fits]
-        self.numel: Ints = self._numel(split[fits])
+        self.numel: Ints = self._numel(split[fits], self._owners(self.codes))
         weights = self.base ** np.arange(len(axes.groups), dtype=np.int64)
         self._weights = weights
         keys: Ints = self.codes @ weights
@@ -106,6 +109,8 @@ class Routes:
         self._nodes: dict[Layout, int | None] = {}
 
     def _allows(self, code: int, axis: int) -> bool:
+        if code == self.by_key:
+            return True
         if code >= SHARDED:
             return self.sizes[code - SHARDED] >= self.axes.sizes[axis]
         return code != STATES.index("R") or self.tensor.differentiable
@@ -118,13 +123,30 @@ class Routes:
                 split[:, p] *= np.where(codes[:, axis] == SHARDED + p, size, 1)
         return split
 
-    def _numel(self, split: Ints) -> Ints:
+    def _owners(self, codes: Ints) -> Ints:
+        """[nodes]: the number of devices that own keys, 1 where rows follow none."""
+        sizes = np.array(self.axes.sizes, dtype=np.int64)
+        owners: Ints = np.where(codes == self.by_key, sizes, 1).prod(axis=1, dtype=np.int64)
+        return owners
+
+    def _numel(self, split: Ints, owners: Ints) -> Ints:
         whole = prod(size for atoms in self.tensor.atoms for size in atoms)
         if not self.positions:
             return np.full(len(split), whole, dtype=np.int64)
         sizes = np.array(self.sizes, dtype=np.int64)
-        rows: Ints = (-(-sizes // split)).prod(axis=1)
-        return rows * (whole // prod(self.sizes))
+        parts: Ints = -(-sizes // split)
+        rest = whole // prod(self.sizes)  # atoms of one row
+        numel: Ints = parts.prod(axis=1) * rest
+        if not self.tensor.keyed:
+            return numel
+        of_rows = np.array([dim == 0 for dim, _ in self.positions])
+        rows, columns = parts[:, of_rows].prod(axis=1), parts[:, ~of_rows].prod(axis=1) * rest
+        copies = copies_of(self.tensor.keyed)
+        held = [
+            expected_rows(r * copies, n) if n > 1 else r for r, n in zip(rows.tolist(), owners.tolist(), strict=True)
+        ]
+        numel = columns * np.array(held, dtype=np.int64)
+        return numel
 
     # -- nodes ---------------------------------------------------------------------------------------------------------
 
@@ -144,6 +166,8 @@ class Routes:
         the tensor is divided further the major-most part of it, if the axis divides that. Without gradient, replicated
         and invariant are the same."""
         if not isinstance(where, ShardPosition):
+            if copies_of(where):
+                return self.by_key if where == self.tensor.keyed else -1
             free = where == "R" and not self.tensor.differentiable
             return STATES.index("I" if free else where) if where in STATES else -1
         atoms = self.tensor.atoms[where.dim]
@@ -158,6 +182,8 @@ class Routes:
         """Return the placement of the tensor that an axis code stands for."""
         if code < SHARDED:
             return STATES[code]
+        if code == self.by_key:
+            return self.tensor.keyed
         dim, atom = self.positions[code - SHARDED]
         return ShardPosition.of(dim, self.tensor.atoms[dim], atom)
 
@@ -251,7 +277,7 @@ class Routes:
 
     def _steps(self) -> tuple[_AxisSteps, ...]:
         """Return the single steps between the layouts, which tensors of other sizes share."""
-        key = self.base, self.codes.tobytes()
+        key = self.base, self.codes.tobytes(), (self.tensor.atoms[0], tuple(self.sizes)) if self.tensor.keyed else ()
         cached = self.axes.steps.get(key)
         if cached is None:
             cached = self.axes.steps[key] = tuple(self._make_steps())
@@ -262,6 +288,9 @@ class Routes:
         for count in range(1, num_axes + 1):
             for chosen in combinations(range(num_axes), count):
                 mine = self.codes[:, chosen]
+                if self.tensor.keyed:
+                    yield from self._keyed_steps(chosen)
+                mine = np.where(mine == self.by_key, -1, mine)
                 for before in (*range(SHARDED), SHARDED):
                     matches = (mine == before).all(axis=1) if before < SHARDED else (mine >= SHARDED).all(axis=1)
                     sources = np.flatnonzero(matches)
@@ -269,12 +298,38 @@ class Routes:
                         continue
                     ends = [[(after,) * count] for after in range(SHARDED) if after != before]
                     if before < SHARDED or count == 1:
-                        ends.append(list(product(range(SHARDED, self.base), repeat=count)))
+                        ends.append(list(product(range(SHARDED, SHARDED + len(self.positions)), repeat=count)))
                     for same in filter(None, ends):  # to one state, or to any atoms
                         pairs = zip(*(self._steps_to(sources, chosen, end) for end in same), strict=True)
                         begins, targets = (np.concatenate(arrays) for arrays in pairs)
                         if len(begins):
                             yield _AxisSteps(chosen, begins, targets)
+
+    def _keyed_steps(self, chosen: tuple[int, ...]) -> Iterator[_AxisSteps]:
+        """Yield the steps between keyed rows and the slices from which they come (``programs.builder``), with all
+        keyed axes at once."""
+        keyed = self.codes == self.by_key
+        wanted = np.isin(np.arange(len(self.axes.groups)), chosen)
+        nodes = np.flatnonzero((keyed == wanted).all(axis=1))
+        slices = np.array([self._slices(int(node), chosen) for node in nodes], dtype=np.int64)
+        if (slices >= 0).any():
+            pair = slices[slices >= 0], nodes[slices >= 0]
+            yield _AxisSteps(chosen, *pair)
+            yield _AxisSteps(chosen, *pair[::-1])
+
+    def _slices(self, node: int, chosen: tuple[int, ...]) -> int:
+        """Return the node of the slices of keyed rows; -1 if no atom of the rows divides evenly."""
+        codes = self.codes[node].copy()
+        devices = prod(self.axes.sizes[axis] for axis in chosen)
+        for position, (dim, _) in enumerate(self.positions):
+            code = SHARDED + position
+            parts = prod(size for size, at in zip(self.axes.sizes, codes.tolist(), strict=True) if at == code)
+            if dim == 0 and self.sizes[position] % (parts * devices) == 0:
+                before = codes[None].copy()
+                codes[list(chosen)] = code
+                fits = self._is_prefix(before, codes[None], chosen).all()
+                return int(self.node(codes[None])[0]) if fits else -1
+        return -1
 
     def _steps_to(self, sources: Ints, chosen: tuple[int, ...], after: tuple[int, ...]) -> tuple[Ints, Ints]:
         """Return the steps that bring ``chosen`` axes to ``after``, from those of ``sources`` where that is one."""
@@ -298,7 +353,8 @@ class Routes:
 
     def _step_price(self, steps: _AxisSteps) -> Floats:
         chosen, sources, targets = steps.chosen, steps.sources, steps.targets
-        cell = CELLS[self._state(sources[0], chosen), self._state(targets[0], chosen)]
+        ends = self._state(int(sources[0]), chosen), self._state(int(targets[0]), chosen)
+        cell = KEYED_CELL if any(map(copies_of, ends)) else CELLS[ends]
         axes = tuple(part for axis in chosen for part in self.axes.groups[axis])
         price = np.zeros(len(sources))
         sides = [(cell.forward, sources, targets, self.tensor.itemsize)]
@@ -307,11 +363,15 @@ class Routes:
         for primitive, before, after, itemsize in sides:
             if primitive in COLLECTIVES:
                 whole = after if primitive == "all_gather" else before
+                if cell is KEYED_CELL:  # the rows at their owners, in both directions
+                    whole = sources if copies_of(ends[0]) else targets
                 price += self.seconds(primitive, axes, self.numel[whole].astype(np.float64) * itemsize)
         return price
 
     def _state(self, node: int, chosen: tuple[int, ...]) -> str:
         code = int(self.codes[node, chosen[0]])
+        if code == self.by_key:
+            return self.tensor.keyed
         return "S" if code >= SHARDED else STATES[code]
 
     # -- routes --------------------------------------------------------------------------------------------------------

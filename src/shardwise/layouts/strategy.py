@@ -3,7 +3,8 @@
 ``"m@dp n@tp"`` splits factor m over axis dp and n over tp. An axis that is assigned to no factor makes every device
 along it repeat the work (``I``, the default), or repeat it for consumers that do different work (``R@tp``), or passes a
 partial sum through an operator that is linear in it (``P@tp``; ``P1@tp`` for the second group of operands it is linear
-in). ``"v@tp{10,20,30,4}"`` gives the devices along tp so many indices of v each, instead of equally many.
+in), or gives a device the rows whose keys it owns (``K@ep``: tokens go to their experts). ``"v@tp{10,20,30,4}"`` gives
+the devices along tp so many indices of v each, instead of equally many.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ from math import prod
 
 from shardwise.errors import LayoutError, NotationError, caret
 from shardwise.layouts.choice import (
+    BY_KEY,
     INVARIANT,
     AxisChoice,
+    ByKey,
     PassSum,
     Repeat,
     ShardPositions,
@@ -46,14 +49,14 @@ class Strategy:
     """
 
     factors: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    rest: tuple[tuple[str, Repeat | PassSum], ...] = ()
+    rest: tuple[tuple[str, Repeat | PassSum | ByKey], ...] = ()
     cuts: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @staticmethod
     def of(choices: Mapping[str, AxisChoice]) -> Strategy:
         """From sub-axis -> choice; axes of one factor are major first in the mapping's order."""
         factors: dict[str, tuple[str, ...]] = {}
-        rest: list[tuple[str, Repeat | PassSum]] = []
+        rest: list[tuple[str, Repeat | PassSum | ByKey]] = []
         for axis, choice in choices.items():
             if isinstance(choice, Split):
                 factors[choice.factor] = (*factors.get(choice.factor, ()), axis)
@@ -151,6 +154,12 @@ def check_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
             raise LayoutError(f"mesh axis {axis} is used twice")
         if isinstance(choice, PassSum) and choice.group >= len(rule.linear):
             raise LayoutError(f"a partial sum cannot pass through {rule}: not linear ({choice}@{axis})")
+        if isinstance(choice, ByKey):
+            if rule.keyed is None:
+                raise LayoutError(f"rows cannot follow keys through {rule} (K@{axis})")
+            if strategy.axes_of.get(rule.keyed.owned or ""):
+                what = f"factor {rule.keyed.owned} is split over another axis"
+                raise LayoutError(f"rows cannot follow keys through {rule} (K@{axis}): {what}")
     lowers = any(factors[name].kind == "lowered" for name, axes in strategy.factors if axes)
     for name, lengths in strategy.cuts:
         if name not in factors:
@@ -196,6 +205,8 @@ def apply_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> Applied:
     """Rule + strategy -> layouts. A lowered factor gives the layouts around the lowering: results that lack it are
     invariant."""
     places, choices = ShardPositions.of(rule), strategy.choice_of
+    by_key = sorted((axis for axis, choice in choices.items() if choice == BY_KEY), key=mesh.order.__getitem__)
+    choices = {axis: choice for axis, choice in choices.items() if choice != BY_KEY} | dict.fromkeys(by_key, BY_KEY)
     sizes = {factor.name: factor.size for factor in rule.factors}
 
     def layout(dims: Dims, where: Mapping[str, Where]) -> Layout:

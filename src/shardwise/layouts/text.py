@@ -14,7 +14,7 @@ import torch
 
 from shardwise.errors import LayoutError, NotationError, caret
 from shardwise.layouts.conversions import Move
-from shardwise.layouts.layout import PARTIAL_KINDS, Atom, Layout, Ranges, Windows
+from shardwise.layouts.layout import PARTIAL_KINDS, Atom, Layout, Ranges, Windows, keyed
 from shardwise.layouts.mesh import Mesh
 from shardwise.untrusted_text import MAX_NUMBER, check_notation, shorten_repr, whole_number
 
@@ -22,7 +22,7 @@ _READS = "a layout reads [32@dp, 512, 4096@tp]"
 _MOST_ATOMS = 256  # of all dims together
 _HEAD = re.compile(r" *(?:\w+ *)?\[", re.ASCII)
 _ATOM = re.compile(r" *([0-9]+)(?:@(\([^()]*\)|[\w.]+)(?:\{([^{}]*)\})?)? *", re.ASCII)
-_STATES = re.compile(r" *(replicated|partial)\(([^()]*)\) *")
+_STATES = re.compile(r" *(replicated|partial|keyed)\(([^()]*)\) *")
 
 DTYPE_NAMES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
@@ -93,13 +93,19 @@ def _parse_states(text: str, column: int, mesh: Mesh) -> dict[str, str]:
         word = _STATES.match(text, column)
         if word is None:
             start = end - len(text[column:end].lstrip())
-            raise NotationError(caret(text, start, "expected replicated(axes) or partial(sum@axes)"))
+            raise NotationError(caret(text, start, "expected replicated(axes), partial(sum@axes) or keyed(axes)"))
         inner, state = word.group(2), "R"
         if word.group(1) == "partial":
             kind, _, inner = inner.partition("@")
             if kind.strip() not in kinds or not inner:
                 raise NotationError(caret(text, word.start(1), "a partial sum reads partial(sum@tp)"))
             state = kinds[kind.strip()]
+        elif word.group(1) == "keyed":
+            copies, at, axes_text = inner.rpartition("@")
+            count = whole_number(copies.strip()) if at else 1
+            if not count:
+                raise NotationError(caret(text, word.start(1), "a keyed layout reads keyed(ep) or keyed(2@ep)"))
+            inner, state = axes_text, keyed(count)
         for axis in mesh.parse_axes(inner):
             if axis in states:
                 raise LayoutError(f"mesh axis {axis} has two states in {shorten_repr(text)}")

@@ -22,18 +22,10 @@ from shardwise.plans.entries import ConversionEntry, Stage
 from shardwise.plans.listing import check_program
 from shardwise.plans.plan import Plan
 from shardwise.programs.buckets import Bucket
+from shardwise.programs.builder import Choice, fewest_bytes
 from shardwise.programs.grad_accum_program import converted_once
 from shardwise.programs.lower import lowered_operators
-from shardwise.programs.spmd import (
-    Choice,
-    Lifetimes,
-    SpmdProgram,
-    fewest_bytes,
-    fill,
-    insert_conversions,
-    place_ops,
-    with_buckets,
-)
+from shardwise.programs.spmd import Lifetimes, SpmdProgram, fill, insert_conversions, place_ops, with_buckets
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import OpRule
 from shardwise.search.decide import with_cuts

@@ -22,8 +22,9 @@ from shardwise.layouts.transfer import boundary_layout, on_mesh
 from shardwise.plans.bind import bind, for_call, is_planned_for, program_of, program_of_choice
 from shardwise.plans.entries import Stage
 from shardwise.plans.plan import Plan
+from shardwise.programs.builder import Choice
 from shardwise.programs.micro_batches import whole_sources
-from shardwise.programs.spmd import Choice, SpmdProgram
+from shardwise.programs.spmd import SpmdProgram
 from shardwise.rules.atoms import Factored
 
 

@@ -24,8 +24,9 @@ from shardwise.plans.entries import (
     TensorEntry,
 )
 from shardwise.programs.buckets import Bucket
+from shardwise.programs.builder import Choice
 from shardwise.programs.lower import model_operators
-from shardwise.programs.spmd import Choice, SpmdProgram, conversions_of
+from shardwise.programs.spmd import SpmdProgram, conversions_of
 from shardwise.programs.spmd_steps import Conversion
 from shardwise.rules.rule import OpRule
 

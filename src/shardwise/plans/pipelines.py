@@ -66,8 +66,9 @@ from shardwise.plans.stage_planner import (
     annotated_in_parts,
     timed_stages,
 )
+from shardwise.programs.builder import Choice
 from shardwise.programs.micro_batches import Passes
-from shardwise.programs.spmd import Choice, SpmdProgram, build_spmd
+from shardwise.programs.spmd import SpmdProgram, build_spmd
 from shardwise.programs.vjp import VjpCache
 from shardwise.search.constants import (
     MAX_BOUNDARY_TRIES,

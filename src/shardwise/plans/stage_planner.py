@@ -29,7 +29,8 @@ from shardwise.plans.bind_stages import delivered_layouts
 from shardwise.plans.quantities import format_bytes
 from shardwise.plans.request import PlanRequest
 from shardwise.plans.schedule import ONE_STAGE, Schedule
-from shardwise.programs.spmd import Choice, Lifetimes, SpmdProgram, build_spmd
+from shardwise.programs.builder import Choice
+from shardwise.programs.spmd import Lifetimes, SpmdProgram, build_spmd
 from shardwise.programs.vjp import VjpCache
 from shardwise.progress import report_progress
 from shardwise.rules.atoms import Factored

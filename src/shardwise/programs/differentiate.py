@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -31,13 +32,21 @@ from shardwise.programs.fuse_bias import with_biases
 from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction, Origin, with_operands
 from shardwise.programs.lifetimes import with_lifetimes
 from shardwise.programs.moves import converted_form
-from shardwise.programs.opaque import Differentiate, Record
+from shardwise.programs.opaque import CountRows, Differentiate, Record
 from shardwise.programs.pass_list import mark_overwrites, with_saved
 from shardwise.programs.program import LocalOp, LocalProgram
 from shardwise.programs.rank_program import RankProgram, delivered_values
 from shardwise.programs.spmd import backward_order, conversions_of
 from shardwise.programs.spmd_steps import Conversion, OpStep, collectives_of
-from shardwise.programs.vjp import BackwardTrace, Call, ForwardTrace, VjpCache, needed_kernels, numbered
+from shardwise.programs.vjp import (
+    BackwardTrace,
+    Call,
+    ForwardTrace,
+    VjpCache,
+    counting_rows,
+    needed_kernels,
+    numbered,
+)
 
 aten = torch.ops.aten
 
@@ -93,6 +102,13 @@ class _LocalCall:
     names: tuple[str, ...]
     kind: ForwardTrace
     backward: BackwardTrace | None = None
+    keyed: str = ""  # an operand whose rows follow keys, so that their number is known in the step only
+
+
+def _row_counts(entry: _LocalCall) -> list[str]:
+    """Return the numbers of rows that the kernels of a call read (``programs.vjp.counting_rows``)."""
+    kernels = [*entry.kind.kernels, *(entry.backward.kernels if entry.backward else ())]
+    return sorted({name for kernel in kernels for name in kernel.operands if name[0] == "n"})
 
 
 def _in_backward_order(
@@ -212,7 +228,7 @@ class _StepWriter:
                 operands: Iterable[str] = refs((instruction.call.args, instruction.call.kwargs))
             else:
                 results = [conversion.result for conversion in conversions_of(instruction)]
-                operands = [conversion.value for conversion in conversions_of(instruction)]
+                operands = [name for c in conversions_of(instruction) for name in (c.value, *c.ways)]
             if needed.intersection(results):
                 needed.update(operands)
                 kept.append(instruction)
@@ -234,7 +250,11 @@ class _StepWriter:
 
     def _call(self, local: LocalOp) -> _LocalCall:
         call, names = numbered(local.call.target, local.call.args, local.call.kwargs)
+        keyed = next((name for name in names if self.spmd.layouts[name].keyed_axes), "")
         kind = self.vjp_cache.forward(call, tuple(self.forms[name] for name in names))
+        if keyed:
+            other = self.vjp_cache.forward(call, tuple(self._longer(name, self.forms[name]) for name in names))
+            kind = replace(kind, kernels=counting_rows(kind.kernels, other.kernels, self._rows(keyed)))
         assert len(kind.results) == len(local.results), f"{local.op}: {len(kind.results)} results"
         for result, name, form in zip(local.results, kind.results, kind.forms, strict=True):
             takes_grad = form.requires_grad and self.graph.by_name[result].requires_grad
@@ -243,7 +263,16 @@ class _StepWriter:
                 self.aliases[result] = self.resolve(names[int(name)])
         if names and all(name in self.parameter_values for name in names):
             self.parameter_values.update(local.results)
-        return _LocalCall(local, call, names, kind)
+        return _LocalCall(local, call, names, kind, keyed=keyed)
+
+    def _rows(self, keyed: str) -> tuple[int, int]:
+        return self.forms[keyed].shape[0], self.forms[keyed].shape[0] + 1
+
+    def _longer(self, name: str, form: Form) -> Form:
+        """Return the form with one more row, if the rows of the value follow keys."""
+        if not self.spmd.layouts[name].keyed_axes:
+            return form
+        return replace(form, shape=(form.shape[0] + 1, *form.shape[1:]))
 
     def _converted(self, conversion: Conversion) -> None:
         before = self.forms[conversion.value]
@@ -279,6 +308,14 @@ class _StepWriter:
         return forward
 
     def _forward_of(self, entry: _LocalCall) -> list[Instruction]:
+        origin, counts = Origin(entry.local.op, entry.local.source, "forward"), list[Instruction]()
+        for name in _row_counts(entry):
+            result, operand = f"{entry.local.results[0]}.{name}", Ref(self.resolve(entry.keyed))
+            self.forms[result] = form = Form((), (), torch.uint8, False)
+            counts.append(Compute(CountRows(int(name[1:])), (operand,), (), (result,), ((),), (form,), (None,), origin))
+        return [*counts, *self._kernels_in_forward(entry)]
+
+    def _kernels_in_forward(self, entry: _LocalCall) -> list[Instruction]:
         local, kind = entry.local, entry.kind
         origin = Origin(local.op, local.source, "forward")
         operands = tuple(map(self.resolve, entry.names))
@@ -326,7 +363,7 @@ class _StepWriter:
         for kernel in entry.kind.kernels:
             for name in kernel.results:
                 names.setdefault(name, f"{entry.local.results[0]}.{name}")
-        return names
+        return names | {name: f"{entry.local.results[0]}.{name}" for name in _row_counts(entry)}
 
     def _compute(self, kernel: Compute, names: Mapping[str, str], origin: Origin) -> Compute:
         assert names.keys() >= {*kernel.operands, *kernel.writes}, "a name of the trace has none in the program"
@@ -392,6 +429,13 @@ class _StepWriter:
         operands = tuple(self.forms[name] for name in entry.names)
         forms = tuple(None if name is None else self.forms[name] for name in cotangents)
         kind = self.vjp_cache.backward(entry.call, operands, forms)
+        if entry.keyed and not kind.opaque:
+            longer = tuple(map(self._longer, entry.names, operands))
+            of_results = tuple(
+                form and self._longer(r, form) for r, form in zip(entry.local.results, forms, strict=True)
+            )
+            other = self.vjp_cache.backward(entry.call, longer, of_results)
+            kind = replace(kind, kernels=counting_rows(kind.kernels, other.kernels, self._rows(entry.keyed)))
         entry.backward = kind
         origin = Origin(entry.local.op, entry.local.source, "input")
         late_origin = Origin(entry.local.op, entry.local.source, "weight")
@@ -416,8 +460,14 @@ class _StepWriter:
             if cotangent is None:  # PyTorch returns no zeros; but all ranks must run the same exchanges
                 name = f"{entry.local.results[0]}'0:{i}"
                 form = self.forms[name] = Form.contiguous(operands[i].shape, operands[i].dtype)
-                kwargs = (("dtype", form.dtype), ("device", None))
-                into.append(Compute(aten.zeros.default, (form.shape,), kwargs, (name,), ((),), (form,), (None,), why))
+                zeros: tuple[Any, Any, Any] = (
+                    aten.zeros.default,
+                    (form.shape,),
+                    (("dtype", form.dtype), ("device", None)),
+                )
+                if self.spmd.layouts[entry.names[i]].keyed_axes:  # of as many rows as there are in the step
+                    zeros = aten.zeros_like.default, (Ref(self.resolve(entry.names[i])),), ()
+                into.append(Compute(*zeros, (name,), ((),), (form,), (None,), why))
             else:
                 name = names[cotangent]
             self._add_cotangent(entry.names[i], name, why, into)
@@ -464,6 +514,7 @@ class _StepWriter:
         else:
             operands = tuple(self.resolve(conversion.value) for conversion in conversions)
             results = tuple(conversion.result for conversion in conversions)
+        operands += tuple(map(self.resolve, conversions[0].ways))
         return self.exchanges.convert(
             conversions, operands, results, backward=backward, of_parameters=entry.of_parameters
         )

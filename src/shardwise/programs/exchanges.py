@@ -34,8 +34,9 @@ class ExchangeWriter:
         backward: bool,
         of_parameters: bool = False,
     ) -> Convert:
-        """Return conversions that share their messages as one blocking instruction."""
-        forms, shares = self.forms_and_shares(conversions, operands, results, backward=backward)
+        """Return conversions that share their messages as one blocking instruction. ``operands``: one of each, and the
+        ways of keyed rows."""
+        forms, shares = self.forms_and_shares(conversions, operands[: len(conversions)], results, backward=backward)
         origin = self.origin(conversions[0], backward)
         return Convert(conversions, backward, operands, results, forms, shares, origin, of_parameters)
 
@@ -55,6 +56,7 @@ class ExchangeWriter:
             legs[-1] += (departure,)
             legs.append((arrival,))
             operands = results
+        assert len(parts) == 1 or not whole.conversions[0].ways, "keyed rows take one message"
         return legs
 
     def cast(self, name: str, dtype: torch.dtype, conversion: Conversion) -> Compute:

@@ -1,7 +1,7 @@
-"""Runs calls that cannot be traced with autograd, inside of two instructions.
+"""Targets of instructions that are no operators.
 
-``Record`` runs the call with autograd and returns its detached results and a tape; ``Differentiate`` runs the tape's
-backward. Both are targets of instructions.
+Calls that cannot be traced run with autograd, inside of two instructions: ``Record`` runs the call and returns its
+detached results and a tape; ``Differentiate`` runs the tape's backward.
 """
 
 from __future__ import annotations
@@ -46,6 +46,16 @@ class Record:
         results = [item for item in tree_leaves(returned) if isinstance(item, Tensor)]
         tape = OpaqueTape(results, [leaf for leaf in leaves if leaf.requires_grad])
         return (*(result.detach() for result in results), tape)
+
+
+@dataclass(frozen=True, slots=True)
+class CountRows:
+    """Maps a tensor to ``times`` its number of rows, which kernels read that were traced for another number."""
+
+    times: int
+
+    def __call__(self, tensor: Tensor) -> int:
+        return self.times * tensor.shape[0]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
 from shardwise.graph.ir import rename_operands
+from shardwise.layouts.choice import BY_KEY
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, piece_of
@@ -68,13 +69,18 @@ def factor_pieces(
 ) -> dict[str, tuple[Piece, ...]]:
     """Return the piece of every (undivided) factor that the rank at ``coordinates`` computes."""
     pieces_of: dict[str, list[Piece]] = {}
+    by_key = tuple(axis for axis in mesh.sub_axes if strategy.choice_of.get(axis) == BY_KEY)
     for factor in rule.factors:
         axes = strategy.axes_of.get(factor.name, ())
+        owned = rule.keyed is not None and factor.name == rule.keyed.owned and by_key
+        axes += by_key if owned else ()
         count, index = 1, 0
         for axis in axes:
             count *= mesh.sizes[axis]
             index = index * mesh.sizes[axis] + coordinates[axis]
         piece = Piece(factor.size, *piece_of(strategy, factor.name, factor.size, index, count))
+        if owned:  # no row is of other devices' keys: the part is the whole, which costs.flops counts
+            piece = replace(piece, size=piece.length)
         pieces_of.setdefault(base_name(factor.name), []).append(piece)
     return {name: tuple(pieces) for name, pieces in pieces_of.items()}
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.choice import (
+    BY_KEY,
     INVARIANT,
     REPLICATED,
     AxisChoice,
@@ -35,6 +36,7 @@ from shardwise.layouts.choice import (
     Where,
 )
 from shardwise.layouts.conversions import CELLS
+from shardwise.layouts.layout import copies_of
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy
 from shardwise.rules.rule import OpRule
@@ -47,7 +49,7 @@ def axis_cost(source: Where, target: Where, size: int, differentiable: bool) -> 
     device in an all-gather or reduce-scatter, twice that in an all-reduce, 1/n of that in an all-to-all."""
     if source == target:
         return 0.0
-    states = [w if isinstance(w, str) else "S" for w in (source, target)]
+    states = [w if isinstance(w, str) and not copies_of(w) else "S" for w in (source, target)]
     if not differentiable:
         states = ["I" if s == "R" else s for s in states]
     cell = CELLS["P" if states[0].startswith("P") else states[0], "P" if states[1].startswith("P") else states[1]]
@@ -229,6 +231,13 @@ class Propagation:
             fits = any(where is not None and where == places[i].get(factor.name) for i, where in enumerate(operands))
             if fits and self._fits(op, Split(factor.name), axis):
                 candidates.append(Split(factor.name))
+        for position, where in enumerate(operands):
+            if not copies_of(where):
+                continue
+            if rule.keyed is not None:
+                return BY_KEY
+            rows = (Split(name) for name, at in places[position].items() if at.dim == 0)
+            candidates += [split for split in rows if self._fits(op, split, axis) and split not in candidates][:1]
         scattered = self._scattered(op, axis, operands)
         if scattered is not None and scattered not in candidates:
             candidates.append(scattered)

@@ -6,29 +6,25 @@ collectives interleave with the computation). Every tensor that the model return
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeGuard
 
 import torch
 
 from shardwise.errors import LayoutError
-from shardwise.graph.ir import Arg, Graph, Ref, Value, refs
-from shardwise.layouts.conversions import Collective, Move
+from shardwise.graph.ir import Arg, Graph, Ref, refs
+from shardwise.layouts.conversions import Collective
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.redistribute import redistribute
-from shardwise.layouts.strategy import Strategy, apply_strategy, check_strategy
+from shardwise.layouts.strategy import Strategy, check_strategy
 from shardwise.programs.buckets import BUCKET_BYTES, Bucket, fill_buckets
+from shardwise.programs.builder import Builder, Choice
 from shardwise.programs.comm_schedule import GradientReduceQueue, legs_ahead
 from shardwise.programs.lower import PlacedOp, lower_all
 from shardwise.programs.spmd_steps import Conversion, OpStep
 from shardwise.rules.rule import OpRule
-
-# The moves between two layouts of a value.
-Route = Callable[[Value, Layout, Layout], tuple[Move, ...]]
 
 
 @dataclass(frozen=True)
@@ -56,20 +52,6 @@ class Lifetimes:
         ``once`` is false. Test ``lifetimes.once`` itself to ask for it.
         """
         return bool(self.operators or self.conversions or self.offloaded)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The choices that determine a program: a strategy per operator, and per source the layout in which it is stored or
-    passed. ``shared``: values that are first converted to one layout, from which all consumers convert them;
-    ``delivered``: outputs that are delivered in a given layout, not whole (of a part of a cut graph those that it
-    sends); ``route``: the moves between two layouts of a value (default: those that send the fewest bytes)."""
-
-    strategies: Mapping[str, Strategy]
-    sources: Mapping[str, Layout]
-    shared: Mapping[str, Layout] = field(default_factory=dict)
-    delivered: Mapping[str, Layout] = field(default_factory=dict)
-    route: Route | None = None
 
 
 @dataclass(frozen=True)
@@ -230,6 +212,7 @@ def insert_conversions(placed: Sequence[PlacedOp], graph: Graph, choice: Choice,
     cotangents = tuple(delivered_as[name] for name in graph.cotangents or ())
     loss = whole(graph.loss) if graph.loss is not None else None
     mutations = tuple((buffer, builder.convert(value, choice.sources[buffer], "")) for buffer, value in graph.mutations)
+    graph = builder.keyed.extended(graph)
     return SpmdProgram(mesh, graph, builder.layouts, tuple(builder.steps), outputs, loss, mutations, cotangents)
 
 
@@ -321,61 +304,3 @@ def conversions_of(step: OpStep | Conversion | Bucket) -> tuple[Conversion, ...]
     if isinstance(step, Bucket):
         return step.conversions
     return (step,) if isinstance(step, Conversion) else ()
-
-
-class Builder:
-    """Builds the steps of a program, with the layout of every name and the conversions that exist already."""
-
-    def __init__(self, graph: Graph, mesh: Mesh, choice: Choice) -> None:
-        self.graph, self.mesh, self.route, self.shared = graph, mesh, choice.route or fewest_bytes, choice.shared
-        self.layouts = dict(choice.sources)
-        self.steps: list[OpStep | Conversion] = []
-        self._shared_as: dict[str, str] = {}  # value -> the name of its shared layout
-        self._results: dict[tuple[str, Layout], str] = {}
-        self._count: Counter[str] = Counter()
-
-    def add(self, placed: PlacedOp) -> None:
-        applied = apply_strategy(placed.rule, placed.strategy, self.mesh)
-        names = tuple(
-            self.convert(value, layout, placed.op.name)
-            for value, layout in zip(placed.op.operands, applied.operands, strict=True)
-        )
-        layouts = tuple(self.layouts[name] for name in names)
-        self.steps.append(OpStep(placed, names, layouts, applied.results))
-        self.layouts.update(zip(placed.op.results, applied.results, strict=True))
-
-    def convert(self, value: str, target: Layout, op: str) -> str:
-        """Return the name of ``value`` in layout ``target``, and add a conversion if needed. Without gradient,
-        replicated and invariant are the same."""
-        if value in self.shared and value not in self._shared_as:
-            self._shared_as[value] = self._converted(value, value, self.shared[value], op)
-        return self._converted(self._shared_as.get(value, value), value, target, op)
-
-    def _converted(self, name: str, origin: str, target: Layout, op: str) -> str:
-        """Return the name of ``origin``, available as ``name``, in layout ``target``."""
-        info, source = self.graph.by_name[origin], self.layouts[name]
-        if not info.requires_grad:
-            source, target = gradient_free(source), gradient_free(target)
-        target = target.canonical()
-        if source.canonical() == target:
-            return name
-        key = (origin, target)
-        if key not in self._results:
-            moves = self.route(info, source, target)
-            self._count[origin] += 1
-            result = self._results[key] = f"{origin}:{self._count[origin]}"
-            self.layouts[result] = target
-            how = moves, info.requires_grad, info.dtype.itemsize, info.grad_itemsize, op
-            self.steps.append(Conversion(name, origin, result, source, target, *how))
-        return self._results[key]
-
-
-def fewest_bytes(value: Value, source: Layout, target: Layout) -> tuple[Move, ...]:
-    """Return the moves that send the fewest bytes."""
-    return redistribute(source, target, differentiable=value.requires_grad)
-
-
-def gradient_free(layout: Layout) -> Layout:
-    """Return the layout of a value without cotangent: invariant instead of replicated, which are then the same."""
-    replicated = [axis for axis, state in layout.states if state == "R"]
-    return layout.moved(dict.fromkeys(replicated, "I")) if replicated else layout

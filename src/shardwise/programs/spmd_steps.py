@@ -16,6 +16,7 @@ class Conversion:
 
     ``origin``: the value of the graph (``value`` itself, unless that is a conversion's result); ``op``: the consumer
     that first needs it; ``itemsize``, ``grad_itemsize``: bytes of an element in messages, forward and backward.
+    ``ways``: of a conversion of keyed rows, the values that say which rows go where (``programs.builder``).
     """
 
     value: str
@@ -28,6 +29,7 @@ class Conversion:
     itemsize: int
     grad_itemsize: int
     op: str
+    ways: tuple[str, ...] = ()
 
     def collectives(self, *, backward: bool = False) -> tuple[Collective, ...]:
         """Return its collectives in the order of execution."""

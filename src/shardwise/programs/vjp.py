@@ -12,7 +12,7 @@ kernels ``b0``, ...; cotangents of the results ``c0``, ``c1``, ... by position.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -137,6 +137,28 @@ class VjpCache:
                 kind = _opaque_backward(operands, self.forward(call, operands), cotangents)
         self._backward[key] = kind
         return kind
+
+
+def counting_rows(kernels: Sequence[Compute], others: Sequence[Compute], rows: tuple[int, int]) -> tuple[Compute, ...]:
+    """Return the kernels of a trace with its number of rows replaced where they read it: ``n1`` is that number, ``n2``
+    its double. ``others``: the kernels of a trace with another number; ``rows``: both numbers. Raises Untraceable if
+    they differ in more."""
+
+    def counted(arg: Arg, other: Arg) -> Arg:
+        if isinstance(arg, tuple) and isinstance(other, tuple) and len(arg) == len(other):
+            return tuple(map(counted, arg, other))
+        if arg == other:
+            return arg
+        if not isinstance(arg, int) or arg % rows[0] or other != arg // rows[0] * rows[1]:
+            raise Untraceable(f"{arg} becomes {other} for {rows[1]} instead of {rows[0]} rows")
+        return Ref(f"n{arg // rows[0]}")
+
+    if [kernel.target for kernel in kernels] != [kernel.target for kernel in others]:
+        raise Untraceable(f"other kernels run for {rows[1]} than for {rows[0]} rows")
+    return tuple(
+        replace(kernel, args=counted(kernel.args, other.args), kwargs=counted(kernel.kwargs, other.kwargs))
+        for kernel, other in zip(kernels, others, strict=True)
+    )
 
 
 def numbered(target: Any, args: tuple[Arg, ...], kwargs: tuple[tuple[str, Arg], ...]) -> tuple[Call, tuple[str, ...]]:

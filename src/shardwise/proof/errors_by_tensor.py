@@ -74,7 +74,6 @@ def natural_gradient(sizes: Mapping[Key, float], name: str) -> float:
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether no element is infinite or nan."""
     return bool(tensor.detach().isfinite().all())
 
 

@@ -89,7 +89,6 @@ def _wrong_result(
 
 
 def _wrong_gradient(graph: Graph, wrong: Mapping[str, int]) -> str:
-    """Describe the wrong gradient (of parameter -> rank) that backward computes first, or return ""."""
     reads = {operand: position for position, op in enumerate(graph.ops) for operand in op.operands}
     values = {s.names[0]: reads[s.value] for s in graph.sources if s.names[0] in wrong and s.value in reads}
     if not values:

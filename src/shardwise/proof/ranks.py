@@ -73,7 +73,6 @@ class _Rank:
         self.optimizer: torch.optim.Optimizer | None = None
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's shard of a parameter, buffer or input."""
         layout = self.layouts[name]
         return shard(whole, layout, layout.mesh.coordinates(self.device))
 
@@ -140,7 +139,6 @@ class VirtualRanks:
 
     @property
     def first(self) -> BoundStages:
-        """Return the programs of the first micro-batch."""
         return self.bounds[self.passes.sizes[0]]
 
     def _programs(self, spmd: SpmdProgram) -> list[RankProgram]:

@@ -28,10 +28,11 @@ from shardwise.layouts.choice import PassSum, Split
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, apply_strategy
+from shardwise.programs.builder import Choice
 from shardwise.programs.differentiate import differentiate
 from shardwise.programs.program import localize
 from shardwise.programs.rank_program import delivered_values
-from shardwise.programs.spmd import Choice, build_spmd
+from shardwise.programs.spmd import build_spmd
 from shardwise.programs.vjp import VjpCache
 from shardwise.proof.errors_by_tensor import magnitude, relative_difference
 from shardwise.proof.virtual import VirtualCluster, run_backward, run_forward

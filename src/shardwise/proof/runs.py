@@ -95,7 +95,6 @@ class OneDevice:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the parameters and buffers by name."""
         return {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
 
     def adopt(self, other: OneDevice) -> None:

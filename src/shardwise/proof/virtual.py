@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shardwise.errors import ShardwiseError
 from shardwise.graph.ir import Ref
-from shardwise.layouts.conversions import Collective, Move
+from shardwise.layouts.conversions import Collective, Move, collective_of
 from shardwise.layouts.mesh import Mesh
 from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, sent_by
 from shardwise.programs.moves import LocalMove, local_move
@@ -60,7 +60,6 @@ class VirtualCluster:
             self._exchange(exchanges, values, flights)
 
     def _alone(self, instruction: Instruction, rank: int, values: Values, flight: dict[str, list[Tensor]]) -> None:
-        """Run an instruction that needs no other rank."""
         if isinstance(instruction, Compute):
             compute(instruction, values)
         elif isinstance(instruction, Arrive):
@@ -92,8 +91,15 @@ class VirtualCluster:
             for position in range(len(first.conversions))
             for rank, exchange in enumerate(exchanges)
         ]
+        ways = [
+            [rank_values[name] for name in exchange.operands[len(first.conversions) :]]
+            for rank_values, exchange in zip(values, exchanges, strict=True)
+        ]
         for together in zip(*(_in_order(c, first.backward) for c in first.conversions), strict=True):
-            tensors = self.perform_together(together, tensors, first.backward)
+            if together[0].is_keyed:
+                tensors = self.exchange_rows(together[0], tensors, ways, first.backward)
+            else:
+                tensors = self.perform_together(together, tensors, first.backward)
         ranks = self.mesh.num_devices
         for rank, instruction in enumerate(exchanges):
             arrived = tensors[rank::ranks]
@@ -140,6 +146,30 @@ class VirtualCluster:
         if performed:
             total = sum(collective.num_bytes for collective in performed)
             self.record[before:] = [Collective(performed[0].kind, performed[0].axes, total)]
+        return results
+
+    def exchange_rows(
+        self, move: Move, tensors: Sequence[Tensor], ways: Sequence[Sequence[Tensor]], backward: bool
+    ) -> list[Tensor]:
+        """Send rows to the owners of their keys, or back. ``ways``: of every rank."""
+        results = []
+        parts = [part.rows for part in self.local_moves(move, backward)]
+        assert all(parts), "a move of keyed rows"
+        counts = [part.counts(way) for part, way in zip(parts, ways, strict=True) if part is not None]
+        packed = [
+            part.pack(tensor, way).split(sent)
+            for part, tensor, way, (sent, _) in zip(parts, tensors, ways, counts, strict=True)
+            if part is not None
+        ]
+        for rank, part in enumerate(parts):
+            group = sorted(self.mesh.group(move.axes, rank))
+            arrived = [packed[member][group.index(rank)] for member in group]
+            assert [len(rows) for rows in arrived] == counts[rank][1], "every rank receives what others send"
+            assert part is not None, "a move of keyed rows"
+            results.append(part.unpack(torch.cat(arrived), ways[rank]))
+        collective = collective_of(move, tensors[0].element_size(), backward=backward)
+        assert collective is not None, "rows that travel"
+        self.record.append(collective)
         return results
 
 
@@ -197,10 +227,9 @@ def _check_same(at: Sequence[Convert | Depart | None]) -> None:
     ]
     if len(set(described)) > 1:
         other = next(rank for rank, text in enumerate(described) if text != described[0])
-        raise ShardwiseError(
-            f"ranks reach different exchanges: rank 0 {described[0]}, rank {other} {described[other]}",
-            fix="the programs of the ranks differ in more than sizes: this is a bug of shardwise, please report it",
-        )
+        what = f"ranks reach different exchanges: rank 0 {described[0]}, rank {other} {described[other]}"
+        fix = "the programs of the ranks differ in more than sizes: this is a bug of shardwise, please report it"
+        raise ShardwiseError(what, fix=fix)
 
 
 def _spoil(tensor: Tensor) -> None:

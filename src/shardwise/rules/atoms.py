@@ -131,8 +131,10 @@ def _divide(rule: OpRule, cuts: Mapping[str, _DivisorChain]) -> OpRule:
     def divide(tensor: Dims) -> Dims:
         return tuple(tuple(part.name for factor in dim for part in parts[factor]) for dim in tensor)
 
+    owned = rule.keyed.owned if rule.keyed is not None else None
     return replace(
         rule,
+        keyed=rule.keyed if owned is None or len(parts[owned]) == 1 else None,
         factors=tuple(part for factor in rule.factors for part in parts[factor.name]),
         operands=tuple(map(divide, rule.operands)),
         results=tuple(map(divide, rule.results)),

@@ -1,12 +1,21 @@
-"""Mixtures of experts: tokens, the rows of a token and columns are parallel; experts and the contraction are sums."""
+"""Mixtures of experts: tokens, the rows of a token and columns are parallel; experts and the contraction are sums.
+
+Rows may also go to the devices that have their experts (``KeyedRows``). Products by expert take them there, and so does
+what computes row by row between and around these products (``with_keyed_rows``).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
+from dataclasses import replace
+
+from shardwise.graph.custom_operators import STREAMS
 from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.ir import Graph, Op
+from shardwise.graph.schema import is_random
 from shardwise.rules.arguments import flat_pieces
 from shardwise.rules.binding import RuleTable, build, single
-from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, OpRule
+from shardwise.rules.rule import Dims, FactorKind, KeyedRows, LocalContext, LocalOpCall, OpRule, Piece
 
 
 def grouped_mm_rule(op: Op, graph: Graph) -> OpRule:
@@ -19,7 +28,81 @@ def grouped_mm_rule(op: Op, graph: Graph) -> OpRule:
     of_rows = ("s", "r") if rows != tokens else ("s",)
     operands: list[Dims] = [single(["s", "k"]), single(["e", "k", "n"]), (of_rows,)]
     kinds: dict[str, FactorKind] = {"k": "sum", "e": "sum"}
-    return build(op, graph, operands, [(of_rows, ("n",))], kinds=kinds, linear=((0,), (1,)), localize=localize)
+    rule = build(op, graph, operands, [(of_rows, ("n",))], kinds=kinds, linear=((0,), (1,)), localize=localize)
+    copies, num_experts = max(rows // max(tokens, 1), 1), graph.by_name[op.operands[1]].shape[0]
+    return replace(rule, keyed=KeyedRows((f"K{copies}", "e", "K1"), ("K1",), op.operands[2], num_experts))
+
+
+def with_keyed_rows(graph: Graph, rules: Mapping[str, OpRule]) -> dict[str, OpRule]:
+    """Return the rules, with what each operator between products by expert does with keyed rows.
+
+    Behind the last product rows return: what is computed with them there needs no other values at the experts.
+    """
+    marked = dict(rules)
+    products = [op for op in graph.ops if op.target is grouped_mm._opoverload]
+    by_keys = {op.operands[2]: marked[op.name].keyed for op in products}
+    follows = {keys: keys for keys in by_keys}  # value with one row per key -> the keys
+    for op in graph.ops if products else ():
+        rule = marked[op.name]
+        if rule.keyed is None:
+            keys = {follows[name] for name in op.operands if name in follows}
+            product = by_keys[keys.pop()] if len(keys) == 1 else None
+            keyed = product and _row_by_row(op, rule, graph, follows)
+            if keyed is None or product is None:
+                continue
+            keyed = replace(keyed, keys=product.keys, num_keys=product.num_keys)
+            rule = marked[op.name] = replace(rule, keyed=keyed)
+        assert rule.keyed is not None, "a product by expert"
+        follows.update(dict.fromkeys(op.results, rule.keyed.keys))
+    needed: set[str] = set()
+    for op in reversed(graph.ops):
+        rule = marked[op.name]
+        if op.target is grouped_mm._opoverload or needed.intersection(op.results):
+            needed.update(op.operands if rule.keyed is not None else ())
+        elif rule.keyed is not None:
+            marked[op.name] = replace(rule, keyed=None)
+    return marked
+
+
+def _row_by_row(op: Op, rule: OpRule, graph: Graph, keyed: Container[str]) -> KeyedRows | None:
+    """Return what an operator does with keyed rows if it computes every row of its operands and results by itself,
+    however many there are; else None."""
+    dims = [*rule.operands, *rule.results]
+    rows = next(d[0] for name, d in zip(op.operands, rule.operands, strict=True) if name in keyed)
+    if is_random(op.target) or op.target in STREAMS or rule.windows or not rows:
+        return None
+    if any(rule.factor(name).kind != "parallel" for name in rows) or not _is_free_of(op, rule, rows, graph):
+        return None
+    where = ["K1" if d and d[0] == rows else "R" for d in dims]
+    inside = {name for d, at in zip(dims, where, strict=True) for dim in d[at == "K1" :] for name in dim}
+    results = where[len(op.operands) :]
+    if "R" in results or not inside.isdisjoint(rows):
+        return None
+    return KeyedRows(tuple(where[: len(op.operands)]), tuple(results))
+
+
+def _is_free_of(op: Op, rule: OpRule, rows: tuple[str, ...], graph: Graph) -> bool:
+    """Return whether the arguments of the operator are the same for any number of rows."""
+    if rule.localize is None:
+        return True
+
+    def call(length: int) -> LocalOpCall:
+        def shape(name: str, dims: Dims) -> tuple[int, ...]:
+            whole = graph.by_name[name].shape
+            return (length, *whole[1:]) if dims and dims[0] == rows else whole
+
+        sizes = {factor.name: factor.size for factor in rule.factors}
+        pieces: dict[str, tuple[Piece, ...]] = {
+            name: (Piece(size, 0, length if (name,) == rows else size),) for name, size in sizes.items()
+        }
+        shapes = [
+            tuple(map(shape, names, tensors))
+            for names, tensors in ((op.operands, rule.operands), (op.results, rule.results))
+        ]
+        assert rule.localize is not None, "the rule has one"
+        return rule.localize(op, LocalContext(shapes[0], shapes[1], pieces))
+
+    return len(rows) == 1 and call(1) == call(2)
 
 
 EXPERTS: RuleTable = {grouped_mm._opoverload: grouped_mm_rule}

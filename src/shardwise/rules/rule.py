@@ -14,7 +14,7 @@ FLOPs in ``costs/flops.py`` (``FLOPS``). Without them, its price does not scale 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any, Literal
 
@@ -125,6 +125,29 @@ def takes_runs(lowering: Lowering) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyedRows:
+    """Describes how an operator treats rows that are on the devices that own their keys (``layouts.layout.keyed``).
+
+    Attributes:
+        operands: Per operand ``"K1"`` or ``"K2"``, ... (its rows follow the keys), ``"R"`` (whole on every device), or
+            the factor that the owners of the keys have in parts, such as the experts of a weight.
+        results: Per result, likewise.
+        keys: The vector of keys, one per row.
+        num_keys: How many different keys there are. The devices along an axis own equally many, in order.
+    """
+
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    keys: str = field(default="", compare=False)  # layers differ in nothing else
+    num_keys: int = 1
+
+    @property
+    def owned(self) -> str | None:
+        """Return the factor whose parts own the keys, if the operator has it."""
+        return next((where for where in self.operands if where != "R" and where[0] != "K"), None)
+
+
+@dataclass(frozen=True, slots=True)
 class OpRule:
     """The rule of one op of a graph.
 
@@ -143,6 +166,7 @@ class OpRule:
             (``base_name``).
         variants: Pairs (factor, rule). A strategy that names the factor uses this rule (``user_choices.variant``).
         kernel: Replaces a rank's local call by another call with the same result. None: the local call runs.
+        keyed: What it does with rows that follow keys. None: it cannot take them.
     """
 
     factors: tuple[Factor, ...]
@@ -154,6 +178,7 @@ class OpRule:
     windows: tuple[tuple[str, Window], ...] = ()
     variants: tuple[tuple[str, OpRule], ...] = ()
     kernel: Callable[[LocalOpCall], LocalOpCall] | None = None
+    keyed: KeyedRows | None = None
 
     def factor(self, name: str) -> Factor:
         for factor in self.factors:

@@ -66,16 +66,17 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
     """Run ``compute()`` on rank 0 and return its result on every rank; all ranks must call this. A ShardwiseError is
     raised on all of them. It may take longer than the time-out of collectives."""
     outcome: T | ShardwiseError | None = None
-    if dist.get_rank() == 0:
+    rank, num_ranks = rank_and_world_size()
+    if rank == 0:
         try:
             with report_alive():
                 outcome = compute()
         except ShardwiseError as error:
             outcome = error
-    if dist.get_world_size() > 1:
+    if num_ranks > 1:
         meet_rank_zero("what it computes for all")
         box: list[Any] = [None]
-        if dist.get_rank() == 0:
+        if rank == 0:
             try:
                 box = [_dump(outcome)]
             except (pickle.PicklingError, AttributeError, TypeError) as error:  # a class that others cannot import
@@ -84,8 +85,7 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
                 outcome = ShardwiseError(what, fix=fix)
                 box = [_dump(outcome)]
         dist.broadcast_object_list(box, src=0)
-        if dist.get_rank() != 0:
-            outcome = _load(box[0])
+        outcome = _load(box[0]) if rank else outcome
     if isinstance(outcome, ShardwiseError):
         raise outcome
     assert outcome is not None
@@ -95,14 +95,15 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
 @contextmanager
 def show_progress_once(what: str) -> Iterator[None]:
     """Show ``progress.show_progress`` on rank 0, or where there is no process group."""
-    with nullcontext() if dist.is_initialized() and dist.get_rank() else show_progress(what):
+    with nullcontext() if rank_and_world_size()[0] else show_progress(what):
         yield
 
 
 @contextmanager
 def report_alive() -> Iterator[None]:
     """Publish rank 0's heartbeat in the store while the block runs. On other ranks it does nothing."""
-    if not dist.is_initialized() or dist.get_rank() != 0 or dist.get_world_size() == 1:
+    rank, num_ranks = rank_and_world_size()
+    if rank or num_ranks == 1:
         yield
         return
     store, done = dist.distributed_c10d._get_default_store(), threading.Event()

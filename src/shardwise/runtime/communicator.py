@@ -162,10 +162,9 @@ class Communicator:
         self.__dict__.update(state)
         here = f"rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "no rank"
         if here != stored:
-            raise LaunchError(
-                f"a parallel module that was stored on {stored} is loaded on {here}: it has one rank's shards",
-                fix="load the file of the same rank; any rank can read checkpoints of sw.save_checkpoint",
-            )
+            what = f"a parallel module that was stored on {stored} is loaded on {here}: it has one rank's shards"
+            fix = "load the file of the same rank; any rank can read checkpoints of sw.save_checkpoint"
+            raise LaunchError(what, fix=fix)
 
     def create_groups(self, axis_sets: Iterable[tuple[str, ...]]) -> None:
         """Create the process groups of some sets of sub-axes. Every rank of the job must call this with the same sets,
@@ -256,7 +255,6 @@ class Communicator:
         return lambda error: exchange_failed(error, self.rank, waiting, what, "", "", facts)
 
     def note(self, kind: str, axes: tuple[str, ...], num_bytes: int) -> None:
-        """Add a collective to the record, if one is kept."""
         if self.record is not None:
             self.record.append(Collective(kind, axes, num_bytes))
 

@@ -34,7 +34,7 @@ from shardwise.programs.instructions import Compute, Convert, Depart, Instructio
 from shardwise.programs.rank_program import RankProgram
 from shardwise.runtime.agree import show_progress_once
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.emit import Boxed, kernels_graph
+from shardwise.runtime.emit import Boxed, ModuleWriter
 
 aten = torch.ops.aten
 _Variant = TypeVar("_Variant")
@@ -259,9 +259,6 @@ def _numbered(prefix: str, names: Sequence[str]) -> list[str]:
     return [f"{prefix}_{i}" for i in range(1, len(names) + 1)]
 
 
-# ----------------------------------------------------------------------------------------------------- a kind of region
-
-
 def _compile_region(compiler: _Compiler, region: CompileRegion) -> tuple[_CompiledHalf, _CompiledHalf]:
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
@@ -325,14 +322,9 @@ def _traced(
 
     sections = [("forward", i, section) for i, section in enumerate(region.forward)]
     sections += [("backward", i, section) for i, section in enumerate(region.backward)]
-    module = kernels_graph(
-        compiler.program,
-        compiler.ranks,
-        [((half, i), section) for half, i, section in sections],
-        (*region.inputs, *region.late),
-        (*region.outputs, *region.results),
-        device=compiler.device,
-    )
+    writer = ModuleWriter(compiler.program, compiler.ranks, compiler.ranks, compiler.device, frozenset())
+    parts = [((half, i), section) for half, i, section in sections]
+    module = writer.kernels(parts, (*region.inputs, *region.late), (*region.outputs, *region.results))
 
     def joint(primals: list[Tensor], tangents: list[Tensor]) -> list[Tensor]:
         return list(fx.Interpreter(module).run(*primals, *tangents))
@@ -450,9 +442,6 @@ def _subgraph(
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))
     return fx.GraphModule(module, graph)
-
-
-# ---------------------------------------------------------------------------------------------------------------- code
 
 
 def compile_with_inductor(

@@ -78,10 +78,8 @@ def place_on_cpu(program: LocalProgram, names: frozenset[str]) -> tuple[LocalPro
     returned = [spmd.loss, *refs(spmd.outputs), *(value for _, value in spmd.mutations)]
     for value in returned:
         if value in values:
-            raise ShardwiseError(
-                f"{name_of[value]} is kept on the host, but the module returns it",
-                fix="return the looked-up rows, or remove it from host=",
-            )
+            what = f"{name_of[value]} is kept on the host, but the module returns it"
+            raise ShardwiseError(what, fix="return the looked-up rows, or remove it from host=")
     return replace(program, instructions=tuple(instructions)), frozenset(values)
 
 

@@ -121,10 +121,8 @@ def _check(optimizer: Optimizer) -> None:
     elif optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
         what = f"hooks of this {kind.__qualname__} would see a partial update, since groups are updated one by one"
     if what:
-        raise ShardwiseError(
-            f"{what}, but the plan keeps its states on the host",
-            fix=f"use one of torch's element-wise optimizers without hooks, or {_ON_DEVICE}",
-        )
+        what = f"{what}, but the plan keeps its states on the host"
+        raise ShardwiseError(what, fix=f"use one of torch's element-wise optimizers without hooks, or {_ON_DEVICE}")
 
 
 def _evaluated(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

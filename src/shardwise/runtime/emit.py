@@ -25,14 +25,12 @@ from shardwise.runtime.transit import Arriving, Converting, Departing
 class Emitted:
     """An emitted program. ``forward``: local source tensors in order, then given values -> tuples (delivered,
     mutations, saved); ``backward``: (saved, a list that it empties; the cotangents present, in order) -> gradients in
-    the order of ``program.gradients``; ``device``, ``on_host``, ``host_ranks``: the arguments of ``emit``."""
+    the order of ``program.gradients``; ``writer``: emitted it."""
 
     program: RankProgram
     forward: fx.GraphModule
     backward: fx.GraphModule
-    device: torch.device | None
-    on_host: frozenset[str]
-    host_ranks: Communicator
+    writer: ModuleWriter
 
 
 def emit(
@@ -49,14 +47,8 @@ def emit(
     The node of a program value has the value's name as ``meta["value"]``.
     """
     check_program(program)
-    host_ranks = host_ranks or ranks
-    writer = _ModuleWriter(program, ranks, host_ranks, device, on_host)
-    return Emitted(program, writer.forward(), writer.backward(), device, on_host, host_ranks)
-
-
-def emit_backward(program: RankProgram, ranks: Communicator, whole: Emitted) -> fx.GraphModule:
-    """Emit a part of the backward of an emitted program (``whole``) by itself."""
-    return _ModuleWriter(program, ranks, whole.host_ranks, whole.device, whole.on_host).backward()
+    writer = ModuleWriter(program, ranks, host_ranks or ranks, device, on_host)
+    return Emitted(program, writer.forward(), writer.backward(), writer)
 
 
 class Boxed:
@@ -64,22 +56,7 @@ class Boxed:
     while it runs."""
 
 
-def kernels_graph(
-    program: RankProgram,
-    ranks: Communicator,
-    parts: Sequence[tuple[object, Sequence[Instruction]]],
-    operands: Sequence[str],
-    results: Sequence[str],
-    *,
-    device: torch.device,
-) -> fx.GraphModule:
-    """Emit some instructions of a program by themselves: operands -> results. ``parts``: (mark, instructions); their
-    nodes have the mark as ``meta["custom"]["section"]``."""
-    return _ModuleWriter(program, ranks, ranks, device, frozenset()).kernels(parts, operands, results)
-
-
 def box_operands(*operands: Any) -> list[Any]:
-    """Return the operands in a list."""
     return list(operands)
 
 
@@ -94,14 +71,16 @@ fx.wrap("take_all")
 
 
 @dataclass
-class _ModuleWriter:
+class ModuleWriter:
+    """Emits a program, or a part of it by itself. Fields: the arguments of ``emit``."""
+
     program: RankProgram
     ranks: Communicator
     host_ranks: Communicator
     device: torch.device | None
     on_host: frozenset[str]
-    departing: dict[str, Departing] = field(default_factory=dict)
-    copying: dict[str, StartCopy] = field(default_factory=dict)
+    departing: dict[str, Departing] = field(init=False, default_factory=dict)
+    copying: dict[str, StartCopy] = field(init=False, default_factory=dict)
 
     def forward(self) -> fx.GraphModule:
         self.root, self.graph, self.nodes = torch.nn.Module(), fx.Graph(), dict[str, fx.Node]()
@@ -129,6 +108,8 @@ class _ModuleWriter:
     def kernels(
         self, parts: Sequence[tuple[object, Sequence[Instruction]]], operands: Sequence[str], results: Sequence[str]
     ) -> fx.GraphModule:
+        """Emit some instructions: operands -> results. ``parts``: (mark, instructions); their nodes have the mark as
+        ``meta["custom"]["section"]``."""
         self.root, self.graph, self.nodes = torch.nn.Module(), fx.Graph(), dict[str, fx.Node]()
         for index, operand in enumerate(operands):
             self.nodes[operand] = self.graph.placeholder(f"operand_{index}")

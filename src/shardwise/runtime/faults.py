@@ -45,9 +45,6 @@ class BlockedRank:
         return f"collective {self.collective} of {self.program}: {self.what}"
 
 
-# ---------------------------------------------------------------------------------------------------------- collectives
-
-
 def exchange_failed(
     error: Exception, rank: int, waiting: BlockedRank, what: str, op: str, source: str, facts: list[tuple[str, str]]
 ) -> CollectiveError | None:
@@ -166,9 +163,6 @@ def _is_under_way(entry: dict[str, Any]) -> bool:
     return not entry["retired"] and entry["state"] != "completed"
 
 
-# --------------------------------------------------------------------------------------------------------------- memory
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether an allocation failed, on the device or on the host.
 
@@ -180,14 +174,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _MEMORY_ERROR_TEXTS)
 
 
-# ---------------------------------------------------------------------------------------------------- second gradients
-
-
 def refuse_create_graph() -> None:
     """Raise ShardwiseError if autograd records the backward; called in the backward of every communicating node.
     Collectives in backward have no gradients, so second derivatives would be incomplete."""
     if torch.is_grad_enabled():
-        raise ShardwiseError(
-            "gradients of gradients cannot flow through the collectives of a plan",
-            fix="call backward or torch.autograd.grad without create_graph=True",
-        )
+        what = "gradients of gradients cannot flow through the collectives of a plan"
+        raise ShardwiseError(what, fix="call backward or torch.autograd.grad without create_graph=True")

@@ -46,5 +46,4 @@ current = Current()
 
 
 def plan_file(num_ranks: int, turn: int) -> str:
-    """Return the file name of the script's ``turn``-th plan for a number of ranks."""
     return f"plan-{turn}-of-{num_ranks}-ranks.json"

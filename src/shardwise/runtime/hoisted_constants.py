@@ -70,7 +70,6 @@ class Constants:
         return tuple(tensors_of[name] for name in program.given if name in tensors_of)
 
     def forget(self) -> None:
-        """Drop the constants; the next call computes them again."""
         self.tensors, self._seen = {}, ()
 
     def _make(self, tensors: Sequence[Tensor]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ result is sharded again. Every rank runs it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn, Self
 
 import torch
@@ -115,10 +116,9 @@ class Shards(_ClassProxy, ShardedModule):
         return super().train(mode)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ShardwiseError(
-            "a submodule of a parallel module only holds shards: it cannot be called, and its hooks would not fire",
-            fix="call the parallel module; register hooks on the model before sw.plan and sw.parallelize",
-        )
+        what = "a submodule of a parallel module only holds shards: it cannot be called, and its hooks would not fire"
+        fix = "call the parallel module; register hooks on the model before sw.plan and sw.parallelize"
+        raise ShardwiseError(what, fix=fix)
 
     forward = _refuse
     register_forward_hook = _refuse
@@ -168,10 +168,10 @@ def carry_hooks(original: Tensor, part: Tensor, layout: Layout, name: str, ranks
     if on_gradient or on_accumulated:
         part.register_hook(note)
     for hook in on_gradient.values():
-        run = hook if whole else _of_whole_gradient(hook, layout, name, ranks)
+        run = hook if whole else partial(_with_whole_gradient, hook, layout, name, ranks)
         part.register_hook(lambda gradient, run=run: run(gradient) if reached[0] else None)
     for hook in on_accumulated.values():
-        run = hook if whole else _of_whole_parameter(hook, layout, name, ranks)
+        run = hook if whole else partial(_with_whole_parameter, hook, layout, name, ranks)
         part.register_post_accumulate_grad_hook(lambda part, run=run: run(part) if reached[0] else None)
 
 
@@ -187,26 +187,20 @@ def gather_whole(local: Tensor, layout: Layout, what: str, ranks: Communicator) 
     return full.reshape(layout.shape)
 
 
-def _of_whole_gradient(
-    hook: Callable[[Tensor], Tensor | None], layout: Layout, name: str, ranks: Communicator
-) -> Callable[[Tensor], Tensor | None]:
-    def run(gradient: Tensor) -> Tensor | None:
-        new = hook(gather_whole(gradient, layout, f"the hook of {name}", ranks))
-        return None if new is None else shard(new, layout, ranks.coordinates).contiguous()
-
-    return run
+def _with_whole_gradient(
+    hook: Callable[[Tensor], Tensor | None], layout: Layout, name: str, ranks: Communicator, gradient: Tensor
+) -> Tensor | None:
+    new = hook(gather_whole(gradient, layout, f"the hook of {name}", ranks))
+    return None if new is None else shard(new, layout, ranks.coordinates).contiguous()
 
 
-def _of_whole_parameter(
-    hook: Callable[[Tensor], None], layout: Layout, name: str, ranks: Communicator
-) -> Callable[[Tensor], None]:
-    def run(part: Tensor) -> None:
-        what = f"the hook of {name}"
-        full = nn.Parameter(gather_whole(part, layout, what, ranks))
-        full.grad = None if part.grad is None else gather_whole(part.grad, layout, what, ranks)
-        hook(full)
-        with torch.no_grad():
-            part.copy_(shard(full, layout, ranks.coordinates))
-        part.grad = None if full.grad is None else shard(full.grad, layout, ranks.coordinates).clone()
-
-    return run
+def _with_whole_parameter(
+    hook: Callable[[Tensor], None], layout: Layout, name: str, ranks: Communicator, part: Tensor
+) -> None:
+    what = f"the hook of {name}"
+    full = nn.Parameter(gather_whole(part, layout, what, ranks))
+    full.grad = None if part.grad is None else gather_whole(part.grad, layout, what, ranks)
+    hook(full)
+    with torch.no_grad():
+        part.copy_(shard(full, layout, ranks.coordinates))
+    part.grad = None if full.grad is None else shard(full.grad, layout, ranks.coordinates).clone()

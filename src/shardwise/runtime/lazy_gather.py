@@ -188,10 +188,9 @@ class LazyTensor(Tensor):
         if func is aten.detach.default:
             return LazyTensor(args[0].unread)
         if torch.Tag.inplace_view in func.tags:
-            raise ShardwiseError(
-                f"{func} would change the shape of an output that is not gathered yet",
-                fix="write the operator without the underscore, or pass outputs='whole' to parallelize",
-            )
+            what = f"{func} would change the shape of an output that is not gathered yet"
+            fix = "write the operator without the underscore, or pass outputs='whole' to parallelize"
+            raise ShardwiseError(what, fix=fix)
         wrapper_of: dict[int, LazyTensor] = {}
 
         def read(tensor: LazyTensor) -> Tensor:

@@ -16,7 +16,7 @@ from shardwise.graph.ir import Graph
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_layout
 from shardwise.plans.quantities import format_bytes
-from shardwise.programs.moves import LocalMove
+from shardwise.programs.moves import LocalMove, RowExchange
 from shardwise.programs.spmd_steps import Conversion
 from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import (
@@ -45,7 +45,6 @@ class Purpose:
 
     @property
     def largest(self) -> Conversion:
-        """Return the conversion of the largest tensor."""
         return max(self.conversions, key=lambda conversion: prod(conversion.target.shape) * conversion.itemsize)
 
     def operator(self, conversion: Conversion) -> tuple[str, str]:
@@ -102,7 +101,7 @@ class CollectiveMessage:
         self.kind, self.axes, self.with_own = first.kind, first.axes, first.with_own
         self.together = together
         self.parcels = [PackedTensors([moves[i] for i in positions], ranks, in_place) for positions in together]
-        self.is_gloos = self.parcels[0].is_gloos
+        self.is_gloos = is_gloo(ranks.group(first.axes))
 
     def launch(self, tensors: Sequence[torch.Tensor], *, wait: bool) -> tuple[list[torch.Tensor], list[InFlight]]:
         """Start the collective: return (the buffers it fills, the handles for ``finish``, none if it is done).
@@ -111,16 +110,20 @@ class CollectiveMessage:
         """
         self.ranks.launched = self.number = self.ranks.launched + 1
         with self._explained(waits=wait):
-            blocks = wait and not self.is_gloos
-            sent = [
-                parcel.launch([tensors[i] for i in positions], blocks)
-                for parcel, positions in zip(self.parcels, self.together, strict=True)
-            ]
-            self.ranks.note(self.kind, self.axes, sum(num_bytes for *_, num_bytes in sent))
-            flights = [] if blocks else [flight for _, flight, _ in sent]
+            buffers, flights, num_bytes = self._start(tensors, wait and not self.is_gloos)
+            self.ranks.note(self.kind, self.axes, num_bytes)
             for flight in flights if wait else ():
                 flight.wait()
-        return [buffer for buffer, *_ in sent], [] if wait else flights
+        return buffers, [] if wait else flights
+
+    def _start(self, tensors: Sequence[torch.Tensor], blocks: bool) -> tuple[list[torch.Tensor], list[InFlight], int]:
+        """Start the collective: return (what ``land`` takes, the handles that are left to wait for, its bytes)."""
+        sent = [
+            parcel.launch([tensors[i] for i in positions], blocks)
+            for parcel, positions in zip(self.parcels, self.together, strict=True)
+        ]
+        flights = [] if blocks else [flight for _, flight, _ in sent]
+        return [buffer for buffer, *_ in sent], flights, sum(num_bytes for *_, num_bytes in sent)
 
     def finish(self, flights: Sequence[InFlight]) -> None:
         """Wait for a collective. Raises the same errors as ``launch``."""
@@ -150,6 +153,29 @@ class CollectiveMessage:
         for parcel, positions in zip(reversed(self.parcels), reversed(self.together), strict=True):
             results.update(zip(positions, parcel.land(buffers.pop(), this_rank), strict=True))
         return [results[i] for i in range(len(results))]
+
+
+class RowExchangeMessage(CollectiveMessage):
+    """Rows that go to the owners of their keys, or return: as many as the keys say, which the host reads."""
+
+    def __init__(self, move: LocalMove, rows: RowExchange, ranks: Communicator, purpose: Purpose) -> None:
+        super().__init__((move,), ranks, purpose, ())
+        self.rows = rows
+
+    def _start(self, tensors: Sequence[torch.Tensor], blocks: bool) -> tuple[list[torch.Tensor], list[InFlight], int]:
+        tensor, *ways = tensors
+        sends, receives = self.rows.counts(ways)
+        packed = self.rows.pack(tensor, ways)
+        sent = _wire(packed)
+        received = sent.new_empty(sum(receives), *sent.shape[1:])
+        group = self.ranks.group(self.axes)
+        work = dist.all_to_all_single(received, sent, receives, sends, group=group, async_op=not blocks)
+        flights = [] if blocks else [InFlight(work, sent, self.is_gloos)]
+        return [received.view(packed.dtype), *ways], flights, self.purpose.num_bytes(self.kind, self.axes)
+
+    def land(self, buffers: list[torch.Tensor], this_rank: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
+        """Return the result from the rows that arrived. ``buffers``: these, and the ways."""
+        return [self.rows.unpack(buffers[0], buffers[1:])]
 
 
 class PackedTensors:

@@ -25,17 +25,16 @@ from shardwise.runtime.hooks import gather_whole
 from shardwise.runtime.lazy_gather import deliver_outputs
 from shardwise.runtime.local_shards import shard
 from shardwise.runtime.memory_of_outputs import alias_buffers, separate_memory, write_buffers
-from shardwise.runtime.parallel_module import ParallelModule, named_tensors, no_loss, whole_arguments
+from shardwise.runtime.parallel_module import ParallelModule, named_tensors, no_loss
 from shardwise.runtime.pipeline_profile import PipelineProfile, profile_pipeline
 from shardwise.runtime.program_cache import (
     CallSpec,
     Executable,
-    Mode,
-    apart_from_caller,
     check_frozen,
     in_plan_precision,
     refuse_input_gradients,
 )
+from shardwise.runtime.signatures import Batch
 from shardwise.runtime.stage import BoundaryTensor, StageCall
 from shardwise.runtime.step_profile import StepProfile, profile_step
 
@@ -63,10 +62,9 @@ class Parallel(ParallelModule):
         needs_gradients = self.training and torch.is_grad_enabled()
         if self.plan.is_pipeline:
             if needs_gradients:
-                raise ShardwiseError(
-                    "under a plan of stages a call is forward only, but this one needs gradients",
-                    fix="train with loss = par.step(*batch); evaluate under torch.no_grad(), or after par.eval()",
-                )
+                what = "under a plan of stages a call is forward only, but this one needs gradients"
+                fix = "train with loss = par.step(*batch); evaluate under torch.no_grad(), or after par.eval()"
+                raise ShardwiseError(what, fix=fix)
             return self._evaluate(args, kwargs, predicts=False)
         if needs_gradients and self._is_in_passes(args, kwargs):
             self._say_whole()
@@ -125,7 +123,8 @@ class Parallel(ParallelModule):
         last, graph = self.plan.stages[-1].placement.ranks, ready.bound.cut.parts[-1]
         dtype = graph.by_name[str(graph.loss)].dtype
         value = torch.zeros((), dtype=dtype, device=self.device) if total is None else total
-        with self._exchange(f"the loss of stage {len(self.plan.stages) - 1}", last[:1]), trail.waiting(b"the loss"):
+        what = f"the loss of stage {len(self.plan.stages) - 1}"
+        with self._faults.exchange(what, last[:1]), trail.waiting(b"the loss"):
             dist.broadcast(value, last[0])
         return value
 
@@ -201,7 +200,8 @@ class Parallel(ParallelModule):
         mode = self._mode(loss_only=loss_only, predicts=predicts)
         check = self._due_check() if torch.is_grad_enabled() else None
         same = self._same if check is None and torch.is_grad_enabled() and (self.training or loss_only) else None
-        compiled, inputs_here = self._program(flat, spec, mode)
+        compiled, passed = self._program(flat, spec, mode, self._compiled, self._compile)
+        inputs_here = self._inputs_here(flat, compiled, passed)
         if same is not None:  # ranks make this call: one that they refuse leaves nothing to compare
             same.begin(flat, spec)
         self._latest = compiled
@@ -214,45 +214,40 @@ class Parallel(ParallelModule):
             delivered, written = compiled.step(tensors)
         else:
             batch = [x.to(self.device) for x in flat if isinstance(x, torch.Tensor)] if self._parts is None else ()
-            delivered, written = check.run(compiled.step, tensors, batch)
-        loss, flat_outputs = compiled.results(delivered)
-        outputs: Sequence[Any] = flat_outputs
-        sources = {} if loss_only else dict(zip(compiled.names, tensors, strict=True))
-        if not loss_only:
-            outputs = separate_memory(outputs, compiled.captured.memories, sources)
-        write_buffers([tensors[position] for position in compiled.written], written)
-        if not loss_only:
-            outputs = alias_buffers(
-                outputs, compiled.captured.memories, {n: sources[n] for n in compiled.whole_buffers}
-            )
+            emitted = compiled.step.emitted
+            delivered, written = compiled.step(tensors, check.observed(emitted, batch))
+            check.watch(emitted.program.spmd, tensors)
+        loss, outputs = compiled.results(delivered)
+        buffers = [tensors[position] for position in compiled.written]
+        if loss_only:
+            write_buffers(buffers, written)
+            return compiled, loss, ()
+        sources, memories = dict(zip(compiled.names, tensors, strict=True)), compiled.captured.memories
+        separated = separate_memory(outputs, memories, sources)
+        write_buffers(buffers, written)
+        aliased = alias_buffers(separated, memories, {n: sources[n] for n in compiled.whole_buffers})
+        if compiled.split:
             names, graph = compiled.spmd.outputs, compiled.spmd.graph
-            outputs = deliver_outputs(outputs, names, compiled.split, graph, self._ranks) if compiled.split else outputs
-        return compiled, loss, tuple(outputs)
+            aliased = deliver_outputs(aliased, names, compiled.split, graph, self._ranks)
+        return compiled, loss, tuple(aliased)
 
-    def _program(self, flat: Sequence[Any], spec: Any, mode: Mode) -> tuple[Executable, list[torch.Tensor]]:
-        tensors = [x for x in flat if isinstance(x, torch.Tensor)]
-        key, shapes, batch = self._agree(flat, spec, mode, self._compiled)
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            call = CallSpec(whole_arguments(flat, spec, shapes), *mode)
-            with show_progress_once("writing the program of every rank"), apart_from_caller():
-                compiled = self._calls.compiled(call, {**self._state.tensors, SEED: self._seed})
-            self._compiled[key] = compiled
+    def _compile(self, call: CallSpec) -> Executable:
+        with show_progress_once("writing the program of every rank"):
+            return self._calls.compiled(call, {**self._state.tensors, SEED: self._seed})
+
+    def _inputs_here(self, flat: Sequence[Any], compiled: Executable, batch: Batch | None) -> list[torch.Tensor]:
+        """Return this rank's parts of the inputs of a call. ``batch``: as of ``_program``."""
         if torch.is_grad_enabled():
             check_frozen(compiled)
+        tensors = [x for x in flat if isinstance(x, torch.Tensor)]
         if batch is None:  # copy only this rank's part of a host batch to the device
+            part: Callable[..., torch.Tensor] = _Part.apply
             with_layouts = zip(tensors, compiled.inputs, strict=False)
-            return compiled, [self._own_part(x, layout).to(self.device) for x, layout in with_layouts]
-        with_layouts = zip([x.to(self.device) for x in tensors], compiled.inputs, strict=False)
+            parts = [part(x, layout, self._ranks) if layout.positions else x for x, layout in with_layouts]
+            return [x.to(self.device) for x in parts]
         assert self._parts is not None
-        named = zip(batch.shapes, with_layouts, strict=False)
-        return compiled, [self._parts.own_part(name, x, layout, batch) for name, (x, layout) in named]
-
-    def _own_part(self, tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-        if not layout.positions:
-            return tensor
-        part: torch.Tensor = _Part.apply(tensor, layout, self._ranks)  # type: ignore[no-untyped-call]
-        return part
+        named = zip(batch.shapes, tensors, compiled.inputs, strict=False)
+        return [self._parts.own_part(name, x.to(self.device), layout, batch) for name, x, layout in named]
 
     def _is_in_passes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether a batch has more samples than a micro-batch of the plan."""
@@ -280,14 +275,13 @@ class Parallel(ParallelModule):
         tensors = named_tensors(args, kwargs)
         if torch.is_grad_enabled():
             refuse_input_gradients(tensors, self.plan)
+
+        def build(call: CallSpec) -> StageCall:
+            captured = self._calls.captured(call)
+            return self._build(captured, Passes.single(captured.graph), call)
+
         mode = self._mode(loss_only=False, predicts=predicts)
-        key, shapes, batch = self._agree(flat, spec, mode, self._ready)
-        if key not in self._ready:
-            call = CallSpec(whole_arguments(flat, spec, shapes), *mode)
-            with apart_from_caller():
-                captured = self._calls.captured(call)
-                self._ready[key] = self._build(captured, Passes.single(captured.graph), call)
-        ready = self._ready[key]
+        ready, batch = self._program(flat, spec, mode, self._ready, build)
         self._run(ready, tensors, batch, keeps=False)
         return unflatten(self._outputs(ready), ready.captured.out_spec)
 
@@ -304,7 +298,7 @@ class Parallel(ParallelModule):
             value, number = graph.by_name[out.name], home[out.name]
             makers, what = self._stage_ranks[number].place.ranks, f"an output of stage {number}"
             crossing = BoundaryTensor(out.name, value.shape, value.dtype, returns=False)
-            with self._exchange(what, makers), trail.waiting(b"an output"):
+            with self._faults.exchange(what, makers), trail.waiting(b"an output"):
                 if dist.get_rank() in makers:
                     tensor = outputs[out.name].detach().clone()
                     layout = layouts[number][out.name]

@@ -6,12 +6,12 @@ stage. Random numbers come from one seed for all ranks that advances with every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,13 +36,11 @@ from shardwise.programs.micro_batches import Passes, whole_sources
 from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.cpu_optimizer import place_states
-from shardwise.runtime.grad_accum import scale_of
 from shardwise.runtime.guards.protect import protect
-from shardwise.runtime.guards.registry import shard_records
-from shardwise.runtime.holding import install_shards
+from shardwise.runtime.guards.registry import shard_records, tensors_of
+from shardwise.runtime.holding import ShardMaterializer, install_shards
 from shardwise.runtime.hooks import ShardedModule, gather_whole
 from shardwise.runtime.initial.materialize import Init
-from shardwise.runtime.initial.shards import ShardMaterializer
 from shardwise.runtime.original_module import OriginalModuleMonitor
 from shardwise.runtime.program_cache import (
     CallSpec,
@@ -54,9 +52,9 @@ from shardwise.runtime.program_cache import (
     check_frozen,
     refuse_input_gradients,
 )
-from shardwise.runtime.replicas import ReplicaCheck
+from shardwise.runtime.replicas import PipelineCheck, ReplicaCheck
 from shardwise.runtime.same_inputs import SameInputs
-from shardwise.runtime.shared_parameters import PipelineRankGroups
+from shardwise.runtime.shared_parameters import PipelineRankGroups, sharing_pipeline_ranks
 from shardwise.runtime.signatures import (
     Batch,
     LocalInputs,
@@ -79,12 +77,11 @@ from shardwise.runtime.stage import (
     with_samples_in,
 )
 from shardwise.runtime.stage_faults import StageFaults
-from shardwise.runtime.stage_replicas import PipelineCheck
 from shardwise.runtime.state_dict_entries import KEY, Shard, check_entries, cut_entries, shard_metadata
 from shardwise.runtime.tensor_table import TensorTable
 from shardwise.runtime.torch_schedules import Scheduled
 
-Agreed = tuple[Any, Sequence[tuple[int, ...]], Batch | None]  # key of a call, whole shapes of its tensors, batch
+_Built = TypeVar("_Built", Executable, StageCall)
 MAX_RECOMPUTED = 4096  # calls whose backward may still recompute them
 _SET_BY_CALLS = frozenset(
     {"_seed", "_failed", "_draws", "_latest", "_last_kind", "_circumstances", "_last_circumstances"}
@@ -136,7 +133,7 @@ class ParallelModule(ShardedModule):
         self._replicas: ReplicaCheck | None = None
         if (every := settings.check_replicas) and plan.is_pipeline:
             own = {number: self._stage_ranks[number] for number in self._stages}
-            self._replicas = PipelineCheck(every, self.device, plan, self._everyone, own)
+            self._replicas = PipelineCheck(every, self.device, sharing_pipeline_ranks(plan), self._everyone, own)
         elif every:
             self._replicas = ReplicaCheck(every, self._ranks, self.device)
         self.stand_for(module)
@@ -152,14 +149,14 @@ class ParallelModule(ShardedModule):
             host_ranks = [Communicator(stage.placement, name, backend="gloo") for stage in plan.stages]
         self._everyone = self._ranks = self._stage_ranks[self._stages[0]]
         self._host_ranks = host_ranks[self._stages[0]]
-        self._faults: StageFaults | None = None
         self._groups: PipelineRankGroups | None = None
+        if plan.is_pipeline:
+            self._everyone = Communicator(Placement.whole(Mesh(rank=dist.get_world_size())), name)
+        self._faults = StageFaults(plan, self._stages, self._position, self._everyone)
         if not plan.is_pipeline:
             self._calls = ProgramCache(module, plan, settings, self._ranks, self._host_ranks)
             self._calls_of = [self._calls]
             return
-        self._everyone = Communicator(Placement.whole(Mesh(rank=dist.get_world_size())), name)
-        self._faults = StageFaults(plan, self._stages, self._position, self._everyone)
         self._groups = PipelineRankGroups.of(plan, own_ranks, self._position, settings.host)
         for ranks in dict.fromkeys((*self._stage_ranks, *host_ranks)):
             ranks.create_groups([ranks.mesh.sub_axes])  # all ranks of a stage: hooks gather parameters over them
@@ -314,17 +311,13 @@ class ParallelModule(ShardedModule):
     @cached_property
     def _elsewhere(self) -> frozenset[str]:
         """Return the names of tensors that only ranks of other stages hold."""
-
-        def names(module: torch.nn.Module) -> set[str]:
-            tensors = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
-            return {name for named in tensors for name, _ in named}
-
-        return frozenset(names(self.original) - names(self)) if self.plan.is_pipeline else frozenset()
+        names, own = (frozenset(name for name, _ in tensors_of(module)) for module in (self.original, self))
+        return names - own if self.plan.is_pipeline else frozenset()
 
     @property
     def _shards(self) -> dict[str, Shard]:
         """Map every name of each sharded parameter or buffer to (layout, this rank's coordinates)."""
-        tensors = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
+        tensors = list(tensors_of(self))
         layouts = {id(tensor): self.layouts[name] for name, tensor in tensors if name in self.layouts}
         layout_of = {name: layouts[id(tensor)] for name, tensor in tensors if id(tensor) in layouts}
         return {name: (layout, self.coordinates) for name, layout in layout_of.items() if layout.positions}
@@ -377,9 +370,11 @@ class ParallelModule(ShardedModule):
             self._signatures[key] = Signature.of(named, words, self._circumstances)
         return self._signatures[key]
 
-    def _agree(self, flat: Sequence[Any], spec: Any, mode: Mode, known: Collection[Any]) -> Agreed:
-        """Return (key, whole shapes, batch) of a call; ranks compare it when it is new or other than the last. ``key``
-        identifies its programs, of which ``known`` exist; ``batch`` is None unless ranks pass parts."""
+    def _program(
+        self, flat: Sequence[Any], spec: Any, mode: Mode, known: dict[Any, _Built], build: Callable[[CallSpec], _Built]
+    ) -> tuple[_Built, Batch | None]:
+        """Return the program of a call, of those that are ``known`` or built now, and the batch, None unless ranks pass
+        parts. Ranks compare the call when it is new or other than the last."""
         tensors = [x for x in flat if isinstance(x, torch.Tensor)]
         shapes: Sequence[tuple[int, ...]] = [tuple(x.shape) for x in tensors]
         own_key = key = call_key(flat, spec, mode, shapes)
@@ -396,7 +391,11 @@ class ParallelModule(ShardedModule):
             check_equal(self._signature(own_key, flat, spec, mode), tensors, self._ranks, self.device)
         self._last_kind, self._last_circumstances = (key, torch.is_grad_enabled()), self._circumstances
         self._failed = False
-        return key, shapes, batch
+        if key not in known:
+            call = CallSpec(whole_arguments(flat, spec, shapes), *mode)
+            with apart_from_caller():
+                known[key] = build(call)
+        return known[key], batch
 
     def _due_check(self) -> ReplicaCheck | None:
         return self._replicas if self.training and self._replicas is not None and self._replicas.is_due() else None
@@ -421,8 +420,11 @@ class ParallelModule(ShardedModule):
             self._same.begin(flat, spec)
         for compiled in ready.executables:
             check_frozen(compiled)
+        scale = None
+        if scaler is not None and scaler.is_enabled():
+            scale = scaler.scale(torch.ones((), device=self.device))
         try:
-            losses = self._run(ready, tensors, batch, keeps=True, scale=scale_of(scaler, self.device), check=check)
+            losses = self._run(ready, tensors, batch, keeps=True, scale=scale, check=check)
             self._add_gradients(ready, check)
         finally:
             for worker in (*ready.workers, *filter(None, (ready.prelude,))):
@@ -430,14 +432,9 @@ class ParallelModule(ShardedModule):
         return ready, sum(losses[1:], losses[0]).detach() if losses else None
 
     def _for_step(self, flat: Sequence[Any], spec: Any) -> tuple[StageCall, Batch | None]:
-        mode = self._mode(loss_only=True)
-        key, shapes, batch = self._agree(flat, spec, mode, self._ready)
-        if key not in self._ready:
-            self._ready[key] = self._build_step(CallSpec(whole_arguments(flat, spec, shapes), *mode))
-        self._latest = self._ready[key]
-        return self._ready[key], batch
+        self._latest, batch = self._program(flat, spec, self._mode(loss_only=True), self._ready, self._build_step)
+        return self._latest, batch
 
-    @apart_from_caller()
     def _build_step(self, call: CallSpec) -> StageCall:
         shapes = {name: tuple(x.shape) for name, x in named_tensors(*call.arguments).items()}
         samples = samples_of(self.plan, shapes) if with_samples_in(self.plan) else 0
@@ -547,9 +544,7 @@ class ParallelModule(ShardedModule):
                 assert isinstance(ready.runs, Scheduled), "calls of one stage run its program"
                 losses = ready.runs.forward()
         except RuntimeError as error:
-            explanation = None
-            if self._faults is not None and isinstance(ready.runs, Scheduled):
-                explanation = self._faults.explained(error, ready.runs)
+            explanation = self._faults.explained(error, ready.runs) if isinstance(ready.runs, Scheduled) else None
             if explanation is None:
                 raise
             raise explanation from error
@@ -593,7 +588,9 @@ class ParallelModule(ShardedModule):
         totals: dict[str, torch.Tensor] = {}
         for worker in ready.workers:
             sources = ready.bound.cut.parts[worker.number].source_of
-            with self._exchange(f"gradients of stage {worker.number}", self._stage_ranks[worker.number].place.ranks):
+            with self._faults.exchange(
+                f"gradients of stage {worker.number}", self._stage_ranks[worker.number].place.ranks
+            ):
                 gradients = worker.end()
             for value, gradient in gradients.items():
                 name = sources[value].names[0]
@@ -608,10 +605,6 @@ class ParallelModule(ShardedModule):
         if check is not None:
             check.settle()
 
-    def _exchange(self, what: str, ranks: Sequence[int]) -> AbstractContextManager[None]:
-        """Explain a failed exchange between stages."""
-        return nullcontext() if self._faults is None else self._faults.exchange(what, ranks)
-
     def _sum_shared(self, ready: StageCall, totals: dict[str, torch.Tensor]) -> None:
         state = self._state.tensors
         updated: set[str] = set()
@@ -623,7 +616,7 @@ class ParallelModule(ShardedModule):
                 what = f"gradient of {name}, which several stages have"
                 have = {stage.placement.ranks for stage in self.plan.stages if name in stage.layouts}
                 others = sorted({ranks[self._position] for ranks in have} - {dist.get_rank()})
-                with self._exchange(what, others), trail.waiting(what.encode()):
+                with self._faults.exchange(what, others), trail.waiting(what.encode()):
                     dist.all_reduce(total, group=group)
                 totals[name] = total
 

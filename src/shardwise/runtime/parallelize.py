@@ -106,10 +106,9 @@ def parallelize(
             f"the plan is of type {type(plan).__name__}", fix="pass the result of sw.plan or sw.Plan.load"
         )
     if not dist.is_initialized():
-        raise LaunchError(
-            "parallelize needs a process group, and torch.distributed is not initialised",
-            fix="call sw.init_ranks() first and start the script with: shardwise run -n 8 train.py (or torchrun)",
-        )
+        what = "parallelize needs a process group, and torch.distributed is not initialised"
+        fix = "call sw.init_ranks() first and start the script with: shardwise run -n 8 train.py (or torchrun)"
+        raise LaunchError(what, fix=fix)
     for name, value, allowed, meaning in (
         ("inputs", inputs, ("global", "local"), '"global" (the whole batch on every rank) or "local" (its part)'),
         ("compile", compile, (None, True, False, "auto"), 'True, False or "auto" (where it compiles)'),
@@ -168,10 +167,8 @@ def _check_ranks(plan: Plan, size: int, compile: Compile | None) -> bool:
     splits_backward = schedule_of(plan.schedule, plan.order).splits_backward
     if compile is True and splits_backward:
         whole = listed([name for name, schedule in SCHEDULES.items() if not schedule.splits_backward])
-        raise PlanError(
-            f"{plan.schedule} splits input and weight gradients, but compiled kernels compute both at once",
-            fix=f"plan with another schedule ({whole}), or omit compile=True",
-        )
+        what = f"{plan.schedule} splits input and weight gradients, but compiled kernels compute both at once"
+        raise PlanError(what, fix=f"plan with another schedule ({whole}), or omit compile=True")
     return splits_backward
 
 
@@ -197,10 +194,8 @@ def agree_on_plan(plan: Plan | str | Path | None) -> Plan:
     others = [i for i, state in enumerate(states) if state not in (None, states[0])]
     if others:
         shown = ", ".join(f"rank {i} has {(states[i] or '')[:12]}" for i in others[:4])
-        raise LaunchError(
-            f"ranks disagree on the plan: rank 0 has {first[:12]}, {shown}",
-            fix="plan on rank 0 and pass None elsewhere, or load the same file on every rank",
-        )
+        what = f"ranks disagree on the plan: rank 0 has {first[:12]}, {shown}"
+        raise LaunchError(what, fix="plan on rank 0 and pass None elsewhere, or load the same file on every rank")
     if None in states:
         box = [agreed.to_json() if rank == 0 and agreed else None]
         dist.broadcast_object_list(box, src=0)

@@ -40,12 +40,11 @@ from shardwise.runtime.compiled import CompiledVariant, compiled_program, with_e
 from shardwise.runtime.cpu_embedding import place_on_cpu, with_copies
 from shardwise.runtime.emit import Emitted, emit
 from shardwise.runtime.failure_store import failure_store
-from shardwise.runtime.grad_accum import GradAccumStep
 from shardwise.runtime.hoisted_constants import Constants
 from shardwise.runtime.lazy_gather import LEAST_BYTES, with_outputs_split
 from shardwise.runtime.memory_of_outputs import announce_copies, whole_buffers
 from shardwise.runtime.signatures import in_other_mode
-from shardwise.runtime.step import CallableStep
+from shardwise.runtime.step import CallableStep, GradAccumStep
 
 Inputs = Literal["global", "local"]
 Outputs = Literal["when read", "whole"]
@@ -150,7 +149,6 @@ class Executable:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Return the value names of the sources."""
         return tuple(source.value for source in self.captured.graph.sources)
 
     @cached_property
@@ -238,12 +236,7 @@ class ProgramCache:
         return captured
 
     def compiled_for(
-        self,
-        captured: Capture,
-        graph: Graph,
-        call: CallSpec,
-        state: Mapping[str, torch.Tensor],
-        training: bool | None,
+        self, captured: Capture, graph: Graph, call: CallSpec, state: Mapping[str, torch.Tensor], training: bool | None
     ) -> Executable:
         """Return the program of a graph: a captured call, or what runs before its micro-batches."""
         spmd = program_of(self.plan, graph, training=training, constants=call.constants)

@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, fx
 from torch.autograd import Variable
 
@@ -31,9 +32,10 @@ from shardwise.layouts.text import format_layout
 from shardwise.programs.hoist_constants import constant_values
 from shardwise.programs.spmd import SpmdProgram, conversions_of
 from shardwise.programs.spmd_steps import OpStep as OperatorStep
+from shardwise.runtime.agree import gather_values
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.emit import Emitted
-from shardwise.runtime.step import CallableStep, Forward
+from shardwise.runtime.step import Forward
 
 Kind = Literal[
     "batch", "input", "parameter", "buffer", "constant", "activation", "seed", "operator", "conversion", "gradient"
@@ -166,21 +168,9 @@ class ReplicaCheck:
     def settle(self) -> None:
         """Raise ReplicaError on all ranks if one of several stages has found a difference since ``begin``."""
 
-    def run(
-        self, step: CallableStep, tensors: Sequence[Tensor], batch: Sequence[Tensor]
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Run ``step(tensors)`` and return its results. Raises ReplicaError on all ranks if copies differ; the next
-        backward pass does so for the gradients of the parameters.
-
-        ``tensors``: this rank's, in the order of the sources; ``batch``: the inputs, if all ranks get the same ones.
-        """
-        results = step(tensors, self.observed(step.emitted, batch))
-        self.watch(step.emitted.program.spmd, tensors)
-        return results
-
     def observed(self, emitted: Emitted, batch: Sequence[Tensor]) -> Forward:
-        """Return a forward half of the program that raises ReplicaError on all ranks if copies differ. ``batch``: as in
-        ``run``."""
+        """Return a forward half of the program that raises ReplicaError on all ranks if copies differ. ``batch``: the
+        inputs, if all ranks get the same ones."""
         program, spmd = emitted.forward, emitted.program.spmd
         if program not in self._instrumented:
             self._instrumented[program] = self._instrument(program, spmd, emitted.program.resolve)
@@ -197,8 +187,6 @@ class ReplicaCheck:
             return results
 
         return forward
-
-    # ------------------------------------------------------------------------------------------------------ the program
 
     def _instrument(self, program: fx.GraphModule, spmd: SpmdProgram, resolve: Callable[[str], str]) -> Instrumented:
         """Return the program with a fingerprint of every used value that has copies."""
@@ -229,8 +217,6 @@ class ReplicaCheck:
         leaders = _leaders([subject.layout for subject in subjects], spmd.mesh)
         return fx.GraphModule(root, graph, "CheckedProgram"), tuple(subjects), leaders
 
-    # ---------------------------------------------------------------------------------------------------- the gradients
-
     def watch(self, spmd: SpmdProgram, tensors: Sequence[Tensor | None]) -> None:
         """Compare gradients at the end of the backward pass that first reaches one of the parameters."""
         watched: list[Tensor] = []
@@ -260,8 +246,6 @@ class ReplicaCheck:
             hook.remove()
         self._hooks = []
 
-    # ------------------------------------------------------------------------------------------------------- comparison
-
     def compare(self, subjects: Sequence[Subject], prints: Sequence[Tensor], leaders: Tensor, direction: str) -> None:
         """Exchange fingerprints and raise ReplicaError for the first subject whose copies differ. ``leaders``: per rank
         and subject the first rank that must have the same fingerprint."""
@@ -284,6 +268,65 @@ class ReplicaCheck:
 
     def _differs(self, message: str, differing: list[int]) -> None:
         raise ReplicaError(message, differing)
+
+
+class StageCheck(ReplicaCheck):
+    """The check of one of several stages."""
+
+    def __init__(self, ranks: Communicator, number: int, device: torch.device) -> None:
+        super().__init__(1, ranks, device)
+        self.part = f" of stage {number}"
+
+    def _differs(self, message: str, differing: list[int]) -> None:
+        self.difference = self.difference or (message, differing)
+
+
+class PipelineCheck(ReplicaCheck):
+    """The check of a rank of a pipeline. The ranks of a stage compare their copies, micro-batch by micro-batch; all
+    ranks compare the batch and the parameters that several stages share. A stage keeps a difference to itself until the
+    schedule has run, since other stages wait for its messages. Then all ranks exchange differences and raise the same
+    error, before adding a gradient.
+
+    ``shared``: the pipeline ranks that have a parameter of several stages; ``ranks``: communicators of this rank's
+    stages, by number; ``passed``: comparisons of all stages that found no difference."""
+
+    def __init__(
+        self,
+        every: int,
+        device: torch.device,
+        shared: Mapping[str, Sequence[Sequence[int]]],
+        everyone: Communicator,
+        ranks: Mapping[int, Communicator],
+    ) -> None:
+        super().__init__(every, everyone, device)
+        self.stages = {number: StageCheck(of_stage, number, device) for number, of_stage in ranks.items()}
+        # Parameter of several stages -> for each of its shards the ranks that hold it.
+        self._shared = {name: tuple(zip(*places, strict=True)) for name, places in shared.items()}
+
+    def begin(self, batch: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        for check in self.stages.values():
+            check.difference = None
+        size = dist.get_world_size()
+        columns = [torch.zeros(size, dtype=torch.int64) for _ in batch]
+        subjects = [Subject("batch", name, None, x.dtype) for name, x in batch.items()]
+        prints = [self.fingerprint(x) for x in batch.values()]
+        for name, groups in self._shared.items():
+            leaders = torch.arange(size)
+            for ranks in groups:
+                leaders[list(ranks)] = ranks[0]
+            columns.append(leaders)
+            parameter = state.get(name)
+            subjects.append(Subject("parameter", f"{name} of several stages", None, torch.float32))
+            prints.append(self.fingerprint(torch.empty(0) if parameter is None else parameter))
+        if subjects:
+            self.compare(subjects, prints, torch.stack(columns, 1), "forward")
+
+    def settle(self) -> None:
+        found = (check.difference for check in self.stages.values() if check.difference is not None)
+        first = next((difference for difference in gather_values(next(found, None)) if difference is not None), None)
+        if first is not None:
+            raise ReplicaError(*first)
+        self.passed += 1
 
 
 def _compared(spmd: SpmdProgram) -> Iterator[str]:

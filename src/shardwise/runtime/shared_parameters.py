@@ -33,10 +33,8 @@ class PipelineRankGroups:
 
     def __getstate__(self) -> NoReturn:
         """Raise LaunchError: process groups cannot be pickled."""
-        raise LaunchError(
-            "a parallel module of stages cannot be pickled: its stages use process groups of this job",
-            fix="store par.state_dict(), or sw.save_checkpoint(...), which any ranks can read",
-        )
+        what = "a parallel module of stages cannot be pickled: its stages use process groups of this job"
+        raise LaunchError(what, fix="store par.state_dict(), or sw.save_checkpoint(...), which any ranks can read")
 
     @staticmethod
     def of(plan: Plan, place: tuple[int, ...], position: int, host: frozenset[str]) -> PipelineRankGroups:

@@ -106,10 +106,8 @@ def leaves_of(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devic
     named = [(leaf_name(path), x) for path, x in flatten_with_path((args, kwargs))[0]]
     check_leaves(named)
     empty = [name for name, x in named if isinstance(x, torch.Tensor) and x.is_meta]
-    raise ShardwiseError(
-        f"{listed(empty)} {'is' if len(empty) == 1 else 'are'} on meta, without data",
-        fix="pass tensors with data, on any device: they are moved to that of the module",
-    )
+    what = f"{listed(empty)} {'is' if len(empty) == 1 else 'are'} on meta, without data"
+    raise ShardwiseError(what, fix="pass tensors with data, on any device: they are moved to that of the module")
 
 
 def call_key(flat: Sequence[Any], spec: Any, mode: tuple[object, ...], shapes: Sequence[Shape]) -> tuple[Any, ...]:
@@ -164,7 +162,6 @@ def check_equal(
 
 
 def _prints(signature: Signature, tensors: Sequence[torch.Tensor], device: torch.device) -> dict[str, int]:
-    """Return fingerprints of the tensors of a call, by name."""
     fingerprint = fingerprint_on(device)
     return {name: int(fingerprint(x)) for name, x in zip(signature.shapes, tensors, strict=True)}
 
@@ -175,10 +172,8 @@ def _check_same(everywhere: Sequence[Signature], holds: Holds, *, with_shapes: b
         has = {rank: (what, name) in other.circumstances for rank, other in enumerate(everywhere) if holds(rank, name)}
         if len(set(has.values())) > 1:
             yes, no = (next(rank for rank in has if has[rank] == answer) for answer in (True, False))
-            raise ShardwiseError(
-                f"ranks make different calls: rank {yes} has {what} {name}, but rank {no} has not",
-                fix="freeze and replace the same tensors on every rank that holds them",
-            )
+            what = f"ranks make different calls: rank {yes} has {what} {name}, but rank {no} has not"
+            raise ShardwiseError(what, fix="freeze and replace the same tensors on every rank that holds them")
     for rank, other in enumerate(everywhere):
         if other.mode != first.mode:
             raise ShardwiseError(
@@ -356,10 +351,8 @@ class LocalInputs:
         layout = self.layouts.get(name)
         places = [] if layout is None else _block(layout, device)
         if places is None:
-            raise ShardwiseError(
-                f'inputs="local", but the part of {name} of a rank is not a contiguous block: {layout}',
-                fix='pass the whole batch on every rank: inputs="global"',
-            )
+            what = f'inputs="local", but the part of {name} of a rank is not a contiguous block: {layout}'
+            raise ShardwiseError(what, fix='pass the whole batch on every rank: inputs="global"')
         return places
 
     def _sizes(self, name: str, parts: Sequence[Mapping[str, Shape]]) -> list[list[int]]:

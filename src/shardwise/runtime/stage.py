@@ -29,13 +29,12 @@ from shardwise.programs.micro_batches import Passes, values_of_step
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.split_backward import split_backward
 from shardwise.runtime.communicator import Communicator
-from shardwise.runtime.emit import emit_backward
-from shardwise.runtime.grad_accum import GradAccumState, cotangent_of
 from shardwise.runtime.local_shards import shard
 from shardwise.runtime.memory_of_outputs import write_buffers
 from shardwise.runtime.program_cache import Executable
 from shardwise.runtime.replicas import ReplicaCheck
 from shardwise.runtime.signatures import Wanted
+from shardwise.runtime.step import GradAccumState
 from shardwise.runtime.torch_schedules import Scheduled
 
 
@@ -133,9 +132,8 @@ class StageProgram:
     @cached_property
     def halves(self) -> tuple[tuple[RankProgram, fx.GraphModule], tuple[RankProgram, fx.GraphModule]]:
         """Return (program, emitted module) of backward for cotangents, and of backward for weights."""
-        whole = self.compiled.runs.emitted
-        first, second = split_backward(self.program)
-        return (first, emit_backward(first, self.ranks, whole)), (second, emit_backward(second, self.ranks, whole))
+        writer, (first, second) = self.compiled.runs.emitted.writer, split_backward(self.program)
+        return (first, replace(writer, program=first).backward()), (second, replace(writer, program=second).backward())
 
 
 @dataclass
@@ -226,8 +224,8 @@ class StageWorker:
             loss = results.get(stage.part.loss or "")
             return tensors[0].new_zeros(()) if loss is None else loss.clone()
         sent = zip(stage.sent, self.sends, strict=False)
-        token = torch.zeros(1, device=delivered[0].device if delivered else None)
-        return tuple(crossing.packed(results[crossing.value], example) for crossing, example in sent) or (token,)
+        packed = tuple(crossing.packed(results[crossing.value], example) for crossing, example in sent)
+        return packed or (torch.zeros(1, device=delivered[0].device if delivered else None),)
 
     def _tensors(self, stage: StageProgram, micro_batch: int, received: Sequence[Tensor]) -> list[Tensor]:
         step, compiled = self.step, stage.compiled
@@ -271,18 +269,15 @@ class StageWorker:
         running = self._running[size]
         if kind != "weight":
             self._saved[micro_batch].update(self._cotangents(stage, running.emitted.program, cotangents))
-        program = running.emitted.program if kind == "backward" else stage.halves[0 if kind == "input" else 1][0]
+        whole = running.emitted.program, running.emitted.backward
+        program, run = whole if kind == "backward" else stage.halves[kind == "weight"]
         values = self._saved[micro_batch] if kind == "input" else self._saved.pop(micro_batch)
         saved = [values[name] for name in program.saved]
         deltas = [values[name] for name in program.cotangents if name is not None]
         if kind == "backward":
             values.clear()
         with torch.no_grad():
-            if kind == "backward":
-                gradients_of = running.backward(saved, deltas)
-            else:
-                run = stage.halves[0 if kind == "input" else 1][1]
-                gradients_of = dict(zip(program.gradients, run.forward(saved, *deltas), strict=True))
+            gradients_of = dict(zip(program.gradients, run.forward(saved, *deltas), strict=True))
         sources = stage.part.source_of
         if kind == "input":
             read = stage.halves[1][0].saved
@@ -321,8 +316,8 @@ class StageWorker:
                 form = program.forms[name]
                 assert value == stage.part.loss, f"no cotangent of {value} has come"
                 assert self.step is not None, "a step has begun"
-                loss = torch.empty(form.shape, dtype=form.dtype, device=self.step.device)
-                by_name[name] = cotangent_of(loss, self.step.scale)
+                ones, scale = torch.ones(form.shape, dtype=form.dtype, device=self.step.device), self.step.scale
+                by_name[name] = ones if scale is None else scale.to(form.dtype).expand_as(ones).clone()
         return by_name
 
     def end(self) -> dict[str, Tensor]:
@@ -415,10 +410,8 @@ def samples_of(plan: Plan, rows: Mapping[str, tuple[int, ...]]) -> int:
     counts = {name: rows[name][0] for name in with_samples_in(plan) if name in rows}
     if len(set(counts.values())) != 1:
         listed = ", ".join(f"{name} {count}" for name, count in counts.items()) or "there is none"
-        raise ShardwiseError(
-            f"par.step takes a whole batch, but its inputs have different numbers of samples: {listed}",
-            fix="pass the same number of rows of every input that has samples in the plan",
-        )
+        what = f"par.step takes a whole batch, but its inputs have different numbers of samples: {listed}"
+        raise ShardwiseError(what, fix="pass the same number of rows of every input that has samples in the plan")
     return next(iter(counts.values()))
 
 

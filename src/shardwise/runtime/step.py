@@ -1,4 +1,5 @@
-"""A step on this rank as one autograd function whose halves run the instruction lists of a program.
+"""A step on this rank as one autograd function whose halves run the instruction lists of a program
+(``CallableStep``), or over micro-batches, whose gradients are summed locally (``GradAccumStep``).
 
 Tensors saved for backward are kept here, not by autograd, so that they can be freed one by one while backward runs.
 Only if saved-tensor hooks are set (``torch.utils.checkpoint``, saving on the CPU) autograd keeps them, and the hooks
@@ -7,7 +8,7 @@ see them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,7 @@ from shardwise.programs.rank_program import RankProgram
 from shardwise.runtime.compiled import CompiledVariant
 from shardwise.runtime.emit import Emitted
 from shardwise.runtime.faults import refuse_create_graph
+from shardwise.runtime.guards.registry import memory_range
 from shardwise.runtime.hoisted_constants import Constants
 
 # tensors of the sources -> (delivered, mutations, saved)
@@ -107,6 +109,76 @@ class CallableStep:
         return self._backward[present]
 
 
+def _add(source: str, total: Tensor, gradient: Tensor) -> None:
+    total.add_(gradient)
+
+
+@dataclass
+class GradAccumStep:
+    """The emitted programs of a micro-batch and of once-per-step work (``grad_accum_program.GradAccumProgram``).
+    ``program``: a self-contained micro-batch, not emitted; ``emitted``: the eager micro-batch; ``constants``: its
+    hoisted constants; ``compiling``: runs instead if it compiles; ``add``: adds a source's gradient to its
+    sum."""
+
+    program: RankProgram
+    ahead: Emitted
+    emitted: Emitted
+    behind: Emitted
+    constants: Constants
+    compiling: CompiledVariant[Emitted] | None = None
+    add: Callable[[str, Tensor, Tensor], None] = _add
+
+    def begin(self, tensors: Sequence[Tensor], *, observed: bool = False) -> GradAccumState:
+        """Cast and gather the values that all micro-batches use. ``tensors``: of all sources, inputs are not read;
+        ``observed``: micro-batches are observed per operator, so they run eager."""
+        emitted = (self.compiling.get() if self.compiling and not observed else None) or self.emitted
+        with torch.no_grad():
+            ahead = self.ahead.forward.forward(*tensors)[0] if self.ahead.program.forward else ()
+        return GradAccumState(self, emitted, (*ahead, *self.constants.of(emitted.program, tensors)))
+
+
+@dataclass
+class GradAccumState:
+    """Micro-batches under way. ``emitted``: the program that runs them; ``sums``: source -> its gradient so far."""
+
+    step: GradAccumStep
+    emitted: Emitted
+    prepared: tuple[Tensor, ...]
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def forward(self, tensors: Sequence[Tensor], observed: Forward | None = None) -> tuple[Any, Any, Any]:
+        """Run forward of a micro-batch: return (delivered, mutations, saved)."""
+        results: tuple[Any, Any, Any] = (observed or self.emitted.forward.forward)(*tensors, *self.prepared)
+        return results
+
+    def add(self, gradients: Mapping[str, Tensor], read: Iterable[Tensor]) -> None:
+        """Add the gradients of a micro-batch. ``read``: tensors read later, whose memory must not be written."""
+        in_use: list[tuple[int, int]] = []
+        if not gradients.keys() <= self.sums.keys():
+            in_use = [memory_range(tensor) for tensor in (*read, *self.prepared)]
+        for source, gradient in gradients.items():
+            if source in self.sums:
+                self.step.add(source, self.sums[source], gradient)
+                continue
+            # A compiler may return one tensor for two gradients, so a sum needs memory of its own. Gradients of one
+            # message are adjacent in one storage.
+            first, last = memory_range(gradient)
+            is_shared = any(first < end and start < last for start, end in in_use)
+            self.sums[source] = gradient.clone() if is_shared else gradient
+            in_use.append((first, last))
+
+    def end(self) -> dict[str, Tensor]:
+        """Finish the step: return source -> the gradient of the stored parameter, over all micro-batches."""
+        behind = self.step.behind
+        self.prepared = ()
+        if behind.program.backward:
+            with torch.no_grad():
+                sums = [self.sums.pop(source) for source in behind.program.gradients]
+                gradients = behind.backward.forward(sums)
+            self.sums.update(zip(behind.program.gradients, gradients, strict=True))
+        return self.sums
+
+
 class _StepFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, step: CallableStep, observed: Forward | None, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -155,10 +227,9 @@ def _take_saved(ctx: Any) -> list[Any]:
         tensors = iter(ctx.saved_tensors)
         return [next(tensors) if other is None else other for other in ctx.others]
     if ctx.kept is None:
-        raise ShardwiseError(
-            "this step was differentiated already, and its saved tensors were freed",
-            fix="call the module again before the second backward, or pass retain_graph=True to the first",
-        )
+        what = "this step was differentiated already, and its saved tensors were freed"
+        fix = "call the module again before the second backward, or pass retain_graph=True to the first"
+        raise ShardwiseError(what, fix=fix)
     for (index, name), version in zip(ctx.step.watched, ctx.versions, strict=True):
         if ctx.kept[index]._version != version:
             raise _changed(ctx.step.emitted.program, name)
@@ -179,7 +250,6 @@ def _watched(program: RankProgram, constants: RankProgram | None) -> tuple[tuple
 
 
 def _changed(program: RankProgram, name: str) -> ShardwiseError:
-    """Return the error for a changed source or delivered value that backward needs unchanged."""
     source = program.spmd.graph.source_of.get(name)
     if source is not None:
         return ShardwiseError(

@@ -32,8 +32,7 @@ from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.programs.instructions import Compute, Instruction, sent_by
 from shardwise.programs.rank_program import RankProgram
 from shardwise.runtime.agree import gather_values
-from shardwise.runtime.grad_accum import GradAccumStep
-from shardwise.runtime.step import CallableStep
+from shardwise.runtime.step import CallableStep, GradAccumStep
 from shardwise.runtime.transit import Converting, Departing
 
 Key = tuple[str, str, tuple[str, ...]]  # part, name, stream
@@ -184,7 +183,8 @@ def steps_of(
                 if cotangents:  # a stage whose parameters are all frozen has none
                     kept = list(saved)
                     del saved
-                    running.add(running.backward(kept, cotangents), tensors)
+                    gradients = running.emitted.backward.forward(kept, *cotangents)
+                    running.add(dict(zip(program.gradients, gradients, strict=True)), tensors)
         running.end()
 
     return run

@@ -93,10 +93,9 @@ class TensorTable:
         for before, after in zip(self._slots, slots, strict=True):
             first = successor.setdefault(id(before.tensor), after)
             if first.tensor is not after.tensor:
-                raise ShardwiseError(
-                    f"{first.name} and {after.name} were one tensor at sw.parallelize, and are two now",
-                    fix="assign the same tensor to all of its names, or untie them before sw.plan",
-                )
+                what = f"{first.name} and {after.name} were one tensor at sw.parallelize, and are two now"
+                fix = "assign the same tensor to all of its names, or untie them before sw.plan"
+                raise ShardwiseError(what, fix=fix)
 
 
 def _are_there(places: Sequence[tuple[Any, str, str, Any]]) -> bool:
@@ -131,11 +130,7 @@ def _described(tensor: torch.Tensor | None) -> str:
 
 
 def check_initial_values(
-    prints: Mapping[str, int],
-    seed: int | None,
-    fault: ShardwiseError | None,
-    ranks: Communicator,
-    device: torch.device,
+    prints: Mapping[str, int], seed: int | None, fault: ShardwiseError | None, ranks: Communicator, device: torch.device
 ) -> None:
     """Raise ShardwiseError on all ranks if one has a ``fault`` (the others name it). Raise LaunchError if the whole
     initial values (name -> fingerprint) or the seed differ between ranks."""

@@ -263,7 +263,6 @@ class Scheduled:
 
     @property
     def next_action(self) -> Action | None:
-        """Return the first action of this pipeline rank that is not done, None if all are."""
         return self._progress.next_action
 
     @contextmanager

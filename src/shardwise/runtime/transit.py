@@ -18,7 +18,7 @@ from shardwise.layouts.conversions import Move
 from shardwise.programs.instructions import Arrive, Convert, Depart
 from shardwise.programs.moves import LocalMove, local_move, sharing_buffers
 from shardwise.runtime.communicator import Communicator, is_gloo
-from shardwise.runtime.messages import CollectiveMessage, Purpose, conversion_failed
+from shardwise.runtime.messages import CollectiveMessage, Purpose, RowExchangeMessage, conversion_failed
 
 Together = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
@@ -134,6 +134,9 @@ def stages(moves: Sequence[Sequence[Move]], purpose: Purpose, in_place: bool = F
     for step in reversed(together) if backward else together:
         parts = [local_move(move, ranks.coordinates, backward=backward) for move in step]
         if parts[0].kind is not None:
+            if parts[0].rows is not None:
+                steps.append(BlockingExchange(RowExchangeMessage(parts[0], parts[0].rows, ranks, purpose)))
+                continue
             on_gloo = is_gloo(ranks.group(parts[0].axes))
             buffers = sharing_buffers(step, ranks.coordinates, backward=backward, on_gloo=on_gloo)
             steps.append(BlockingExchange(CollectiveMessage(parts, ranks, purpose, buffers, in_place and not steps)))

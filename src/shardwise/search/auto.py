@@ -33,7 +33,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.renaming import Renaming
 from shardwise.layouts.routes import Floats
 from shardwise.layouts.strategy import Strategy
-from shardwise.programs.spmd import Choice
+from shardwise.programs.builder import Choice
 from shardwise.rules.rule import OpRule
 from shardwise.search.constants import NUM_TRANSIENT_CAPS
 from shardwise.search.cost_graph import (

@@ -23,7 +23,7 @@ from shardwise.costs.timeline import SimulatedStep
 from shardwise.graph.folding import Folding
 from shardwise.graph.ir import Graph
 from shardwise.layouts.mesh import Mesh
-from shardwise.programs.spmd import Choice
+from shardwise.programs.builder import Choice
 from shardwise.search.constants import MAX_FOLDED_SHARE, MIN_OPERATORS_TO_FOLD, MIN_REPEATED_BLOCKS
 from shardwise.search.memory_policy import MemoryPolicy
 

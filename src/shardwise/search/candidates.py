@@ -18,7 +18,8 @@ from shardwise.costs.ledger import Peak
 from shardwise.costs.prediction import PassedOver, Prediction
 from shardwise.costs.timeline import SimulatedStep
 from shardwise.layouts.routes import Floats
-from shardwise.programs.spmd import Choice, SpmdProgram
+from shardwise.programs.builder import Choice
+from shardwise.programs.spmd import SpmdProgram
 from shardwise.rules.atoms import Factored
 from shardwise.search.auto import MeshSearch, assignment_of
 from shardwise.search.constants import (

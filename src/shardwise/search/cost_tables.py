@@ -476,4 +476,5 @@ def bytes_sent(routes: Routes, starts: Ints, nodes: Ints) -> Floats:
 
 def sendable(routes: Routes) -> Ints:
     """Return the layouts, sharded or whole on every axis, in which a value is stored or crosses to another stage."""
-    return np.flatnonzero(((routes.codes == STATES.index("I")) | (routes.codes >= SHARDED)).all(axis=1))
+    is_sharded = (routes.codes >= SHARDED) & (routes.codes != routes.by_key)
+    return np.flatnonzero(((routes.codes == STATES.index("I")) | is_sharded).all(axis=1))

@@ -19,10 +19,10 @@ from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, apply_strategy, check_strategy, parse_cuts
 from shardwise.layouts.text import parse_layout
-from shardwise.programs.spmd import Choice
+from shardwise.programs.builder import Choice
 from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule
-from shardwise.search.modes import choose
+from shardwise.search.modes import choose, with_travelling_rows
 from shardwise.search.user_choices import alias_choices, annotated_ops, annotated_rules, fixed_choices
 from shardwise.search.user_strategies import axes_of_counts, splittable
 
@@ -34,7 +34,9 @@ def decide(graph: Graph, annotations: Iterable[Annotation], mesh: Mesh, mode: st
     """Complete what the user annotated, in the given mode."""
     rules, factored = annotated_rules(graph, annotations := tuple(annotations))
     fixed = fixed_choices(graph, rules, factored, annotations, mesh)
-    choice = sum_whole(choose(graph, factored, mesh, mode, fixed), graph, factored, mesh)
+    choice = sum_whole(
+        choose(graph, factored, mesh, mode, with_travelling_rows(factored, mesh, fixed)), graph, factored, mesh
+    )
     cuts = {
         op.name: parse_cuts(annotation.strategy)
         for annotation in annotations

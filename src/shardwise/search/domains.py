@@ -23,7 +23,18 @@ from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import Fragments, Router, overlap_windows
 from shardwise.costs.saved_for_backward import saved_for_backward
 from shardwise.graph.ir import Arg, Graph, Op, Value, map_refs
-from shardwise.layouts.choice import INVARIANT, REPLICATED, AxisChoice, PassSum, ShardPositions, Split, Where
+from shardwise.layouts.choice import (
+    BY_KEY,
+    INVARIANT,
+    REPLICATED,
+    AxisChoice,
+    PassSum,
+    ShardPositions,
+    Split,
+    Where,
+    splits_owners,
+)
+from shardwise.layouts.layout import IMBALANCE, copies_of
 from shardwise.layouts.routes import SHARDED, STATES, Axes, Floats, Ints, Routes
 from shardwise.layouts.strategy import Strategy
 from shardwise.rules.atoms import Factored
@@ -131,6 +142,16 @@ class SearchSpace:
                     consumers.setdefault(name, []).append(op)
         return consumers
 
+    @cached_property
+    def keyed(self) -> Mapping[str, str]:
+        """Return the keyed state of every value whose rows may follow keys."""
+        states: dict[str, str] = {}
+        for op in self.graph.ops:
+            if (keyed := self.rules[op.name].keyed) is not None:
+                tensors = zip((*op.operands, *op.results), (*keyed.operands, *keyed.results), strict=True)
+                states = {name: state for name, state in tensors if copies_of(state)} | states
+        return states
+
     def windows(self, prices: Prices) -> Mapping[str, float]:
         """Return the seconds that the messages of each parameter can hide behind."""
         if prices.device not in self._windows:
@@ -157,7 +178,7 @@ class SearchSpace:
 
         def tensor(name: str) -> object:
             value = self.graph.by_name[name]
-            state = (name in self.active, name in self.parameters)
+            state = (name in self.active, name in self.parameters, self.keyed.get(name))
             return value.shape, value.dtype, value.requires_grad, self.atoms[name], state
 
         numbers: dict[str, int] = {}
@@ -173,7 +194,7 @@ class SearchSpace:
             tuple((key, plain(arg)) for key, arg in op.kwargs),
             tuple(map(tensor, op.operands)),
             tuple(map(tensor, op.results)),
-            (rule.factors, rule.operands, rule.results, rule.linear),
+            (rule.factors, rule.operands, rule.results, rule.linear, rule.keyed),
             tuple(self.is_blocked(op, factor.name) for factor in rule.factors),
         )
 
@@ -203,7 +224,9 @@ class Domains:
         routes = self._routes.get(name)
         if routes is None:
             value, is_parameter = self.graph.by_name[name], name in self.parameters
-            routes = self._routes[name] = self.router.routes(value, self.atoms[name], is_parameter=is_parameter)
+            routes = self._routes[name] = self.router.routes(
+                value, self.atoms[name], is_parameter=is_parameter, keyed=self.choosing.keyed.get(name, "")
+            )
         return routes
 
     def domain(self, op: Op, fixed: Mapping[str, AxisChoice] | None = None) -> Domain:
@@ -216,11 +239,17 @@ class Domains:
             return domain
         narrow = (key, tuple(sorted(fixed.items(), key=lambda item: item[0])))
         if narrow not in self._domains:
+            rule = self.rules[op.name]
             fixed_choices = [{fixed[part] for part in group if part in fixed} for group in self.axes.groups]
             kept = [
                 i
                 for i, choices in enumerate(domain.choices)
-                if all(not want or want == {choice} for want, choice in zip(fixed_choices, choices, strict=True))
+                if all(
+                    not want
+                    or want == {choice}
+                    or (choice == BY_KEY and all(splits_owners(wish, rule) for wish in want))
+                    for want, choice in zip(fixed_choices, choices, strict=True)
+                )
             ]
             self._domains[narrow] = domain.only(np.array(kept, dtype=np.int64))
         return self._domains[narrow]
@@ -270,6 +299,14 @@ class Domains:
                 if Split(factor.name) in per_axis[axis]:
                     parts *= np.where(grid[:, axis] == per_axis[axis].index(Split(factor.name)), size, 1)
             fitting &= parts <= max(factor.size, 1)
+        if rule.keyed is not None:
+            owners = np.ones(len(grid), dtype=np.int64)
+            for axis, size in enumerate(self.axes.sizes):
+                owners *= np.where(grid[:, axis] == per_axis[axis].index(BY_KEY), size, 1)
+            num_parts[rule.results[0][0][0]] = num_parts[rule.results[0][0][0]] * owners
+            fitting &= owners <= rule.keyed.num_keys
+            if rule.keyed.owned is not None:
+                fitting &= (owners == 1) | (num_parts[rule.keyed.owned] == 1)
         fitting &= ~self._mixes_lowered(rule, per_axis, grid)
         places = ShardPositions.of(rule)
         operands = [self._nodes(name, partial(places.operand, i), per_axis, grid) for i, name in enumerate(op.operands)]
@@ -302,6 +339,8 @@ class Domains:
         groups = [PassSum(group) for group, members in enumerate(rule.linear) if activations <= set(members)]
         if groups and op.target not in FLOPS:  # nothing makes a parameter partial
             others += [*([REPLICATED] if gradient else []), *(groups if activations else [])]
+        if rule.keyed is not None:
+            others.append(BY_KEY)
         named = [f for f in rule.factors if f.kind in ("parallel", "sum", "lowered")]
         named = [f for f in named if not self.choosing.is_blocked(op, f.name)]
         return [[*(Split(f.name) for f in named if f.size >= size), *others] for size in self.axes.sizes]
@@ -365,7 +404,8 @@ class Domains:
             prices[0, i] = self.prices.operator(op, values, outputs, (shapes[0], shapes[1]))
             prices[1, i] = self._kept(op, saved.results, saved.other_bytes, values, outputs, shapes)
             prices[2, i] = self.prices.forward(op, values, outputs, (shapes[0], shapes[1]))
-        compute[plain], kept[plain], forward[plain] = prices[:, back.reshape(-1)]
+        busiest = np.array([IMBALANCE if BY_KEY in parts else 1.0 for parts in choices])
+        compute[plain], kept[plain], forward[plain] = prices[:, back.reshape(-1)] * busiest[plain]
         for i in np.flatnonzero(~plain).tolist():
             fragment = self.fragments(op, rule, strategy_of(choices[i], self.axes))
             compute[i], exposed[i], kept[i] = fragment.compute, fragment.exposed, fragment.kept_bytes

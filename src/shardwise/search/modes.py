@@ -15,10 +15,19 @@ from typing import Literal, get_args
 from shardwise.errors import ShardwiseError
 from shardwise.graph.batch import batch_size
 from shardwise.graph.ir import Graph, Op
-from shardwise.layouts.choice import INVARIANT, Choices, ShardPosition, Where, layout_of
+from shardwise.layouts.choice import (
+    BY_KEY,
+    INVARIANT,
+    AxisChoice,
+    Choices,
+    ShardPosition,
+    Where,
+    layout_of,
+    splits_owners,
+)
 from shardwise.layouts.mesh import Mesh
+from shardwise.programs.builder import Choice
 from shardwise.programs.propagate import Propagation
-from shardwise.programs.spmd import Choice
 from shardwise.rules.atoms import Factored
 
 Mode = Literal["auto", "semi_auto", "data_parallel", "stand_alone"]
@@ -67,10 +76,24 @@ def choose(
     return _complete(graph, factored, mesh, merged, axes, storage, frozenset(closed), movable=True)
 
 
+def with_travelling_rows(factored: Factored, mesh: Mesh, fixed: Choices) -> Choices:
+    """Return the user's choices with rows that travel to the owners of their keys where these are split, if the rows
+    divide: no search prices gathering them instead."""
+
+    def choice_of(op: str, choice: AxisChoice) -> AxisChoice:
+        rule = factored.rules[op]
+        sizes = [rule.factor(name).size for name in rule.results[0][0]] if splits_owners(choice, rule) else []
+        return BY_KEY if any(size % mesh.num_devices == 0 for size in sizes) else choice
+
+    return {op: {axis: choice_of(op, choice) for axis, choice in choices.items()} for op, choices in fixed.items()}
+
+
 def data_axes(mesh: Mesh, fixed: Choices) -> tuple[str, ...]:
     """Return the sub-axes over which the batch is split: axes called dp, data, batch, ddp, fsdp or replica, and those
-    that no strategy mentions."""
-    mentioned = {axis for choices in fixed.values() for axis, choice in choices.items() if choice != INVARIANT}
+    that no strategy mentions, or only for rows that follow keys."""
+    mentioned = {
+        axis for choices in fixed.values() for axis, choice in choices.items() if choice not in (INVARIANT, BY_KEY)
+    }
     named = [name for name, _ in mesh.axes if name in DATA_AXES]
     return tuple(
         axis

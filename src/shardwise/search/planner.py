@@ -30,7 +30,8 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Axes
 from shardwise.layouts.strategy import parse_cuts
 from shardwise.layouts.transfer import on_mesh
-from shardwise.programs.spmd import Choice, SpmdProgram
+from shardwise.programs.builder import Choice
+from shardwise.programs.spmd import SpmdProgram
 from shardwise.programs.vjp import VjpCache
 from shardwise.progress import each
 from shardwise.rules.atoms import Factored

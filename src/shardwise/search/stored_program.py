@@ -17,11 +17,12 @@ from shardwise.graph.ir import Graph
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.programs.buckets import BUCKET_BYTES
+from shardwise.programs.builder import Choice
 from shardwise.programs.differentiate import finished, keeping_all
 from shardwise.programs.grad_accum_program import with_once
 from shardwise.programs.program import busiest_rank, localize
 from shardwise.programs.rank_program import RankProgram
-from shardwise.programs.spmd import Choice, SpmdProgram, build_spmd
+from shardwise.programs.spmd import SpmdProgram, build_spmd
 from shardwise.programs.vjp import VjpCache
 from shardwise.rules.rule import OpRule
 from shardwise.search.constants import MAX_SIMULATED_OPERATORS

@@ -15,6 +15,7 @@ from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import named_factors
 from shardwise.layouts.text import parse_layout
 from shardwise.rules.atoms import Factored, factor_graph
+from shardwise.rules.experts import with_keyed_rows
 from shardwise.rules.rule import OpRule, base_name
 from shardwise.rules.tables import rule_of, whole_rule
 from shardwise.search.modes import follows_operand
@@ -204,7 +205,7 @@ def rules_of(graph: Graph, *, known: Container[str] = ()) -> dict[str, OpRule]:
             f"no rule for {named}: they run unsplit on gathered operands (sw.rule gives an operator one)",
             UnsplitWarning,
         )
-    return rules
+    return with_keyed_rows(graph, rules)
 
 
 def variant(rule: OpRule, strategy: str) -> OpRule:

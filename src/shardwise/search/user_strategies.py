@@ -19,7 +19,7 @@ from typing import Any
 from shardwise.errors import LayoutError, ShardwiseError, problem
 from shardwise.graph.disjoint import DisjointSets
 from shardwise.graph.ir import Graph, Op
-from shardwise.layouts.choice import INVARIANT, AxisChoice, ShardPositions, Split
+from shardwise.layouts.choice import BY_KEY, INVARIANT, AxisChoice, ShardPositions, Split
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import parse_choices
 from shardwise.rules.rule import FactorKind, OpRule, base_name
@@ -164,6 +164,8 @@ def _divide_choices(
     through = {name: window.factor for name, window in rule.windows}
     choices: dict[str, AxisChoice] = {}
     for axis, choice in undivided.items():
+        if choice == BY_KEY and divided.keyed is None:
+            raise LayoutError(f"K@{axis}: the rows of the operator follow no keys; those of products by expert do")
         if not isinstance(choice, Split):
             choices[axis] = choice
             continue

@@ -18,7 +18,8 @@ from shardwise.layouts.choice import INVARIANT, REPLICATED, ShardPosition, Shard
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy
-from shardwise.programs.spmd import Choice, SpmdProgram
+from shardwise.programs.builder import Choice
+from shardwise.programs.spmd import SpmdProgram
 from shardwise.rules.rule import OpRule
 from shardwise.search.memory_policy import ReshardMode
 

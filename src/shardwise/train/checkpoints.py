@@ -76,7 +76,6 @@ class Resumables:
 
 
 def _as_list(value: Any) -> list[Any]:
-    """Return a list of the objects in ``value``: one, several or None."""
     if value is None:
         return []
     return [value] if hasattr(value, "state_dict") else list(value)
@@ -290,10 +289,9 @@ def _agree(saver: _Saver, path: Path, state: TrainingState, token: str) -> tuple
     for rank, (_, other, *_) in enumerate(everywhere):
         differing = [name for name, digest in other.items() if digest != everywhere[0][1].get(name)]
         if differing:
-            raise ShardwiseError(
-                f"{differing[0]} differs between rank {rank} and rank 0, and a checkpoint has one for all ranks",
-                fix="pass the same value on every rank, or gather the values of all ranks into one first",
-            )
+            what = f"{differing[0]} differs between rank {rank} and rank 0, and a checkpoint has one for all ranks"
+            fix = "pass the same value on every rank, or gather the values of all ranks into one first"
+            raise ShardwiseError(what, fix=fix)
     structures = [structure for structure, *_ in everywhere]
     if structures != saver.structures:
         blind = [rank for rank, sees in enumerate(gather_values(incomplete(path).is_dir())) if not sees]

@@ -70,7 +70,6 @@ def _opened(file: Path) -> int:
 
 
 def _is_same(file: Path, descriptor: int) -> bool:
-    """Return whether a path still leads to the opened file."""
     try:
         return os.path.samestat(os.stat(file, follow_symlinks=False), os.fstat(descriptor))
     except FileNotFoundError:

@@ -112,10 +112,9 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = read_text(folder / FILE, MAX_FILE)
     except (OSError, UnicodeDecodeError, ShardwiseError) as error:
-        raise CheckpointError(
-            f"{folder} is no checkpoint: {FILE} cannot be read ({shorten_repr(str(error), 200)})",
-            fix="give the folder of a complete checkpoint, or the folder that contains several",
-        ) from error
+        what = f"{folder} is no checkpoint: {FILE} cannot be read ({shorten_repr(str(error), 200)})"
+        fix = "give the folder of a complete checkpoint, or the folder that contains several"
+        raise CheckpointError(what, fix=fix) from error
     try:
         return parse_manifest(text)
     except ShardwiseError as error:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -25,7 +25,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.boxes import Box, boxes
 from shardwise.layouts.layout import Layout
-from shardwise.runtime.guards.registry import Owners, held_shards
+from shardwise.runtime.guards.registry import Owners, held_shards, is_persistent, tensors_of
 from shardwise.runtime.parallel_module import ParallelModule
 from shardwise.train.values import decode, encode
 
@@ -81,7 +81,9 @@ def module_parts(module: torch.nn.Module) -> tuple[dict[str, TensorPart], dict[s
     names: dict[int, str] = {}
     splits = splits_in(module)
     owners = None if isinstance(module, ParallelModule) else Owners(held_shards())
-    for name, tensor in _persistent(module):
+    for name, tensor in tensors_of(module):
+        if not is_persistent(module, name):
+            continue
         first = names.setdefault(id(tensor), name)
         if first == name:
             parts[name] = _part_of(name, tensor, splits, owners)
@@ -89,14 +91,6 @@ def module_parts(module: torch.nn.Module) -> tuple[dict[str, TensorPart], dict[s
             tied[name] = first
     parts |= {name: TensorPart.whole(split._seed) for name, split in seeds_in(module).items()}
     return parts, tied
-
-
-def _persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(remove_duplicate=False)
-    for name, buffer in module.named_buffers(remove_duplicate=False):
-        path, _, key = name.rpartition(".")
-        if key not in module.get_submodule(path)._non_persistent_buffers_set:
-            yield name, buffer
 
 
 def _part_of(
@@ -112,10 +106,8 @@ def _part_of(
         return TensorPart.whole(tensor)
     coordinates = shard.ranks.coordinates
     if tuple(tensor.shape) != shard.layout.local_shape(coordinates):
-        raise ShardwiseError(
-            f"{name} is a view of this rank's shard of {shard.name}, and its place in the whole tensor is unknown",
-            fix="save the parallel module itself, or whole tensors",
-        )
+        what = f"{name} is a view of this rank's shard of {shard.name}, and its place in the whole tensor is unknown"
+        raise ShardwiseError(what, fix="save the parallel module itself, or whole tensors")
     return _part_in(tensor, shard.layout, coordinates)
 
 
@@ -181,10 +173,8 @@ def names_in_groups(
     for optimizer in optimizers:
         for position, group in enumerate(optimizer.param_groups):
             if any(id(parameter) not in name_of for parameter in group["params"]):
-                raise ShardwiseError(
-                    f"group {position} of {kind_of(optimizer)} has parameters that are not the module's",
-                    fix="create the optimizer from par.parameters(), after sw.parallelize",
-                )
+                what = f"group {position} of {kind_of(optimizer)} has parameters that are not the module's"
+                raise ShardwiseError(what, fix="create the optimizer from par.parameters(), after sw.parallelize")
     return [[[name_of[id(p)] for p in group["params"]] for group in o.param_groups] for o in optimizers]
 
 

@@ -270,9 +270,9 @@ class Peers:
         notes = []
         for path in self.memory.glob(f"*/*{_NOTE}"):
             file, _, slot = path.name.removesuffix(_NOTE).removesuffix(_COPY).rpartition("-")
-            with contextlib.suppress(OSError, ValueError, KeyError):  # skip torn notes
-                note = json.loads(path.read_text())
-                notes.append((int(path.parent.name), int(slot), file, note["step"], note["checked"], note["of"]))
+            if note := _read(path):
+                with contextlib.suppress(ValueError, KeyError):
+                    notes.append((int(path.parent.name), int(slot), file, note["step"], note["checked"], note["of"]))
         return notes
 
     def manifest(self, kept: SurvivingState) -> Manifest:
@@ -291,12 +291,9 @@ class Peers:
     def _content(self, kept: SurvivingState) -> tuple[str, list[Any]] | None:
         """Return the manifest and the notes of a state on this machine, on its first rank, if there are any. (A machine
         may keep no file, and some files of the slot may be of another step.)"""
-        folder, notes = self.memory / str(kept.number), []
-        for path in (path for end in ("", _COPY) for path in folder.glob(f"*-{kept.slot}{end}{_NOTE}")):
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                note = json.loads(path.read_text())
-                if note["step"] == kept.step:
-                    notes.append(note)
+        folder = self.memory / str(kept.number)
+        paths = (path for end in ("", _COPY) for path in folder.glob(f"*-{kept.slot}{end}{_NOTE}"))
+        notes = [note for note in map(_read, paths) if note.get("step") == kept.step]
         if notes and self.shares_folder[self.rank] == self.rank:
             with contextlib.suppress(OSError):
                 return (folder / _TENSORS).read_text(), notes
@@ -305,9 +302,8 @@ class Peers:
     def forget_after(self, step: int) -> None:
         """Delete the notes of states after ``step``, from which training continues, and the fetched files."""
         for path in self.memory.glob(f"*/*{_NOTE}"):
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                if json.loads(path.read_text())["step"] > step:
-                    path.unlink(missing_ok=True)
+            if _read(path).get("step", step) > step:
+                path.unlink(missing_ok=True)
         for path in self.memory.glob(f"*/*{_FETCHED}"):
             path.unlink(missing_ok=True)
 
@@ -327,9 +323,7 @@ class PeerReader(CheckpointReader):
 
     def _is_whole(self, path: Path) -> bool:
         """Return whether a file is of the right step: the next one may have been in transfer at the loss."""
-        with contextlib.suppress(OSError, ValueError):
-            return bool(json.loads(_note(path).read_text())["step"] == self._kept.step)
-        return False
+        return bool(_read(_note(path)).get("step") == self._kept.step)
 
     def _verify_blocks(self, stored: Any, common: Any, position: int) -> None:
         self._needed.add(stored.chunks[position].file)
@@ -410,8 +404,16 @@ def _note(path: Path) -> Path:
     return path.with_name(path.name + _NOTE)
 
 
+def _read(note: Path) -> dict[str, Any]:
+    """Return the content of a note; {} if there is none, or it is torn."""
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(note.read_text())
+        if isinstance(content, dict):
+            return content
+    return {}
+
+
 def _write(path: Path, text: str) -> None:
-    """Write a file atomically."""
     part = path.with_name(path.name + ".part")
     part.write_text(text)
     os.rename(part, path)

@@ -34,11 +34,7 @@ _PARTS = ".parts"  # the temporary checkpoint in the folder
 
 
 def save_pretrained(
-    par: torch.nn.Module,
-    folder: str | Path,
-    *,
-    dtype: torch.dtype | None = None,
-    max_file_bytes: int = 5 * 10**9,
+    par: torch.nn.Module, folder: str | Path, *, dtype: torch.dtype | None = None, max_file_bytes: int = 5 * 10**9
 ) -> None:
     """Write the unsharded weights to a folder, as safetensors files under the original names. Call it on every rank.
 

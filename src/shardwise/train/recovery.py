@@ -153,8 +153,6 @@ class Recovery:
         self._rounds.skip()
         return stops
 
-    # ------------------------------------------------------------------------------------------------------- to resume
-
     def _choose(self) -> tuple[_Copy | None, int | None, int | None]:
         """Return (the state in memory to load, else the step of the newest checkpoint, the last step that may be
         loaded). Rank 0 decides. Collective."""
@@ -182,8 +180,6 @@ class Recovery:
     def _say(self, text: str) -> None:
         if rank_and_world_size()[0] == 0 and (self._generation is not None or self._stores):
             print(f"shardwise: training {text}", flush=True)
-
-    # --------------------------------------------------------------------------------------------------------- to keep
 
     def _land(self) -> None:
         try:

@@ -317,7 +317,6 @@ class _Load:
     def _state(
         self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, name: str, full: str
     ) -> TensorPart:
-        """Return an empty tensor for a state, with its boxes."""
         stored, whole = self.manifest.tensors[full], self.parts[name]
         of_parameter = stored.shape == whole.shape and bool(stored.shape or not full.endswith(".step"))
         before = optimizer.state.get(parameter, {}).get(full.rpartition(".")[2])

@@ -179,10 +179,9 @@ class Trainer:
                 had_one = True
                 yield batch
             if not had_one:
-                raise ShardwiseError(
-                    "an epoch of the loader has no batch",
-                    fix="a smaller batch_size, or drop_last=False; an iterable data set must restart each epoch",
-                )
+                what = "an epoch of the loader has no batch"
+                fix = "a smaller batch_size, or drop_last=False; an iterable data set must restart each epoch"
+                raise ShardwiseError(what, fix=fix)
 
     def _train_step(self, batches: Iterator[Any]) -> tuple[torch.Tensor, torch.Tensor | None, int]:
         """Return (mean loss, gradient norm before clipping, number of samples)."""

@@ -56,10 +56,9 @@ def encode(value: Any, where: str) -> Any:
         if all(isinstance(key, str) and not key.startswith("$") for key, _ in pairs):
             return dict(pairs)
         return {"$dict": [[encode(key, where), item] for key, item in pairs]}
-    raise ShardwiseError(
-        f"{where} is {_kind(value)}, which a checkpoint cannot hold: reading it would run code",
-        fix="use numbers, texts, None, tensors, arrays, and lists, tuples, sets and dicts of these",
-    )
+    what = f"{where} is {_kind(value)}, which a checkpoint cannot hold: reading it would run code"
+    fix = "use numbers, texts, None, tensors, arrays, and lists, tuples, sets and dicts of these"
+    raise ShardwiseError(what, fix=fix)
 
 
 def _kind(value: Any) -> str:

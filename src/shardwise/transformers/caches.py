@@ -122,11 +122,7 @@ class _Translation(Caches):
         self.fill(of_source, torch.zeros_like(start), "source_")  # now: the constructor would read a tensor's value
         cache.is_updated = dict.fromkeys(range(self.config.num_hidden_layers), knows_source)
         output = self.model(
-            **source,
-            decoder_input_ids=tokens,
-            decoder_attention_mask=mask,
-            use_cache=True,
-            **{CACHE: cache},
+            **source, decoder_input_ids=tokens, decoder_attention_mask=mask, use_cache=True, **{CACHE: cache}
         )
         logits: torch.Tensor = output.logits[:, -1]
         return logits

@@ -23,7 +23,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 
 from shardwise.errors import ShardwiseError
 from shardwise.plans.plan import Plan
-from shardwise.runtime.agree import from_rank_zero, rank_and_world_size
+from shardwise.runtime.agree import from_rank_zero
 from shardwise.runtime.local_shards import shard
 from shardwise.runtime.parallel import Parallel
 from shardwise.runtime.parallelize import parallelize
@@ -104,13 +104,11 @@ def _parallelize(module: Caches, par: Parallel, plan: Callable[[], Plan]) -> Par
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        chosen = plan() if rank_and_world_size()[1] == 1 else from_rank_zero(plan)
-        parallel = parallelize(module, chosen, init=value, device=par.device)
+        parallel = parallelize(module, from_rank_zero(plan), init=value, device=par.device)
     return parallel
 
 
 def _check_kind(model: Any, length: int, source_length: int | None) -> None:
-    """Raise ShardwiseError unless the model's caches are keys and values of all tokens."""
     fix = "generate on one device, from what sw.save_pretrained writes"
     name = type(model).__name__
     if not hasattr(model, "generate") or model.main_input_name != "input_ids":

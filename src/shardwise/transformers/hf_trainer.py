@@ -164,10 +164,9 @@ class ShardwiseTrainer(transformers.Trainer):
             }
             par = parallelize(model, plan, **{**settings, **self._parallel_settings})
         if par.plan.is_pipeline or par.plan.micro_batches > 1:
-            raise ShardwiseError(
-                "the plan has pipeline stages or micro-batches, which the Trainer's loop does not support",
-                fix="plan without stages= and micro_batch=; use gradient_accumulation_steps= instead",
-            )
+            what = "the plan has pipeline stages or micro-batches, which the Trainer's loop does not support"
+            fix = "plan without stages= and micro_batch=; use gradient_accumulation_steps= instead"
+            raise ShardwiseError(what, fix=fix)
         if self._autocast is not None:
             par.register_forward_hook(lambda module, args, output: convert_to_fp32(output))
         self._parallel, self._front = par, _front_of(par)

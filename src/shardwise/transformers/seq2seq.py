@@ -59,10 +59,7 @@ class ShardwiseSeq2SeqTrainer(ShardwiseTrainer, transformers.Seq2SeqTrainer):
                 del self._generators[next(iter(self._generators))]
             with same_random_numbers():
                 model = generator(
-                    self._parallel,
-                    batch_size=rows,
-                    max_length=length,
-                    source_length=source if translates else None,
+                    self._parallel, batch_size=rows, max_length=length, source_length=source if translates else None
                 )
             self._generators[rows] = (length, source), model
         model.generation_config = copy.deepcopy(front.generation_config)

@@ -48,10 +48,8 @@ def elementwise_optimizer(kind: OptimizerType) -> OptimizerType:
         ShardwiseError: If ``kind`` is not such a class.
     """
     if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
-        raise ShardwiseError(
-            f"elementwise_optimizer takes a subclass of torch.optim.Optimizer, not {kind!r}",
-            fix="pass the class of the optimizer, not an instance",
-        )
+        what = f"elementwise_optimizer takes a subclass of torch.optim.Optimizer, not {kind!r}"
+        raise ShardwiseError(what, fix="pass the class of the optimizer, not an instance")
     _declared.add(kind)
     return kind
 
@@ -66,7 +64,6 @@ def is_elementwise(kind: type[Optimizer]) -> bool:
 
 
 def _replaces(derived: type, base: type) -> bool:
-    """Return whether a class overrides a method of ``base``."""
     for name, attribute in vars(derived).items():
         if not (name.startswith("__") and name.endswith("__")):
             inherited = inspect.getattr_static(base, name, None)

@@ -77,10 +77,8 @@ def total_norm(
     on every rank, which is checked. ``across_ranks``: the same on every rank, true if any is a shard."""
     order = float(norm_type)
     if not order > 0:
-        raise ShardwiseError(
-            f"norms of sharded gradients need a positive order, got {norm_type!r}",
-            fix="use norm_type=2.0, any other p > 0, or float('inf')",
-        )
+        what = f"norms of sharded gradients need a positive order, got {norm_type!r}"
+        raise ShardwiseError(what, fix="use norm_type=2.0, any other p > 0, or float('inf')")
     counted = [tensor for tensor, record in tensors if record is not None and record.is_shard and record.counts]
     whole = [tensor for tensor, record in tensors if record is None or not record.is_shard]
     of_shards, rest = _local_norm(counted, order, device), _local_norm(whole, order, device)

@@ -1,17 +1,9 @@
 """Patch torch's functions to handle shards: gradient norms, loss scaling, optimizer steps, checkpoints.
 
 Given shards, each of them would silently compute something else than on one device. They are patched once per process,
-when the first module with shards is created (the optimizer hook with the first parallel module of any kind):
-
-* the body of ``torch.nn.utils.get_total_norm``, which ``clip_grad_norm_`` also uses: it calls ``norms.total_norm`` if
-  any given tensor is a shard. The function objects stay the same, so early imports are covered.
-* two methods of ``torch.amp.GradScaler``: an infinity found by one rank is found by all, so that all skip the step.
-* a hook that checks every optimizer before its step (``elementwise_optimizers.before_step``);
-* ``state_dict`` of optimizers, which records whose shards the states belong to, and ``load_state_dict``, which checks;
-* ``DistributedDataParallel``, which refuses a module with shards in it;
-* the functions of ``torch.nn.init`` that draw or depend on positions, which refuse shards;
-* the functions of ``torch.distributed.checkpoint``, which learn what part of the whole a shard is (``dcp``);
-* ``torch.save`` and safetensors, which refuse files of one rank's part under the names of the whole (``file_writers``).
+when the first module with shards is created (``_PATCHES`` and ``dcp``; the hook that checks every
+optimizer before its step, with the first parallel module of any kind). Of ``torch.nn.utils.get_total_norm`` the body is
+replaced: the function objects stay the same, so early imports are covered.
 
 Nothing changes for tensors that are not shards. The user's own arithmetic on gradients is not covered:
 ``p.grad.norm()`` is the norm of this rank's part.
@@ -19,11 +11,15 @@ Nothing changes for tensors that are not shards. The user's own arithmetic on gr
 
 from __future__ import annotations
 
+import os
+import re
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from types import CellType
+from types import CellType, FrameType
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -32,10 +28,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import ShardwiseError, listed
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.cpu_embedding import device_of
-from shardwise.runtime.guards import dcp, file_writers
+from shardwise.runtime.guards import dcp
 from shardwise.runtime.guards.elementwise_optimizers import before_step
 from shardwise.runtime.guards.norms import total_norm
 from shardwise.runtime.guards.registry import (
@@ -51,6 +47,7 @@ from shardwise.runtime.hooks import foreign_wrapper_error
 from shardwise.runtime.state_dict_entries import KEY, check_entries, shard_metadata
 
 Norm = Callable[..., torch.Tensor]
+_PARTS_ARE_MEANT = ("torch.distributed.checkpoint", "shardwise.")  # they store where in the whole a part lies
 
 
 def protect(parallel: nn.Module, records: Mapping[str, ShardRecord], everyone: Communicator | None = None) -> None:
@@ -71,10 +68,10 @@ def _watch_optimizers() -> None:
 def _install() -> None:
     """Patch torch, all places or none, once."""
     body = _norm_body()
-    patches = (*_PATCHES, *dcp.PATCHES, *file_writers.PATCHES)
+    patches = (*_PATCHES, *dcp.PATCHES)
     missing = ["the body of torch.nn.utils.get_total_norm"] * (body is None)
     missing += [f"{place.__name__}.{name}" for place, name, _ in patches if not hasattr(place, name)]
-    if missing := [*missing, *file_writers.missing()]:
+    if missing := [*missing, *_missing_in_save()]:
         raise ShardwiseError(
             f"this version of shardwise does not support torch {torch.__version__}: {', '.join(missing)} has "
             "moved; gradient clipping, loss scaling or checkpoints of shards could be silently wrong",
@@ -100,14 +97,9 @@ def _refuse_draws(function: Callable[..., Any], tensor: torch.Tensor, *args: Any
     has_data = not (tensor.is_meta or is_fake(tensor)) and type(tensor) in (torch.Tensor, torch.nn.Parameter)
     record = Owners(held_shards()).of(tensor) if has_data else None
     if record is not None:
-        raise ShardwiseError(
-            f"torch.nn.init on a shard of {record.name}: values would be drawn for the shape of the shard",
-            fix="initialise the model before sw.parallelize, or pass init= to sw.parallelize",
-        )
+        what = f"torch.nn.init on a shard of {record.name}: values would be drawn for the shape of the shard"
+        raise ShardwiseError(what, fix="initialise the model before sw.parallelize, or pass init= to sw.parallelize")
     return function(tensor, *args, **kwargs)
-
-
-# ------------------------------------------------------------------------------------------------- states of optimizers
 
 
 def _state_dict(state_dict: Callable[[Optimizer], dict[str, Any]], self: Optimizer) -> dict[str, Any]:
@@ -130,9 +122,6 @@ def _shards_of(optimizer: Optimizer) -> dict[int, ShardRecord]:
     records = {id(parameter): record for parameter, record in held_parameters() if record.layout.positions}
     every = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return {index: records[id(parameter)] for index, parameter in enumerate(every) if id(parameter) in records}
-
-
-# ---------------------------------------------------------------------------------------------------------------- norms
 
 
 def _norm_body() -> CellType | None:
@@ -198,13 +187,9 @@ def _check_strangers(
             continue
         record = owners.of(tensor)
         if record is not None:
-            raise ShardwiseError(
-                f"this tensor is a view of a shard of {record.name}: its norm would cover only this rank",
-                fix="pass the parameters or their gradients themselves: [p.grad for p in par.parameters()]",
-            )
-
-
-# --------------------------------------------------------------------------------------------------------- loss scaling
+            what = f"this tensor is a view of a shard of {record.name}: its norm would cover only this rank"
+            fix = "pass the parameters or their gradients themselves: [p.grad for p in par.parameters()]"
+            raise ShardwiseError(what, fix=fix)
 
 
 def _agree_on_infinities(method: Callable[..., Any], self: GradScaler, optimizer: torch.optim.Optimizer) -> Any:
@@ -230,11 +215,57 @@ def _agree(optimizer: torch.optim.Optimizer, flags: list[torch.Tensor]) -> None:
         device_flag.copy_(flag)
 
 
+def _missing_in_save() -> list[str]:
+    is_first = "_check_save_filelike" in torch.save.__code__.co_names and hasattr(
+        torch.serialization, "_check_save_filelike"
+    )
+    return [] if is_first and {"obj", "f"} <= {*torch.save.__code__.co_varnames} else ["the first check in torch.save"]
+
+
+def _refuse_file(check_file: Callable[[Any], None], file: Any) -> None:
+    """Run before the first check in ``torch.save``: before the file is opened, so that an existing one is kept."""
+    frame = sys._getframe(2)
+    _check_file(frame.f_locals["obj"], file, frame)
+    check_file(file)
+
+
+def _refuse_parts(flatten: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
+    frame = sys._getframe(2)
+    _check_file(value, frame.f_locals.get("filename"), frame)
+    return flatten(value, *args, **kwargs)
+
+
+def _check_file(value: Any, file: Any, saves: FrameType) -> None:
+    """Raise ShardwiseError if a file would store one rank's part under the names of the whole: ``if rank == 0:
+    torch.save(par.state_dict(), "model.pt")``, and what frameworks do instead, would silently lose the other ranks'
+    parts. A file is taken as meant for one rank if its path contains ``rank`` and the rank's number. ``saves``: the
+    frame of the function the user called."""
+    caller = saves.f_back
+    if caller is not None and str(caller.f_globals.get("__name__")).startswith(_PARTS_ARE_MEANT):
+        return
+    names = list(dict.fromkeys(record.name for record in dcp.ShardIndex().shards_in(value)))
+    path = str(file if isinstance(file, (str, os.PathLike)) else getattr(file, "name", ""))
+    rank = dist.get_rank() if names else 0
+    if names and not re.search(rf"rank[\W_]?0*{rank}(?!\d)", path, re.IGNORECASE):
+        raise ShardwiseError(
+            f"rank {rank} would save its shards of {listed(names)} under the names of whole tensors, without "
+            "the shards of other ranks",
+            fix="call get_model_state_dict(par, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) "
+            "of torch.distributed.checkpoint.state_dict on every rank and save the result of rank 0; or call "
+            "sw.save_checkpoint or sw.save_pretrained on every rank; for one file per rank, loaded by the same "
+            f"rank, put the rank into the path (part-rank{rank}.pt)",
+            section="saving-shards",
+        )
+
+
 # Functions that draw (their inner helpers), and those that depend on positions. Constants are the same in all parts.
 _DRAWING = ("_no_grad_uniform_", "_no_grad_normal_", "_no_grad_trunc_normal_", "_calculate_fan_in_and_fan_out")
 _PLACING = ("dirac_", "eye_", "orthogonal_", "sparse_")
 
+_OF_SAFETENSORS = ("_flatten_as_ptr", "_flatten")  # used by save, save_file and save_model; the second in old versions
 _PATCHES = (
+    Patch(torch.serialization, "_check_save_filelike", _refuse_file),
+    *(Patch(safetensors.torch, n, _refuse_parts) for n in _OF_SAFETENSORS if hasattr(safetensors.torch, n)),
     Patch(GradScaler, "unscale_", _agree_on_infinities),
     Patch(GradScaler, "_check_inf_per_device", _agree_on_infinities),
     Patch(Optimizer, "state_dict", _state_dict),

@@ -71,7 +71,7 @@ def shard_records(
     """Return the records of a module's tensors, by name. ``ranks``: those on the layouts' mesh; ``counted_elsewhere``:
     None without stages; else the names that other stages' ranks hold too, and count."""
     records: dict[str, ShardRecord] = {}
-    for name, _ in _named_tensors(module):
+    for name, _ in tensors_of(module):
         layout = layouts.get(name)
         if layout is None:  # another name of a tied parameter: the plan has the first
             continue
@@ -111,14 +111,20 @@ def held_parameters() -> Iterator[tuple[torch.nn.Parameter, ShardRecord]]:
 def held_shards() -> Iterator[tuple[torch.Tensor, ShardRecord]]:
     """Yield the parameters and buffers of all living modules that are shards."""
     for module, records in list(_holders.items()):
-        for name, tensor in _named_tensors(module):
+        for name, tensor in tensors_of(module):
             if name in records and records[name].is_shard:
                 yield tensor, records[name]
 
 
-def _named_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters and buffers, tied ones under each of their names."""
     return chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+
+
+def is_persistent(module: torch.nn.Module, name: str) -> bool:
+    """Return whether a parameter or buffer is in the module's state dict."""
+    path, _, key = name.rpartition(".")
+    return key not in module.get_submodule(path)._non_persistent_buffers_set
 
 
 class Owners:

@@ -111,19 +111,20 @@ def deferred(seed: int = 0, *, values: Literal["parallel", "cpu"] = "parallel") 
         module.__dict__[_SLOTS] = tape, refs
 
 
-def find_record(tensor: torch.Tensor) -> tuple[InitTape, StorageRef] | None:
-    """Return the tape that knows the tensor's value and the tensor's reference on it; None if nothing was recorded."""
-    link = _link(tensor)
-    return None if link is None else (link[0], _ref(tensor, link[1]))
+def find_record(
+    tensor: torch.Tensor, owner: nn.Module | None = None, name: str = ""
+) -> tuple[InitTape, StorageRef] | None:
+    """Return the tape that knows the tensor's value and the tensor's reference on it; None if nothing was recorded.
 
-
-def find_recorded_attribute(module: nn.Module, name: str) -> tuple[InitTape, StorageRef] | None:
-    """Return the tape and reference of a module's attribute as of the end of its ``deferred()`` context.
-
-    Finds tensors that ``module.to(dtype)`` or ``copy.deepcopy(module)`` have replaced since.
+    The attribute ``name`` of an ``owner`` is found as of the end of its ``deferred()`` context, too: ``to(dtype)`` and
+    ``copy.deepcopy`` of a module replace tensors.
     """
-    tape, refs = module.__dict__.get(_SLOTS, (None, {}))
-    return (tape, refs[name]) if name in refs else None
+    link = _link(tensor)
+    if link is not None:
+        return link[0], _ref(tensor, link[1])
+    tape, refs = vars(owner).get(_SLOTS, (None, {})) if owner is not None else (None, {})
+    ref = refs.get(name)
+    return (tape, ref) if ref is not None and ref.shape == tuple(tensor.shape) else None
 
 
 class TapeRecorder(DispatchMode):
@@ -201,7 +202,6 @@ class TapeRecorder(DispatchMode):
         return self._record(func, args, kwargs, written)
 
     def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator on the current values of its operands."""
 
         def real(leaf: Any) -> Any:
             return self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf
@@ -315,11 +315,8 @@ class TapeRecorder(DispatchMode):
         if link is not None:
             return _ref(leaf, link[1])
         if leaf.is_meta:
-            raise ShardwiseError(
-                f"a meta tensor of shape {list(leaf.shape)} is used to initialise the model, but it has no values",
-                source=_user_line(),
-                fix="create it inside sw.deferred()",
-            )
+            what = f"a meta tensor of shape {list(leaf.shape)} is used to initialise the model, but it has no values"
+            raise ShardwiseError(what, source=_user_line(), fix="create it inside sw.deferred()")
         kept = leaf.clone() if leaf.untyped_storage().nbytes() <= _CONSTANT_COPY_BYTES else leaf
         return TapeConstant(kept, kept._version)
 

@@ -1,4 +1,4 @@
-"""Random numbers that depend on position: any part of a draw, without the rest of it.
+"""Values whose bits do not depend on what else is computed: any part of a draw, without the rest of it.
 
 A draw of a tensor consists of *tiles* of at most 128 by 256 elements of its last two dims. Each tile has its own
 generator, seeded from the draw's key and the tile's number. To get a box of the tensor, a rank draws only the tiles
@@ -7,17 +7,24 @@ generator, and the count of draws since. It depends neither on ranks nor on plan
 
 torch's CPU generator takes 32-bit seeds. Tiles of one draw have different seeds; two tiles of different draws share a
 seed with odds of 1 in 4 thousand million (in a model of 70 G parameters about one tile in four thousand has a twin).
+
+Elementwise operators (``apply_elementwise``) do not depend on position either. torch's CPU kernels process contiguous
+elements as vectors. They process the rest (at the end, of strided operands, and of each thread's part) one by one, with
+other functions (``pow``, ``sigmoid``, ``exp2``, sums in bfloat16). Here all elements are processed as vectors: operands
+are contiguous, padded to whole vectors, and too short for several threads.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
-from typing import TypeVar
+from math import prod
+from typing import Any, TypeVar
 
 import torch
+from torch._ops import OpOverload
 
 from shardwise.layouts.boxes import Box, index_of
 
@@ -28,6 +35,8 @@ Fill = Callable[[torch.Tensor, torch.Generator], object]
 
 _TILE, _LAST = 128, 256  # elements of a dim, and of the last one
 _MOST = _TILE * _LAST
+_VECTORS = 128  # elements of the two AVX-512 vectors that a kernel processes at once, for the smallest dtype
+_GRAIN = 2**15 - _VECTORS  # elements; from 2**15 on torch's kernels use several threads
 _IN_FLOAT = (torch.bfloat16, torch.float16)  # drawn as float32, which torch's kernels support best, and rounded
 
 
@@ -95,3 +104,37 @@ def _tiles(
             number = number * count + index
         offsets = tuple(index * step for index, step in zip(place, tile, strict=True))
         yield number, offsets, tuple(map(min, tile, (s - at for s, at in zip(shape, offsets, strict=True))))
+
+
+def apply_elementwise(
+    target: OpOverload, operands: Sequence[Any], named: Mapping[str, Any], sizes: Sequence[int]
+) -> torch.Tensor:
+    """Return the result in contiguous memory of its own, of the given sizes. ``operands``: tensors among them are
+    broadcast; an operand that the operator changes must belong to this function."""
+    count = prod(sizes)
+    if not sizes or not count:
+        result: torch.Tensor = target(*operands, **named)
+        return result.expand(tuple(sizes)).contiguous()
+    pieces = [_pieces(x, sizes) if isinstance(x, torch.Tensor) and x.dim() else None for x in operands]
+    results: dict[int, torch.Tensor] = {}
+
+    def run(places: Sequence[int]) -> None:
+        with torch.no_grad():
+            for place in places:
+                pieces_here = (x if cut is None else cut[place] for x, cut in zip(operands, pieces, strict=True))
+                results[place] = target(*pieces_here, **named)
+
+    num_pieces = next((len(cut) for cut in pieces if cut is not None), 0)
+    if not num_pieces:  # no tensors
+        result = target(*operands, **named)
+        return result.expand(tuple(sizes)).contiguous()
+    in_threads(run, range(num_pieces))
+    return torch.cat([results[place] for place in range(num_pieces)])[:count].reshape(tuple(sizes))
+
+
+def _pieces(operand: torch.Tensor, sizes: Sequence[int]) -> Sequence[torch.Tensor]:
+    flat = operand.expand(tuple(sizes)).reshape(-1)
+    missing = -flat.numel() % _VECTORS
+    filled = torch.cat([flat, flat[:1].expand(missing)]) if missing else flat.contiguous()
+    pieces: Sequence[torch.Tensor] = torch.split(filled, _GRAIN)
+    return pieces

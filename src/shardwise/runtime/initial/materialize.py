@@ -31,7 +31,7 @@ from torch.nn.parameter import is_lazy
 
 from shardwise.errors import ShardwiseError
 from shardwise.layouts.text import format_dtype
-from shardwise.runtime.initial.deferred import TapeRecorder, find_record, find_recorded_attribute
+from shardwise.runtime.initial.deferred import TapeRecorder, find_record
 from shardwise.runtime.initial.partial_values import NotByParts, Regions
 from shardwise.runtime.initial.replay import InitTape, StorageRef
 
@@ -63,10 +63,10 @@ class PartialTensor:
 
 
 def full_tensors(
-    module: nn.Module, seed: int | None = None, init: Init | None = None, known: Collection[str] = ()
+    module: nn.Module, seed: int | None = None, init: Init | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``initial_values`` with every tensor whole."""
-    for name, value in initial_values(module, seed, init, known):
+    for name, value in initial_values(module, seed, init):
         yield name, value.whole() if isinstance(value, PartialTensor) else value
         del value
 
@@ -91,16 +91,15 @@ def initial_values(
         if name in known:
             continue
         if tensor.is_meta:
-            empty[name] = tensor, _recorded(name, owner, tensor)
+            empty[name] = tensor, find_record(tensor, owner, name.rpartition(".")[2])
         else:
             real[name] = tensor
     left = empty
     if init is not None:
         if real and not empty and not known:
-            raise ShardwiseError(
-                f"init= would never be called: all {len(real)} parameters and buffers of the module have values",
-                fix='build the module under sw.deferred() or torch.device("meta"), or omit init=',
-            )
+            what = f"init= would never be called: all {len(real)} parameters and buffers of the module have values"
+            fix = 'build the module under sw.deferred() or torch.device("meta"), or omit init='
+            raise ShardwiseError(what, fix=fix)
         left = {}
         for name, (tensor, recording) in empty.items():
             value = _filled(init, name, tensor, _seed_of(recording, seed))
@@ -162,18 +161,9 @@ def _owned_tensors(module: nn.Module) -> Iterator[tuple[str, nn.Module, torch.Te
                 else:
                     yield name, owner, tensor
     if lazy:
-        raise ShardwiseError(
-            f"these parameters have no shape yet: {', '.join(lazy)}",
-            fix="run the lazy modules once on an example input, or construct them with their sizes",
-        )
-
-
-def _recorded(name: str, owner: nn.Module, tensor: torch.Tensor) -> tuple[InitTape, StorageRef] | None:
-    record = find_record(tensor)
-    if record is not None:
-        return record
-    record = find_recorded_attribute(owner, name.rpartition(".")[2])
-    return record if record is not None and record[1].shape == tuple(tensor.shape) else None
+        what = f"these parameters have no shape yet: {', '.join(lazy)}"
+        fix = "run the lazy modules once on an example input, or construct them with their sizes"
+        raise ShardwiseError(what, fix=fix)
 
 
 def _record_initialisers(
@@ -202,10 +192,9 @@ def _record_initialisers(
     filled = {storage for entry in tape.entries for storage in entry.writes}
     missing = [name for name, ref in storage_refs.items() if ref.storage not in filled]
     if missing:
-        raise ShardwiseError(
-            f"nothing initialises {len(missing)} of the module's meta tensors: {', '.join(missing)}",
-            fix="build the model under sw.deferred(), or on the CPU, or pass init=, a callable (name, tensor)",
-        )
+        what = f"nothing initialises {len(missing)} of the module's meta tensors: {', '.join(missing)}"
+        fix = "build the model under sw.deferred(), or on the CPU, or pass init=, a callable (name, tensor)"
+        raise ShardwiseError(what, fix=fix)
     return tape, storage_refs
 
 
@@ -250,19 +239,17 @@ def _filled(init: Init, name: str, meta: torch.Tensor, seed: int) -> torch.Tenso
         with torch.no_grad():
             value = init(name, tensor)
     except LookupError as error:
-        raise ShardwiseError(
-            f"init= failed for {name}: {type(error).__name__}: {error}",
-            fix="let it return NotImplemented for unknown tensors, which then get the module's own values",
-        ) from error
+        what = f"init= failed for {name}: {type(error).__name__}: {error}"
+        fix = "let it return NotImplemented for unknown tensors, which then get the module's own values"
+        raise ShardwiseError(what, fix=fix) from error
     finally:
         torch.default_generator.set_state(state)
     if value is NotImplemented:
         return None
     if value is not None and not isinstance(value, torch.Tensor):
-        raise ShardwiseError(
-            f"init= returned a {type(value).__name__} for {name}",
-            fix="fill the tensor passed to it, return a tensor, or return NotImplemented for the module's value",
-        )
+        what = f"init= returned a {type(value).__name__} for {name}"
+        fix = "fill the tensor passed to it, return a tensor, or return NotImplemented for the module's value"
+        raise ShardwiseError(what, fix=fix)
     if value is not None and value.untyped_storage()._cdata != tensor.untyped_storage()._cdata:
         tensor = value.detach()  # not a view of the given tensor
     if (tensor.shape, tensor.dtype) != (meta.shape, meta.dtype):

@@ -27,8 +27,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.graph.switches import default_dtype
 from shardwise.layouts.boxes import Box, index_of
-from shardwise.runtime.initial.bitwise_elementwise import apply_elementwise
-from shardwise.runtime.initial.draws import Fill, draw_box
+from shardwise.runtime.initial.draws import Fill, apply_elementwise, draw_box
 from shardwise.runtime.initial.replay import SEEDED, Draw, InitTape, StorageRef, TapeConstant, TapeEntry, op_name
 
 # Draws whose elements are independent and identically distributed, by the operator that fills a tensor with them.
@@ -293,9 +292,6 @@ def _fill_of(entry: TapeEntry) -> Fill | None:
 
 def _drawn(target: Any, numbers: Any, named: Any, tensor: torch.Tensor, generator: torch.Generator) -> None:
     target(tensor, *numbers, **named, generator=generator)
-
-
-# ------------------------------------------------------------------------------------------------------- geometry
 
 
 def _window(ref: StorageRef, base: StorageRef) -> _StorageBox:

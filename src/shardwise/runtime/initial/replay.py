@@ -31,7 +31,7 @@ from torch._ops import OpOverload
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
-from shardwise.runtime.initial.bitwise_elementwise import apply_elementwise
+from shardwise.runtime.initial.draws import apply_elementwise
 
 DEFAULT_GENERATOR = 0  # the index of torch's global CPU generator on every tape
 

@@ -8,7 +8,6 @@ maps names to files. Names are those of the module, possibly without (or with) t
 from __future__ import annotations
 
 from contextlib import ExitStack
-from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from shardwise.errors import PlanWarning, ShardwiseError, listed, warn_user
 from shardwise.layouts.boxes import Box
 from shardwise.layouts.text import format_dtype
+from shardwise.runtime.guards.registry import is_persistent, tensors_of
 from shardwise.untrusted_text import MAX_FILE, read_json, read_text
 
 INDEX = "model.safetensors.index.json"
@@ -79,8 +79,7 @@ class WeightFiles:
         prefix = f"{getattr(module, 'base_model_prefix', '') or ''}."
         names: dict[int, list[str]] = {}
         tensors: dict[str, torch.Tensor] = {}
-        named = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
-        for name, tensor in chain(*named):
+        for name, tensor in tensors_of(module):
             names.setdefault(id(tensor), []).append(name)
             tensors.setdefault(names[id(tensor)][0], tensor)
         used: set[str] = set()
@@ -92,7 +91,7 @@ class WeightFiles:
             if stored is not None:
                 self.stored_names[first] = stored
                 faults += self._misfit(first, tensor, stored)
-            elif not _is_computed(module, first):
+            elif is_persistent(module, first):
                 self.missing.append(first)
         if faults:
             more = [f"  and {len(faults) - 8} more"] if len(faults) > 8 else []
@@ -129,12 +128,6 @@ class WeightFiles:
             warn_user(f"the weights in {self.path}: {'; '.join(notes)}", PlanWarning)
 
 
-def _is_computed(module: torch.nn.Module, name: str) -> bool:
-    """Return whether the tensor is a non-persistent buffer."""
-    path, _, key = name.rpartition(".")
-    return key in module.get_submodule(path)._non_persistent_buffers_set
-
-
 def _files_of(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
@@ -149,10 +142,9 @@ def _files_of(path: Path) -> list[Path]:
         return [path / name for name in files]
     files_here = sorted(path.glob("*.safetensors"))
     if not files_here:
-        raise ShardwiseError(
-            f"there are no safetensors files in {path}",
-            fix="pass a safetensors file or a folder with them; model.save_pretrained(folder) writes one",
-        )
+        what = f"there are no safetensors files in {path}"
+        fix = "pass a safetensors file or a folder with them; model.save_pretrained(folder) writes one"
+        raise ShardwiseError(what, fix=fix)
     return files_here
 
 

@@ -1,0 +1,151 @@
+"""Tokens that travel to their experts: models of transformers and a model written by hand, against one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import shardwise as sw
+from models.breadth import tiny_of
+from raising import raises
+from shardwise.layouts.text import parse_layout
+
+EP = sw.Mesh(ep=4)
+CUBE = sw.Mesh(dp=2, ep=2, tp=2)
+
+
+def planned(name: str, mesh: sw.Mesh, strategy: str = "e@ep", **options: Any) -> tuple[nn.Module, Any, Any]:
+    """A small model of transformers, its batch, and its plan with split experts."""
+    tiny = tiny_of(name)
+    torch.manual_seed(0)
+    module, batch = tiny.build(), tiny.inputs(8)
+    experts = {path for path, _ in module.named_modules() if path.endswith("experts") and "shared" not in path}
+    strategies = dict.fromkeys(experts, strategy)
+    return module, batch, sw.plan(module, batch, mesh.num_devices, mesh=mesh, strategies=strategies, **options)
+
+
+def exchanges(plan: Any) -> list[Any]:
+    return [collective for collective in plan.collectives() if collective.kind == "row_exchange"]
+
+
+CASES: dict[str, tuple[str, sw.Mesh, str, dict[str, Any]]] = {
+    "qwen3, all axes": ("qwen3_moe", CUBE, "e@ep n@tp", {}),
+    "gpt_oss": ("gpt_oss", EP, "e@ep", {}),
+    "deepseek_v3, ZeRO 3, recomputed": ("deepseek_v3", sw.Mesh(dp=2, ep=2), "e@ep", {"zero": 3, "recompute": "full"}),
+    "granitemoe, two axes": ("granitemoe", sw.Mesh(ep=2, node=2), "K@(ep,node)", {}),
+    "qwen3, micro-batches": ("qwen3_moe", EP, "K@ep", {"micro_batch": 4}),
+}
+MORE: dict[str, tuple[str, sw.Mesh, str, dict[str, Any]]] = {
+    f"{name} {mesh}": (name, mesh, "e@ep", {})
+    for name in (
+        "qwen2_moe",
+        "qwen3_moe",
+        "deepseek_v2",
+        "deepseek_v3",
+        "gpt_oss",
+        "olmoe",
+        "granitemoe",
+        "phimoe",
+        "jamba",
+    )
+    for mesh in (EP, sw.Mesh(dp=2, ep=2), sw.Mesh(ep=2, tp=2), CUBE)
+}
+
+
+@pytest.mark.filterwarnings("ignore:no rule for shardwise.function")  # phimoe's router is an autograd.Function
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
+def test_tokens_travel_and_every_number_is_that_of_one_device(case: str) -> None:
+    name, mesh, strategy, options = (CASES | MORE)[case]
+    module, batch, plan = planned(name, mesh, strategy, **options)
+    sent = exchanges(plan)
+    assert sent, plan
+    assert {collective.axes for collective in sent} == {"(ep,node)" if "node" in dict(mesh.axes) else "ep"}
+    report = sw.verify(module, batch, plan)
+    assert report.is_equal, report
+    assert report.ok, report
+
+
+def test_what_is_exchanged_is_the_keys_the_tokens_and_the_results() -> None:
+    _, batch, plan = planned("qwen3_moe", EP)
+    hidden, copies, tokens, layers = 32, 2, batch["input_ids"].numel(), 2
+    rows = -(-tokens * copies * 12 // 10 // 4)  # as many as are expected on the busiest of four devices
+    assert [collective.num_bytes for collective in exchanges(plan)] == [
+        num_bytes for _ in range(layers) for num_bytes in (rows * hidden * 4, rows * 8, rows * hidden * 4)
+    ], "tokens in float32, experts in int64, results in float32"
+
+
+class Routed(nn.Module):
+    """Two experts of four for every token, chosen by the first values of the tokens themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.up, self.down = (nn.Parameter(torch.randn(4, *shape) / 3) for shape in ((8, 12), (12, 8)))
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
+        rows, experts = self.mix(x).flatten(0, 1), chosen.flatten()
+        expert, order = experts.sort(stable=True)
+        ends = F.one_hot(expert, 4).sum(0).cumsum(0).to(torch.int32)
+        hidden = F.gelu(grouped(rows[order // 2], self.up, ends))
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        return (grouped(hidden, self.down, ends)[back].unflatten(0, (-1, 2)).sum(1) - rows).square().mean()
+
+
+def grouped(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """torch's grouped product; where nothing is captured, of float64 too."""
+    if torch.compiler.is_exporting():
+        return sw.shard(F.grouped_mm, "K@ep")(rows, weight, offs=ends)
+    bounds = [0, *ends.tolist()]
+    return torch.cat([rows[a:b] @ w for a, b, w in zip(bounds[:-1], bounds[1:], weight, strict=True)])
+
+
+ROUTINGS: dict[str, Callable[[int], tuple[int, int]]] = {
+    "evenly": lambda token: (token % 4, (token + 1) % 4),
+    "to one device": lambda token: (0, 1),
+    "to one expert twice": lambda token: (3, 3),
+    "no token of the last device": lambda token: (token % 2, token % 3),
+    "by device": lambda token: (token // 8, token // 8),
+}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("devices", [2, 4])
+def test_any_routing_is_exact(routing: str, devices: int) -> None:
+    module, tokens = Routed(), range(32)
+    batch = torch.randn(4, 8, 8), torch.tensor([ROUTINGS[routing](token) for token in tokens]).view(4, 8, 2)
+    plan = sw.plan(module, batch, devices, mesh=sw.Mesh(ep=devices))
+    assert len(exchanges(plan)) == 3, plan
+    report = sw.verify(module, batch, plan)
+    assert report.is_equal, report
+
+
+def test_a_plan_with_travelling_tokens_is_read_again(tmp_path: Any) -> None:
+    module, batch, plan = planned("qwen3_moe", EP)
+    plan.save(tmp_path / "plan.json")
+    again = sw.Plan.load(tmp_path / "plan.json")
+    assert exchanges(again) == exchanges(plan)
+    assert sw.verify(module, batch, again).is_equal
+
+
+def test_a_layout_of_keyed_rows_is_a_text() -> None:
+    for text in ("[64, 32] keyed(ep)", "[32@dp, 32] keyed(2@ep)", "[32, 32@tp] replicated(dp) keyed(8@ep)"):
+        layout = parse_layout(text, CUBE)
+        assert str(layout) == text
+        assert layout.dual == parse_layout(text.replace(" replicated(dp)", " partial(sum@dp)"), CUBE)
+    with raises(sw.errors.NotationError, "x@ep"):
+        parse_layout("[64, 32] keyed(x@ep)", CUBE)
+
+
+def test_rows_that_cannot_follow_keys_are_refused() -> None:
+    module, batch, _ = planned("qwen3_moe", EP)
+    with raises(sw.errors.LayoutError, op="model.layers.0.self_attn.q_proj/linear"):
+        sw.plan(module, batch, 4, mesh=EP, strategies={"model.layers.*.self_attn.q_proj": "K@ep"})
+    routed, odd = Routed(), (torch.randn(3, 7, 8), torch.zeros(3, 7, 2, dtype=torch.int64))
+    with raises(sw.errors.LayoutError, 21, 2, fix="e@"):
+        sw.plan(routed, odd, 2, mesh=sw.Mesh(ep=2))
