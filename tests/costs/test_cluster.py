@@ -13,9 +13,8 @@ import torch
 
 import shardwise as sw
 from raising import raises
-from shardwise.costs.assumed_figures import assumed_figures
 from shardwise.costs.cluster import Cluster, Device, slowest_device
-from shardwise.costs.cluster_file import families, family, format_cluster, parse
+from shardwise.costs.cluster_file import assumed_figures, families, family, format_cluster, parse
 from shardwise.costs.units import UNITS, Figures, format_quantity, parse_quantity
 from shardwise.errors import LaunchError, ShardwiseError
 

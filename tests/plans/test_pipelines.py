@@ -307,8 +307,10 @@ def test_a_place_is_said_to_hold_what_its_stages_hold_as_they_take_turns(name: s
         stays, kept, moment = (torch.rand(3, stages, generator=generator).double() * 1000).tolist()
         seconds = StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)
         timed = [StageTiming(seconds, s + k + m, k, s + k, 0.0) for s, k, m in zip(stays, kept, moment, strict=True)]
-        how: Any = SimpleNamespace(schedule=schedule, num_stages=stages, num_places=places, limit=1e9)
-        said = pipelines._predicted(how, timed, order, passes).memory_bytes
+        place_of = tuple(schedule.place_of(stage, places) for stage in range(stages))
+        settings = SimpleNamespace(passes=passes)
+        how: Any = SimpleNamespace(num_places=places, place_of=place_of, settings=settings, limit=1e9)
+        said = pipelines._predicted(how, timed, order).memory_bytes
         most = 0.0
         for place, actions in enumerate(order):
             own = [stage for stage in range(stages) if schedule.place_of(stage, places) == place]

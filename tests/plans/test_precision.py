@@ -18,12 +18,13 @@ from shardwise.api import step_memory
 from shardwise.graph.capture import capture
 from shardwise.plans.bind import program_of
 from shardwise.plans.file import plan_digest
-from shardwise.programs import casts, differentiate, exchanges, gradients
+from shardwise.programs import casts, differentiate, exchanges
 from shardwise.programs.instructions import Compute, Convert, Depart, Instruction, sent_by
 from shardwise.programs.program import localize
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.vjp import VjpCache
 
+CAST = casts.cast
 MIXED = sw.Precision(compute=BF16, parameter=FP32, reduce=FP32)
 
 
@@ -155,14 +156,14 @@ def cast_to(dtype: torch.dtype) -> Any:
     """Casts to another dtype than the one that is asked for."""
 
     def wrong(*args: Any) -> Compute:
-        made = casts.cast(*args)
+        made = CAST(*args)
         return replace(made, kwargs=(("dtype", dtype), *made.kwargs[1:]))
 
     return wrong
 
 
 def zeros_for(*args: Any) -> Compute:
-    return replace(casts.cast(*args), target=torch.ops.aten.zeros_like.default)
+    return replace(CAST(*args), target=torch.ops.aten.zeros_like.default)
 
 
 def test_verify_finds_a_cast_that_is_missing_or_wrong() -> None:
@@ -178,11 +179,11 @@ def test_verify_finds_a_cast_that_is_missing_or_wrong() -> None:
     assert not report.ok
     assert "num_bytes=1024) planned" in report.wrong_messages
     assert "num_bytes=512) sent" in report.wrong_messages
-    with mock.patch.object(gradients, "cast", cast_to(BF16)):  # what is accumulated
+    with mock.patch.object(casts, "cast", cast_to(BF16)):  # what is accumulated
         report = sw.verify(model, batch, plan_of("llama", 2, sw.Precision(BF16, FP32), "dp"), steps=1).in_dtypes
     assert report is not None
     assert "is bf16 on rank 0, f32 alone" in report.wrong_dtypes[0]
-    with mock.patch.object(gradients, "cast", zeros_for):  # a gradient that is lost on the way
+    with mock.patch.object(casts, "cast", zeros_for):  # a gradient that is lost on the way
         report = sw.verify(model, batch, plan_of("llama", 2, sw.Precision(BF16, FP32), "dp"), steps=1).in_dtypes
     assert report is not None
     assert report.beyond
@@ -232,7 +233,7 @@ def test_verify_finds_a_wrong_cast_of_stages_and_passes(case: str) -> None:
         assert report is not None
         assert "num_bytes" in report.wrong_messages
     _, _, other = in_stages(case, sw.Precision(BF16, FP32))
-    with mock.patch.object(gradients, "cast", zeros_for):  # gradients that are lost on the way
+    with mock.patch.object(casts, "cast", zeros_for):  # gradients that are lost on the way
         report = sw.verify(model, batch, other, steps=1).in_dtypes
     assert report is not None
     assert report.beyond

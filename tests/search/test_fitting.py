@@ -194,13 +194,13 @@ def test_what_messages_brought_is_brought_again_where_that_is_the_cheapest_that_
 def policy_result(how: How, fits_at: float, cheapest_fits: bool = False) -> fit_memory._PolicyResult:
     """A policy whose plan that fits has this price, twice that of its cheapest."""
     found = fit_memory._PolicyResult(
-        cast("Planner", SimpleNamespace(settings=SimpleNamespace(memory_policy=MemoryPolicy(how)))), ()
+        cast("Planner", SimpleNamespace(settings=SimpleNamespace(memory_policy=MemoryPolicy(how))))
     )
     best = SimpleNamespace(candidate=SimpleNamespace(additive_price=fits_at))
     cheapest = SimpleNamespace(
         num_bytes=0.5 if cheapest_fits else 2.0, candidate=SimpleNamespace(additive_price=fits_at / 2)
     )
-    vars(found)["answer"] = SimpleNamespace(ranking=SimpleNamespace(best=best, cheapest=cheapest, limit=1.0))
+    vars(found)["ranking"] = SimpleNamespace(best=best, cheapest=cheapest, limit=1.0)
     return found
 
 

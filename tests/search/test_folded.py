@@ -86,7 +86,7 @@ def test_the_plan_is_that_of_whole_programs_and_says_what_is_true_of_it(graph: G
     cluster, mesh = sw.Cluster.load("h100-1x8"), (sw.Mesh(dp=8),)
     settings = SearchConfig(memory_bytes=0.9e9)
     planner = Planner.of(graph, (), cluster, mesh, settings)
-    short, whole = fit_memory(planner, ()), fit_memory(replace(planner, folded=None), ())
+    short, whole = fit_memory(planner), fit_memory(replace(planner, folded=None))
     assert short.memory_policy.segments, "it makes something again"
     assert short.prediction.simulated_seconds == pytest.approx(whole.prediction.simulated_seconds, rel=2e-3)
     own = simulate(short.spmd, short.search.cost.domains.prices)
@@ -103,22 +103,21 @@ def test_the_plan_is_that_of_whole_programs_and_says_what_is_true_of_it(graph: G
 def test_a_search_for_a_better_step_than_a_known_one_ends_where_prices_are_clearly_above_it(graph: Graph) -> None:
     settings = SearchConfig(memory_bytes=1.2e9, passes=2)
     planner = Planner.of(graph, (), sw.Cluster.load("h100-1x8"), (sw.Mesh(dp=8),), settings)
-    free = fit_memory(planner, ())
+    free = fit_memory(planner)
     step = free.prediction.planned_seconds
     near, far = (replace(planner, settings=replace(settings, known=own)) for own in (step, 0.1 * step))
-    assert fit_memory(near, ()).choice == free.choice
+    assert fit_memory(near).choice == free.choice
     with raises(sw.PlanError, f"{0.1 * step:.3g}", "known"):
-        fit_memory(far, ())
+        fit_memory(far)
     together = replace(planner, settings=replace(settings, known=1.5 * step, together=2))
     with raises(sw.PlanError, f"a plan with {1.5 * step:.3g} s", "is known"):
-        fit_memory(together, ())
+        fit_memory(together)
 
 
 def test_the_price_of_what_waits_on_the_host_has_its_copies(graph: Graph) -> None:
     cluster, settings = sw.Cluster.load("h100-1x8"), SearchConfig(memory_policy=memory_policy(graph, "on the host"))
     planner = Planner.of(graph, (), cluster, (sw.Mesh(dp=8),), settings)
-    (cost,) = (planner.cost_graph(mesh) for mesh in planner.meshes)
-    policy = _PolicyResult(planner, [cost])
+    policy = _PolicyResult(planner)
     ((search,), _) = policy.searches
     built = planner._built(candidates([search], "dynamic_programming", planner.limit)[0], whole=True)
     assert built.spmd is not None

@@ -237,11 +237,7 @@ def _trace(chosen: argparse.Namespace) -> int:
     plan = _searched(chosen)
     with writing(chosen.output):
         plan.report.trace(chosen.output)
-    show(
-        f"written to {chosen.output}: open it in https://ui.perfetto.dev",
-        chosen,
-        lambda: {"written": chosen.output},
-    )
+    show(f"written to {chosen.output}: open it in https://ui.perfetto.dev", chosen, lambda: {"written": chosen.output})
     return 0
 
 

@@ -13,9 +13,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from shardwise.costs import probe
-from shardwise.costs.assumed_figures import MEASURE, print_note_once
 from shardwise.costs.cluster import Cluster, Device, Level, slowest_device
-from shardwise.costs.cluster_file import family
+from shardwise.costs.cluster_file import MEASURE, family, print_note_once
 from shardwise.costs.units import format_quantity
 from shardwise.errors import ShardwiseError
 

@@ -136,9 +136,7 @@ class Planning:
             chooses=by_price and graph.loss is not None,
         )  # fmt: skip
         whole = graph if batches is None or request.example_samples == batches.step else self.call.graph(batches.step)
-        best, tried, _ = best_micro_batch(
-            self.call, whole, batches, partial(self._plan_passes, config), staged=False
-        )  # fmt: skip
+        best, tried, _ = best_micro_batch(self.call, whole, batches, partial(self._plan_passes, config), staged=False)
         if memory_policy.moves_to_host and not any(entry.offloaded for entry in best.plan.operators):
             warn_user(
                 "nothing is offloaded to the host: what backward needs of these parts is recomputed, is smaller than "

@@ -316,9 +316,7 @@ def _conversion(data: Any, where: str) -> ConversionEntry:
         return tuple(_entry(CollectiveEntry, item, f"{where}.{side}[{i}]") for i, item in enumerate(items))
 
     return replace(
-        entry,
-        forward=collectives(entry.forward, "forward"),
-        backward=collectives(entry.backward, "backward"),
+        entry, forward=collectives(entry.forward, "forward"), backward=collectives(entry.backward, "backward")
     )
 
 

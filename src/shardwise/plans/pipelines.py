@@ -99,9 +99,7 @@ def pipeline_config(
             fix="with stages, mesh is that of a stage",
         )
     meshes = request.meshes(stage_cluster, by_price=by_price)
-    return PipelineConfig(
-        request, captured, by_price, settings, stage_cluster, meshes, num_stages, schedule, marks
-    )  # fmt: skip
+    return PipelineConfig(request, captured, by_price, settings, stage_cluster, meshes, num_stages, schedule, marks)
 
 
 def plan_pipeline(config: PipelineConfig, call: Example, template: Plan, *, exact_refusal: bool) -> PipelineResult:
@@ -241,12 +239,9 @@ class PipelinePlanner:
         in_flight = simulate_pipeline(self.order, [StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)] * len(stages)).in_flight
         of_place: dict[int, list[int]] = {}
         for stage in stages[1:-1]:
-            of_place.setdefault(config.schedule.place_of(stage, config.num_places), []).append(in_flight[stage])
-        return (
-            in_flight[0],
-            *(ceil(fmean(of_place[config.schedule.place_of(stage, config.num_places)])) for stage in stages[1:-1]),
-            in_flight[-1],
-        )
+            of_place.setdefault(config.place_of[stage], []).append(in_flight[stage])
+        inner = (ceil(fmean(of_place[config.place_of[stage]])) for stage in stages[1:-1])
+        return in_flight[0], *inner, in_flight[-1]
 
     def plan(self, *, exact_refusal: bool = False) -> PipelineResult:
         """Return the plan of the best cut (``search.stage_partition``), or of the marked one. Raises PlanError if there
@@ -320,35 +315,31 @@ class PipelinePlanner:
         _check_parameters(cut)
         meant = annotated_in_parts(self.graph, cut.parts, config.captured.annotations)
         stage_planner = StagePlanner(config, self.vjp_cache, meant, self.known)
-        chosen, choices, spmds, timed = self._joined(cut, stage_planner)
-        meshes = [stage.mesh for stage in chosen]
+        joined, timed = self._joined(cut, stage_planner)
+        meshes = [stage.mesh for stage in joined]
         if config.chooses_mesh:
-            usages = [
-                AxisUsage(part, stage.factored.rules, choice.strategies)
-                for part, stage, choice in zip(cut.parts, chosen, choices, strict=True)
-            ]
+            pairs = zip(cut.parts, joined, strict=True)
+            usages = [AxisUsage(part, stage.factored.rules, stage.choice.strategies) for part, stage in pairs]
             meshes = meshes_by_roles(meshes, usages)
-        ends = zip(chosen, choices, spmds, meshes, strict=True)
-        stages = tuple(_listed(config, cut, number, *end) for number, end in enumerate(ends))
+        ends = enumerate(zip(joined, meshes, strict=True))
+        stages = tuple(_listed(config, cut, number, *end) for number, end in ends)
         schedule, order, pipeline, pricing = config.schedule, self.order, None, None
         if schedule.is_solved:
-            schedule = _solved(config, timed, self.num_passes)
+            schedule = _solved(config, timed)
             order = schedule.actions
         if config.by_price:
-            pipeline = _predicted(config, timed, order, self.num_passes)
+            pipeline = _predicted(config, timed, order)
             pricing = PricingEntry.of(config.request.cluster, config.settings.memory_bytes)
         lines = format_order(schedule.actions)
         plan = replace(
             self.template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing
         )
-        searched, operators = tuple(stage.searched for stage in chosen), tuple(map(tuple, parts))
+        searched, operators = tuple(stage.searched for stage in joined), tuple(map(tuple, parts))
         seconds = [stage.seconds.forward + stage.seconds.input + stage.seconds.weight for stage in timed]
         return PipelineResult(plan, searched, self, operators), seconds
 
-    def _joined(
-        self, cut: GraphCut, stage_planner: StagePlanner
-    ) -> tuple[list[StagePlan], list[Choice], list[SpmdProgram], list[StageTiming]]:
-        """Return plans of the stages, and choices and programs whose ends agree, with their timings.
+    def _joined(self, cut: GraphCut, stage_planner: StagePlanner) -> tuple[list[StagePlan], list[StageTiming]]:
+        """Return plans of the stages whose ends agree, with their timings.
 
         What the ends add may break the limit. The stages are then planned under lower limits, and in the end for the
         least memory. Raises StagesDoNotFit.
@@ -357,10 +348,10 @@ class PipelinePlanner:
         limits = [config.limit / per_place] * config.num_stages
         chosen = stage_planner.of_all(cut.parts, flying, limits[0])
         for left in reversed(range(MAX_BOUNDARY_TRIES + 1)):
-            choices, spmds = _together(cut, chosen, config.settings)
+            joined = _together(cut, chosen, config.settings)
             needs_times = config.by_price or config.schedule.is_solved
-            timed = timed_stages(config, cut, choices, spmds, self.vjp_cache) if needs_times else []
-            over = _excess(config, timed, self.order, self.num_passes) if config.by_price else {}
+            timed = timed_stages(config, cut, joined, self.vjp_cache) if needs_times else []
+            over = _excess(config, timed, self.order) if config.by_price else {}
             if not over:
                 break
             if not left:
@@ -377,7 +368,7 @@ class PipelinePlanner:
                 limits[number] = max(0.0, limits[number] - num_bytes / sharing)
                 following = chosen[number + 1] if number + 1 < len(chosen) else None
                 chosen[number] = stage_planner.of(cut.parts[number], flying[number], limits[number], following)
-        return chosen, choices, spmds, timed
+        return joined, timed
 
 
 def _check_parameters(cut: GraphCut) -> None:
@@ -390,18 +381,12 @@ def _check_parameters(cut: GraphCut) -> None:
             )
 
 
-def _together(
-    cut: GraphCut, chosen: Sequence[StagePlan], settings: SearchConfig
-) -> tuple[list[Choice], list[SpmdProgram]]:
-    """Return choices and programs that agree on the values that cross and on parameters of several stages."""
-    stored = _equally_stored(cut, chosen)
-    choices = meeting(
-        cut,
-        [(part_choice.factored, choice) for part_choice, choice in zip(chosen, stored, strict=True)],
-        [part_choice.mesh for part_choice in chosen],
-    )
+def _together(cut: GraphCut, chosen: Sequence[StagePlan], settings: SearchConfig) -> list[StagePlan]:
+    """Return plans that agree on the values that cross and on parameters of several stages."""
+    bindings = [(stage.factored, choice) for stage, choice in zip(chosen, _equally_stored(cut, chosen), strict=True)]
+    choices = meeting(cut, bindings, [stage.mesh for stage in chosen])
     ends = zip(cut.parts, chosen, choices, strict=True)
-    return choices, [_rebuilt(part, part_choice, choice, settings) for part, part_choice, choice in ends]
+    return [replace(stage, choice=choice, spmd=_rebuilt(part, stage, choice, settings)) for part, stage, choice in ends]
 
 
 def _equally_stored(cut: GraphCut, chosen: Sequence[StagePlan]) -> list[Choice]:
@@ -439,18 +424,10 @@ def _rebuilt(part: Graph, part_choice: StagePlan, choice: Choice, settings: Sear
     return as_grad_accum(spmd, replace(settings, memory_policy=part_choice.memory_policy))
 
 
-def _listed(
-    config: PipelineConfig,
-    cut: GraphCut,
-    number: int,
-    part_choice: StagePlan,
-    choice: Choice,
-    spmd: SpmdProgram,
-    called: Mesh,
-) -> Stage:
+def _listed(config: PipelineConfig, cut: GraphCut, number: int, planned: StagePlan, called: Mesh) -> Stage:
     """Return a part as a stage of the plan. ``called``: its mesh under the axis names of the plan."""
-    part, names = cut.parts[number], Renaming(spmd.mesh, called)
-    stage = stage_of(part, part_choice.factored.rules, choice, spmd, called)
+    part, choice, spmd, names = cut.parts[number], planned.choice, planned.spmd, Renaming(planned.mesh, called)
+    stage = stage_of(part, planned.factored.rules, choice, spmd, called)
     delivered = delivered_layouts(part, spmd)
 
     def entry(name: str, layout: Layout) -> TensorEntry:
@@ -468,16 +445,13 @@ def _listed(
     )
 
 
-def _work(
-    config: PipelineConfig, stages: Sequence[StageTiming], num_passes: int, orders: Sequence[Order] = ()
-) -> OrderProblem:
+def _work(config: PipelineConfig, stages: Sequence[StageTiming], orders: Sequence[Order] = ()) -> OrderProblem:
     """Return the ordering problem. The room of a pipeline rank is its limit less parameters and what a single
     micro-batch takes. Without prices no stage was fitted, so the room is at least what known orders keep."""
-    place_of = tuple(config.schedule.place_of(stage, config.num_places) for stage in range(config.num_stages))
-    fixed = _fixed_bytes(config, stages)
     kept = tuple(stage.kept for stage in stages)
-    room = tuple(config.limit - num_bytes for num_bytes in fixed)
-    work = OrderProblem(tuple(stage.seconds for stage in stages), place_of, num_passes, kept, room)
+    room = tuple(config.limit - num_bytes for num_bytes in _fixed_bytes(config, stages))
+    seconds = tuple(stage.seconds for stage in stages)
+    work = OrderProblem(seconds, config.place_of, config.settings.passes, kept, room)
     peaks = [work.peaks(order) for order in orders]
     return replace(work, room=tuple(map(max, zip(room, *peaks, strict=True)))) if peaks else work
 
@@ -487,16 +461,16 @@ def _fixed_bytes(config: PipelineConfig, stages: Sequence[StageTiming]) -> list[
     between micro-batches, and the largest working memory of one of them, as they take turns."""
     rests, moments = [0.0] * config.num_places, [0.0] * config.num_places
     for number, stage in enumerate(stages):
-        place = config.schedule.place_of(number, config.num_places)
+        place = config.place_of[number]
         rests[place] += stage.rests - stage.kept
         moments[place] = max(moments[place], stage.peak - stage.rests)
     return [rest + moment for rest, moment in zip(rests, moments, strict=True)]
 
 
-def _excess(config: PipelineConfig, stages: Sequence[StageTiming], order: Order, num_passes: int) -> dict[int, float]:
+def _excess(config: PipelineConfig, stages: Sequence[StageTiming], order: Order) -> dict[int, float]:
     """Return by how many bytes the pipeline rank of a stage exceeds its limit, for stages where it does. Their own
     searches fitted them, but the layouts of what crosses and of shared parameters were settled afterwards."""
-    work = _work(config, stages, num_passes)
+    work = _work(config, stages)
     over = [peak - room for peak, room in zip(work.peaks(order), work.room, strict=True)]
     return {stage: over[place] for stage, place in enumerate(work.place_of) if over[place] > 0}
 
@@ -512,18 +486,16 @@ def _too_much(config: PipelineConfig, cut: GraphCut, flying: Sequence[int], over
     )
 
 
-def _solved(config: PipelineConfig, stages: Sequence[StageTiming], num_passes: int) -> Schedule:
+def _solved(config: PipelineConfig, stages: Sequence[StageTiming]) -> Schedule:
     """Return the schedule with an order solved for these stages, from torch's orders for the same placement."""
-    others = [s for s in SCHEDULES.values() if s.folded and not s.is_solved]
-    others = [schedule for schedule in others if not schedule.fault(config.num_places, num_passes)]
-    orders = [order_of(schedule, config.num_places, num_passes) for schedule in others]
-    work = _work(config, stages, num_passes, () if config.by_price else orders)
+    size = config.num_places, config.settings.passes
+    others = [s for s in SCHEDULES.values() if s.folded and not s.is_solved and not s.fault(*size)]
+    orders = [order_of(schedule, *size) for schedule in others]
+    work = _work(config, stages, () if config.by_price else orders)
     return replace(config.schedule, actions=solve_order(work, orders).order)
 
 
-def _predicted(
-    config: PipelineConfig, timed: Sequence[StageTiming], order: Order, num_passes: int
-) -> PipelinePrediction:
+def _predicted(config: PipelineConfig, timed: Sequence[StageTiming], order: Order) -> PipelinePrediction:
     step = simulate_pipeline(order, [stage.seconds for stage in timed])
     stages = tuple(
         StagePrediction(
@@ -531,14 +503,14 @@ def _predicted(
             stage.seconds.input + stage.seconds.weight,
             stage.peak + (step.in_flight[number] - 1) * stage.kept,
             stage.sent,
-            step.bubble(config.schedule.place_of(number, config.num_places)),
+            step.bubble(config.place_of[number]),
             stage.seconds.weight,
             stage.seconds.send,
             stage.seconds.update,
         )
         for number, stage in enumerate(timed)
     )
-    work = _work(config, timed, num_passes)
+    work = _work(config, timed)
     bound = min(least_seconds(work), step.seconds)  # their sums round differently
     peaks = [sum(parts) for parts in zip(work.peaks(order), _fixed_bytes(config, timed), strict=True)]
     return PipelinePrediction(step.seconds, step.bubbles, bound, stages, max(peaks))

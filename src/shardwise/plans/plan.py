@@ -16,12 +16,7 @@ from typing import Any
 from shardwise.errors import LayoutError, PlanError, ShardwiseError, problem
 from shardwise.layouts.placement import check_placements
 from shardwise.plans.difference import PlanDifference, compare_plans
-from shardwise.plans.file import (
-    VERSION,
-    check_names,
-    checked_body,
-    settings_of,
-)
+from shardwise.plans.file import VERSION, check_names, checked_body, settings_of
 from shardwise.plans.plan_data import PlanData
 from shardwise.plans.printing import format_plan
 from shardwise.plans.survival import Survival, survival

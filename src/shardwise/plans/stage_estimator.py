@@ -39,11 +39,7 @@ from shardwise.plans.auto_stages import StageConfig
 from shardwise.plans.micro_batch_search import Example
 from shardwise.plans.request import PlanRequest
 from shardwise.programs.micro_batches import Passes
-from shardwise.search.constants import (
-    ESTIMATED_BYTE_PRICES,
-    ESTIMATED_MEMORY_SHARE,
-    ESTIMATED_TRAFFIC_WEIGHTS,
-)
+from shardwise.search.constants import ESTIMATED_BYTE_PRICES, ESTIMATED_MEMORY_SHARE, ESTIMATED_TRAFFIC_WEIGHTS
 from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, CostWeights, StorageVariable
 from shardwise.search.elimination import Scope, TooWide
 from shardwise.search.memory_policy import MEMORY_POLICIES, MemoryPolicy, ReshardMode, blocks_of, ends_of

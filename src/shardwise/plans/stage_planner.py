@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
@@ -77,10 +77,15 @@ class PipelineConfig:
     def num_places(self) -> int:
         return self.num_stages // self.schedule.stages_per_place
 
+    @cached_property
+    def place_of(self) -> tuple[int, ...]:
+        """Return the pipeline rank of every stage."""
+        return tuple(self.schedule.place_of(stage, self.num_places) for stage in range(self.num_stages))
+
     def place(self, stage: int, mesh: Mesh) -> Placement:
         """Return the placement of a stage on consecutive ranks."""
         size = self.stage_cluster.num_devices
-        first = size * self.schedule.place_of(stage, self.num_places)
+        first = size * self.place_of[stage]
         return Placement(mesh, tuple(range(first, first + size)))
 
 
@@ -169,8 +174,7 @@ class StagePlanner:
         most: dict[Hashable, int] = {}
         for form, count in zip(forms, in_flight, strict=True):
             most[form.key] = max(most.get(form.key, 0), count)
-        place_of = partial(self.config.schedule.place_of, num_places=self.config.num_places)
-        counts = Counter((form.key, place_of(stage)) for stage, form in enumerate(forms))
+        counts = Counter((form.key, place) for form, place in zip(forms, self.config.place_of, strict=True))
         for (key, _), count in counts.items():
             self.together[key] = max(self.together.get(key, 0), count)
         chosen: list[StagePlan] = []
@@ -308,7 +312,7 @@ def choose_stage(
         planned = planner.plan()
     else:
         fit = fit_memory if limit else least_memory
-        planned = fit(planner, segments, parallel.reshard_mode, parallel.offload)
+        planned = fit(planner, parallel.reshard_mode)
     called = [*(op.name for op in part.ops), *(source.names[0] for source in part.sources)]
     searched = StageSearchResult(planned.search, {name: name for name in called})
     return StagePlan(
@@ -378,15 +382,15 @@ class StageTiming:
 
 
 def timed_stages(
-    config: PipelineConfig, cut: GraphCut, choices: Sequence[Choice], spmds: Sequence[SpmdProgram], vjp_cache: VjpCache
+    config: PipelineConfig, cut: GraphCut, planned: Sequence[StagePlan], vjp_cache: VjpCache
 ) -> list[StageTiming]:
     """Return the timings of all stages."""
     timings: dict[Hashable, StageTiming] = {}
     stages = []
-    for number, (part, choice, spmd) in enumerate(zip(cut.parts, choices, spmds, strict=True)):
-        key = _without_names(part, choice, spmd)
+    for number, (part, stage) in enumerate(zip(cut.parts, planned, strict=True)):
+        key = _without_names(part, stage.choice, stage.spmd)
         if key not in timings:
-            timings[key] = _timed(config, part, spmd, cut.sends(number), vjp_cache)
+            timings[key] = _timed(config, part, stage.spmd, cut.sends(number), vjp_cache)
         timed = timings[key]
         if not number and config.schedule.splits_backward:  # no stage waits for cotangents of the first
             seconds = timed.seconds

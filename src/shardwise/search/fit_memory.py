@@ -34,21 +34,19 @@ from shardwise.search.constants import (
     PRICE_CUTOFF,
 )
 from shardwise.search.cost_graph import BYTES, CostGraph
-from shardwise.search.memory_policy import MEMORY_POLICIES, REPEATS, MemoryPolicy, Offload, ReshardMode, blocks_of
+from shardwise.search.memory_policy import MEMORY_POLICIES, REPEATS, MemoryPolicy, ReshardMode, blocks_of
 from shardwise.search.planner import Planner, PlannerResult
 from shardwise.search.stored_program import SearchConfig
 
 
-def fit_memory(
-    planner: Planner, segments: Sequence[Segment], reshard_mode: ReshardMode | None = None, offload: Offload = "auto"
-) -> PlannerResult:
+def fit_memory(planner: Planner, reshard_mode: ReshardMode | None = None) -> PlannerResult:
     """Return the fastest plan of all memory policies that fits (see the module's docstring).
 
     Args:
-        planner: The planner. The search ends where steps are clearly slower than ``settings.known``.
-        segments: Parts that the model itself asks to recompute or offload.
+        planner: The planner. The search ends where steps are clearly slower than ``settings.known``. Its memory policy
+            has the segments that the model itself asks to recompute or offload, and the user's ``offload``: "auto" also
+            tries to offload, unless the device shares the host's memory.
         reshard_mode: The user's choice when sharded parameters are gathered; None: every mode is tried.
-        offload: The user's choice. "auto" also tries to offload, unless the device shares the host's memory.
 
     Returns:
         The plan. If no policy fits, it is the one that needs the fewest bytes (``ranking.excess`` is positive).
@@ -56,7 +54,7 @@ def fit_memory(
     Raises:
         PlanError: Every plan is estimated to be slower than ``settings.known``.
     """
-    remaining = _memory_policies(planner, segments, reshard_mode, offload)
+    remaining = _memory_policies(planner, reshard_mode)
     weakest = next(remaining)
     policies = [weakest]
     bound = weakest.planner.bound_without_limit()
@@ -101,7 +99,7 @@ def fit_memory(
         least = _seconds(policy.ranking) - (policy.price - bound)  # easing saves no more than price - bound
         fastest = min((_seconds(result) for _, _, result in eased), default=FOLDED_STEP_ERROR * cutoff)
         if least < fastest:
-            eased += [(policy, *pair) for pair in _eased(policy, segments, fastest)]
+            eased += [(policy, *pair) for pair in _eased(policy, planner.settings.memory_policy.segments, fastest)]
     if not eased:
         raise _slower(min(_seconds(policy.ranking) for policy in fitting), planner.settings)
     policy, easier, ranking = min(eased, key=lambda candidate: _seconds(candidate[2]))
@@ -109,21 +107,19 @@ def fit_memory(
         raise _slower(_seconds(ranking), planner.settings)
     best = easier.planned(ranking)
     if best.ranking.excess and planner.folded is not None:  # the memory estimated from few blocks was too low
-        return fit_memory(replace(planner, folded=None), segments, reshard_mode, offload)
+        return fit_memory(replace(planner, folded=None), reshard_mode)
     if len(policies) == 1:
         return best
     return replace(best, prediction=replace(best.prediction, bound=min(best.prediction.bound, bound)))
 
 
-def least_memory(
-    planner: Planner, segments: Sequence[Segment], reshard_mode: ReshardMode | None = None, offload: Offload = "auto"
-) -> PlannerResult:
+def least_memory(planner: Planner, reshard_mode: ReshardMode | None = None) -> PlannerResult:
     """Return a plan of about the least memory of all memory policies, whatever the limit. Arguments as ``fit_memory``.
 
     Programs are built for the NUM_LEAST_POLICIES policies of the fewest additive bytes.
     """
     without = replace(planner, settings=replace(planner.settings, memory_bytes=0.0, known=inf))
-    policies = list(_memory_policies(without, segments, reshard_mode, offload))
+    policies = list(_memory_policies(without, reshard_mode))
     policies.sort(key=lambda policy: min(num_bytes for num_bytes, _ in policy.searches[1]))
     least = min(policies[:NUM_LEAST_POLICIES], key=lambda policy: policy.ranking.best.num_bytes)
     return least.planner.planned(least.ranking)
@@ -213,11 +209,9 @@ class _PolicyResult:
         return self.planner.ranking_of(*self.searches)
 
 
-def _memory_policies(
-    planner: Planner, segments: Sequence[Segment], reshard_mode: ReshardMode | None, offload: Offload
-) -> Iterator[_PolicyResult]:
-    has_blocks = bool(blocks_of(planner.graph))
-    decided = offload != "auto" or not planner.cluster.device.host_bandwidth
+def _memory_policies(planner: Planner, reshard_mode: ReshardMode | None) -> Iterator[_PolicyResult]:
+    has_blocks, requested = bool(blocks_of(planner.graph)), planner.settings.memory_policy
+    decided = requested.offload != "auto" or not planner.cluster.device.host_bandwidth
     for policy in MEMORY_POLICIES:
         how, mode = policy.recompute, policy.reshard_mode
         if (reshard_mode is not None and mode != reshard_mode) or (how is not None and not has_blocks):
@@ -226,8 +220,8 @@ def _memory_policies(
             continue
         if decided and (how == "offload" or policy.offloads):
             continue
-        moved = policy.offload if offload == "auto" else offload
-        yield _PolicyResult(planner.under(MemoryPolicy.of(planner.graph, segments, how, mode, moved)))
+        moved = policy.offload if requested.offload == "auto" else requested.offload
+        yield _PolicyResult(planner.under(MemoryPolicy.of(planner.graph, requested.segments, how, mode, moved)))
 
 
 def _eased(

@@ -89,12 +89,7 @@ class StagePartition:
     values: dict[int, Floats] = field(default_factory=dict)
 
     @staticmethod
-    def of(
-        graph: Graph,
-        prices: Prices,
-        limit: float,
-        in_flight: Sequence[int],
-    ) -> StagePartition:
+    def of(graph: Graph, prices: Prices, limit: float, in_flight: Sequence[int]) -> StagePartition:
         """Return the partition of a graph, with estimates only.
 
         Args:
