@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 from torch import nn
 from transformers import (
     BertConfig,
@@ -29,12 +30,14 @@ from transformers import (
 
 import shardwise as sw
 from shardwise.graph.capture import capture
+from shardwise.plans.printing import format_bytes
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 
-from models.share import SplitShare, share_of_plan, share_table
+from models.share import SplitShare, share_of_plan
 
 MESH = sw.Mesh(dp=2, tp=4)
+MIN_PRINTED = 1e-4  # hides small remainders of sizes that do not divide
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,44 @@ def measure(case: Case, mesh: sw.Mesh = MESH) -> SplitShare:
     named: dict[str, Any] = dict(case.inputs)
     plan = sw.plan(model, (), mesh.num_devices, kwargs=named, mesh=mesh, strategies=case.strategies)
     return share_of_plan(plan, capture(model, (), named).graph)
+
+
+def share_table(shares: Mapping[str, SplitShare], *, num_worst: int = 3) -> Table:
+    """Return a table with a row per model, and the operators and parameters that reduce its share the most."""
+    table = Table(show_lines=True, title="What the plan really splits")
+    for header in ("model", "mesh", "ops", "no rule", "FLOPs", "parameter bytes", "sent per device", "worst items"):
+        table.add_column(header, justify="left" if header in ("model", "mesh", "worst items") else "right")
+    for model, share in shares.items():
+        sent = share.bytes_sent
+        table.add_row(
+            model,
+            str(share.mesh),
+            str(share.num_operators),
+            str(len(share.without_rule)),
+            _percent(share.flops) + ("\nof the others" if share.without_rule else ""),
+            _percent(share.parameters),
+            f"{format_bytes(sent.forward)} forward\n{format_bytes(sent.backward)} backward\n"
+            f"{format_bytes(sent.delivered)} outputs",
+            "\n".join(_worst(share, num_worst)) or "-",
+        )
+    return table
+
+
+def _worst(share: SplitShare, number: int) -> list[str]:
+    """Return lines for the worst ``number`` of operators without a rule, other operators, and parameters."""
+    lines = [[f"{name}: no rule" for name in share.without_rule]]
+    for items in (share.operators_unsplit, share.parameters_unsplit):
+        printed = [item for item in items if item.lost >= MIN_PRINTED]
+        lines.append([f"{item.name}: {item.of_total:.2%} of all, {item.reason}" for item in printed])
+    return [
+        line
+        for of_kind in lines
+        for line in of_kind[:number] + [f"... {len(of_kind) - number} more"] * (len(of_kind) > number)
+    ]
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.2%}"
 
 
 def main(names: list[str]) -> None:

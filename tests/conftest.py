@@ -23,6 +23,7 @@ from shardwise.planning import suggestions
 
 torch.set_num_threads(1)
 torch.manual_seed(0)  # for what test modules make when they are imported
+suggestions.MAX_REFUSED_SECONDS = -1.0  # planning suggestions takes seconds: only for tests that are about them
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 
@@ -87,12 +88,6 @@ def _interrupts_are_heard() -> Iterator[None]:
 def _same_random_numbers() -> None:
     """Every test draws the same random numbers in every run, alone or with others; sweeps draw others."""
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def _without_suggestions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A refusal of what does not fit comes at once: no suggestion is planned, which takes seconds each time."""
-    monkeypatch.setattr(suggestions, "MAX_REFUSED_SECONDS", -1.0)
 
 
 @pytest.fixture

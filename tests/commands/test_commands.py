@@ -17,7 +17,7 @@ import torch
 import shardwise as sw
 from shardwise import cli
 from shardwise.commands.models import add_model, model_of
-from shardwise.commands.plan_options import add_settings
+from shardwise.commands.plans import add_settings
 
 MODEL = """
 import torch
@@ -237,7 +237,6 @@ def test_a_file_that_may_not_be_written_is_refused_before_any_work_and_a_full_di
     assert "no permission to write other.json" in capsys.readouterr().err
 
 
-@pytest.mark.usefixtures("_without_suggestions")
 def test_a_number_of_devices_has_the_memory_it_takes_as_in_python(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,6 @@ def raises(*_: Any) -> Any:
 
 
 def odd(base: type, *methods: str) -> Any:
-    """An instance of a class whose methods raise."""
     return type("Odd", (base,), {**dict.fromkeys(methods, raises), "__deepcopy__": lambda self, _: self})()
 
 
@@ -69,7 +68,9 @@ PLACES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("base", BASES, ids=lambda base: base.__name__)
 def test_objects_whose_methods_raise_are_captured(place: str, base: type) -> None:
-    for method in METHODS:
+    """Every method of every base, and every method in every place."""
+    turn = [*PLACES].index(place) + BASES.index(base)
+    for method in METHODS[-turn % len(PLACES) :: len(PLACES)]:
         value = odd(base, method)
         for module in (Layer(PLACES[place](value)), Layers(PLACES[place](value))):
             graph = capture(module, (torch.ones(2, 4),)).graph

@@ -38,6 +38,7 @@ class Recurrent(nn.Module):
         (partial(nn.RNN, nonlinearity="relu"), True, True),
     ],
 )
+@pytest.mark.sampled(3)
 def test_recurrent_layers_with_dropout_between_them_are_split_by_batch(kind, bidirectional, batch_first):
     module = Recurrent(kind, bidirectional=bidirectional, batch_first=batch_first).train()
     x = torch.randn(6, 2, 5) if batch_first else torch.randn(2, 6, 5)

@@ -23,8 +23,6 @@ MASKS = {"some": SOME, "none": torch.zeros_like(SOME), "all": torch.ones_like(SO
 
 
 class Model(nn.Module):
-    """Calls ``function(self, hidden, mask, labels)``."""
-
     def __init__(self, function):
         super().__init__()
         torch.manual_seed(0)
@@ -159,6 +157,7 @@ CASES = {
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.sampled(60)
 def test_selected_rows_have_values_and_gradients_of_one_device(name, mask):
     check_against_eager(Model(CASES[name]), X.double(), MASKS[mask], Y, tolerance=1e-10, equal_nan=True)
 

@@ -73,7 +73,6 @@ class Search:
 
     @cached_property
     def axes(self) -> list[tuple[str, ...]]:
-        """What places itself as one: sub-axes, or mesh axes."""
         if self.whole_axes:
             return [self.mesh.expand(name) for name, _ in self.mesh.axes]
         return [(name,) for name in self.mesh.sub_axes]
@@ -89,7 +88,6 @@ class Search:
 
     @cached_property
     def orders(self) -> list[Orders]:
-        """All ways to let some of the axes shard."""
         found: list[Orders] = [((),) * len(self.positions)]
         for axis in range(len(self.sizes)):
             found += [
@@ -117,7 +115,6 @@ class Search:
         return found
 
     def layout(self, placement: Placement) -> Layout:
-        """The placement as the library writes it."""
         own = dict(zip(self.positions, placement.orders, strict=True))
         dims = []
         for d, ways in enumerate(self.dims):
@@ -176,7 +173,6 @@ class Search:
 
     @cached_property
     def steps_forward(self) -> np.ndarray:
-        """The same of forward alone."""
         return self._priced(backward=False)
 
     def _priced(self, backward: bool) -> np.ndarray:
@@ -266,7 +262,6 @@ class Search:
         return found
 
     def path(self, source: int, target: int) -> list[Placement]:
-        """A cheapest path, to show when something differs."""
         found = [source]
         while found[-1] != target:
             here = found[-1]
@@ -277,7 +272,6 @@ class Search:
 
 
 def shortest(steps: np.ndarray) -> np.ndarray:
-    """All-pairs shortest paths (Floyd and Warshall)."""
     best: np.ndarray = steps.copy()
     for middle in range(len(best)):
         np.minimum(best, best[:, middle, None] + best[None, middle, :], out=best)

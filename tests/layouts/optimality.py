@@ -18,7 +18,6 @@ from shardwise.layouts.shortest_path import Cost
 
 
 def plain(*sizes: int) -> Dims:
-    """Dims that are not divided into atoms."""
     return tuple(((size,),) for size in sizes)
 
 
@@ -103,7 +102,6 @@ class Outcome:
 
 
 def compare(search: Search, every: int = 1) -> Outcome:
-    """All pairs of placements from every so many sources."""
     layouts, outcome = [search.layout(placement) for placement in search.placements], Outcome()
     for i in range(0, len(layouts), every):
         for j, target in enumerate(layouts):

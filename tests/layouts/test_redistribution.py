@@ -13,10 +13,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from layouts.classical import classical_view
 from layouts.independent_search import SENT, Dims, Search
 from layouts.optimality import compare, compare_divided, pairs_of_divided, peak_of, plain, price_of
-from layouts.placing import scatter, worst_difference
+from layouts.placing import convert, scatter, worst_difference
 from shardwise.layouts.conversions import Move, collective_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
@@ -142,7 +141,6 @@ def test_the_independent_search_finds_what_is_known() -> None:
 
 
 def pairs_of_plain(mesh: Mesh, dims: Dims, every: int) -> Pairs:
-    """One pair in so many, of all."""
     layouts = layouts_of(Search(mesh, dims))
     pairs = ((source, target) for source in layouts for target in layouts)
     return (pair for number, pair in enumerate(pairs) if number % every == 0)
@@ -154,7 +152,7 @@ def assert_carries(source: Layout, target: Layout, moves: tuple[Move, ...], gene
     full, cotangent = (torch.randn(source.shape, generator=generator, dtype=torch.float64) for _ in range(2))
     held = [tensor.requires_grad_() for tensor in scatter(full, source, generator)]
     cluster = VirtualCluster(source.mesh)
-    moved = cluster.convert(held, moves)
+    moved = convert(cluster, held, moves)
     assert worst_difference(moved, target, full) < 1e-13, told
     torch.autograd.backward(moved, scatter(cotangent, target.dual, generator))
     gradients = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in held]
@@ -227,7 +225,7 @@ def test_each_direction_by_its_own_list_is_exact_and_never_sends_more(mesh: Mesh
         back = redistribute(target.dual, source.dual, differentiable=False)
         for moves, before, after in ((there, source, target), (back, target.dual, source.dual)):
             full = torch.randn(before.shape, generator=generator, dtype=torch.float64)
-            moved = VirtualCluster(mesh).convert(scatter(full, before, generator), moves)
+            moved = convert(VirtualCluster(mesh), scatter(full, before, generator), moves)
             assert worst_difference(moved, after, full) < 1e-13
         apart = price_of(there, mesh, differentiable=False) + price_of(back, mesh, differentiable=False)
         assert apart <= price_of(redistribute(source, target), mesh)
@@ -251,7 +249,7 @@ def test_maxima_of_partial_values_are_taken_wherever_they_come_on_the_way(mesh: 
             held.append(shard(parts[key], bare, place).clone())
         full = torch.stack(list(parts.values())).amax(0)
         for target in whole[number % 3 :: 3]:
-            moved = VirtualCluster(mesh).convert(held, redistribute(source, target, differentiable=False))
+            moved = convert(VirtualCluster(mesh), held, redistribute(source, target, differentiable=False))
             assert worst_difference(moved, target, full) == 0, f"{source} -> {target}"
 
 
@@ -266,38 +264,15 @@ def layouts_without_summands(mesh: Mesh) -> list[Layout]:
 
 def test_a_matrix_on_two_devices_has_three_layouts() -> None:
     """Document 002: split by rows, split by columns, repeated."""
-    found = {str(layout): str(classical_view(layout)) for layout in layouts_without_summands(Mesh(d=2))}
-    print("\n".join(f"{layout}: {view}" for layout, view in found.items()))
-    assert found == {
-        "[8@d, 8]": "device matrix (2,), tensor map (0, -1)",
-        "[8, 8@d]": "device matrix (2,), tensor map (-1, 0)",
-        "[8, 8]": "device matrix (2,), tensor map (-1, -1)",
-    }
+    assert {*map(str, layouts_without_summands(Mesh(d=2)))} == {"[8@d, 8]", "[8, 8@d]", "[8, 8]"}
 
 
 def test_a_matrix_on_two_by_two_devices_has_four_kinds_of_layouts() -> None:
     """Document 002: split by rows and columns, repeated, split by rows and repeated, split by columns and repeated.
 
-    With the order of devices these are seven tensor maps on the device matrix (2, 2). Splitting one dim over all four
-    devices is the device matrix (4,), or (2, 2) with two entries for one dim where the order of devices is turned."""
-    kinds: dict[str, list[str]] = {}
+    With the order of devices these are seven, and four more split one dim over all four devices."""
+    kinds: dict[tuple[int, ...], int] = {}
     for layout in layouts_without_summands(FOUR):
         splits = tuple(FOUR.size_of(axis for atom in dim for axis in atom.axes) for dim in layout.dims)
-        kind = {(2, 2): "rows and columns", (1, 1): "repeated", (2, 1): "rows, repeated", (1, 2): "columns, repeated"}
-        view = classical_view(layout)
-        kinds.setdefault(kind.get(splits, "four parts of one dim"), []).append(
-            f"{view.device_matrix} {view.tensor_map}"
-        )
-    print("\n".join(f"{kind}: {', '.join(views)}" for kind, views in kinds.items()))
-    assert {kind: sorted(views) for kind, views in kinds.items()} == {
-        "rows and columns": ["(2, 2) (0, 1)", "(2, 2) (1, 0)"],
-        "repeated": ["(4,) (-1, -1)"],
-        "rows, repeated": ["(2, 2) (0, -1)", "(2, 2) (1, -1)"],
-        "columns, repeated": ["(2, 2) (-1, 0)", "(2, 2) (-1, 1)"],
-        "four parts of one dim": [
-            "(2, 2) ((0, 1), -1)",
-            "(2, 2) (-1, (0, 1))",
-            "(4,) (-1, 0)",
-            "(4,) (0, -1)",
-        ],
-    }
+        kinds[splits] = kinds.get(splits, 0) + 1
+    assert kinds == {(2, 2): 2, (1, 1): 1, (2, 1): 2, (1, 2): 2, (4, 1): 2, (1, 4): 2}

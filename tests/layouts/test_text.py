@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from layouts.classical import classical_view
 from layouts.placing import MESHES, random_layout
 from raising import raises
 from shardwise.errors import LayoutError, NotationError
@@ -88,16 +87,6 @@ def test_axes_must_exist() -> None:
 def test_a_mesh_axis_needs_a_positive_whole_number(sizes: dict[str, int]) -> None:
     with raises(LayoutError, "axis dp", "positive", f"not {sizes['dp']}"):
         Mesh(sizes)
-
-
-def test_the_classical_view_is_that_of_the_specification() -> None:
-    """Document 002: MatMul ((2, 4), (4, 1)) on eight devices."""
-    mesh = Mesh(d=8)
-    x = parse_layout("[16@d.0, 32@(d.1,d.2)]", mesh)
-    w = parse_layout("[32@(d.1,d.2), 16]", mesh)
-    assert str(classical_view(x)) == "device matrix (2, 4), tensor map (1, 0)"
-    assert str(classical_view(w)) == "device matrix (2, 4), tensor map (0, -1)"
-    assert str(classical_view(parse_layout("[16@d, 32]", mesh))) == "device matrix (8,), tensor map (0, -1)"
 
 
 def test_ranks_are_row_major_with_the_last_axis_fastest() -> None:

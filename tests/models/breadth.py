@@ -310,7 +310,6 @@ KNOWN: dict[str, str] = {
 
 
 def small(architecture: Architecture, name: str) -> Any:
-    """The configuration, with all its parts made small."""
     default = tf.AutoConfig.for_model(architecture.model_type)
     fields = _small_fields(default)
     for path, value in {**FIELDS.get(name, {}), **architecture.fields}.items():

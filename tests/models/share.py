@@ -16,21 +16,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-from rich.table import Table
-
 from shardwise.costs.flops import FLOPS, Shapes, flops_of
 from shardwise.graph.ir import Graph
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.bind import program_of
 from shardwise.plans.plan import Plan
-from shardwise.plans.printing import format_bytes
 from shardwise.programs.spmd import SpmdProgram
 from shardwise.programs.spmd_steps import OpStep
 from shardwise.rules.rule import base_name
 from shardwise.rules.tables import rule_of
-
-MIN_PRINTED = 1e-4  # hides small remainders of sizes that do not divide
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,41 +227,3 @@ def _bytes_sent(spmd: SpmdProgram) -> BytesSent:
         if spmd.receives_gradient(conversion):
             backward += conversion.grad_itemsize * sum(move.num_sent(backward=True) for move in conversion.moves)
     return BytesSent(forward, backward, delivered)
-
-
-def share_table(shares: Mapping[str, SplitShare], *, num_worst: int = 3) -> Table:
-    """Return a table with a row per model, and the operators and parameters that reduce its share the most."""
-    table = Table(show_lines=True, title="What the plan really splits")
-    for header in ("model", "mesh", "ops", "no rule", "FLOPs", "parameter bytes", "sent per device", "worst items"):
-        table.add_column(header, justify="left" if header in ("model", "mesh", "worst items") else "right")
-    for model, share in shares.items():
-        sent = share.bytes_sent
-        table.add_row(
-            model,
-            str(share.mesh),
-            str(share.num_operators),
-            str(len(share.without_rule)),
-            _percent(share.flops) + ("\nof the others" if share.without_rule else ""),
-            _percent(share.parameters),
-            f"{format_bytes(sent.forward)} forward\n{format_bytes(sent.backward)} backward\n"
-            f"{format_bytes(sent.delivered)} outputs",
-            "\n".join(_worst(share, num_worst)) or "-",
-        )
-    return table
-
-
-def _worst(share: SplitShare, number: int) -> list[str]:
-    """Return lines for the worst ``number`` of operators without a rule, other operators, and parameters."""
-    lines = [[f"{name}: no rule" for name in share.without_rule]]
-    for items in (share.operators_unsplit, share.parameters_unsplit):
-        printed = [item for item in items if item.lost >= MIN_PRINTED]
-        lines.append([f"{item.name}: {item.of_total:.2%} of all, {item.reason}" for item in printed])
-    return [
-        line
-        for of_kind in lines
-        for line in of_kind[:number] + [f"... {len(of_kind) - number} more"] * (len(of_kind) > number)
-    ]
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.2%}"

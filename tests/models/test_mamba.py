@@ -25,7 +25,6 @@ class Mamba(nn.Module):
 
 
 def where_splitting_pays() -> sw.Cluster:
-    """Eight devices that compute slowly, on fast links."""
     cluster = sw.Cluster.load("h100-1x8")
     device = cluster.device
     flops = type(device.flops)({name: rate / 1e5 for name, rate in device.flops.items()})

@@ -21,7 +21,6 @@ def build(tiny: TinyModel, batch: int) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def verified_share(tiny: TinyModel, mesh: sw.Mesh, *, batch: int = 8, **choices: Any) -> SplitShare:
-    """Plan and verify; what the plan splits."""
     model, inputs = build(tiny, batch)
     plan = sw.plan(model, (), mesh.num_devices, kwargs=inputs, mesh=mesh, search="sharding_propagation", **choices)
     report = sw.verify(model, (), plan, kwargs=inputs)
@@ -33,7 +32,7 @@ def verified_share(tiny: TinyModel, mesh: sw.Mesh, *, batch: int = 8, **choices:
 
 
 @pytest.mark.parametrize("name", ["llama", "vit"])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_the_propagated_plan_on_eight_devices_equals_one_device_and_splits_all_of_the_arithmetic(name):
     share = verified_share(MODELS[name], sw.Mesh(dp=8))
     assert share.without_rule == ()
@@ -42,7 +41,7 @@ def test_the_propagated_plan_on_eight_devices_equals_one_device_and_splits_all_o
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])  # the zoo has tensor-parallel plans of the others
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_a_data_by_tensor_plan_equals_one_device_and_splits_arithmetic_and_parameters(name):
     share = verified_share(MODELS[name], sw.Mesh(dp=2, tp=4), strategies=MODELS[name].strategies)
     assert share.without_rule == ()

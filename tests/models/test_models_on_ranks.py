@@ -177,7 +177,6 @@ def train_on_rank(cases: list[Case]) -> list[tuple[list[Step], Passes, Passes]]:
 
 
 def worst_errors(plan: sw.Plan, rank: int, found: list[Step], alone: list[Step]) -> dict[str, float]:
-    """Of every kind, over all steps and tensors."""
     worst = dict.fromkeys(LEAST, 0.0)
     for own, whole in zip(found, alone, strict=True):
         for kind, least in LEAST.items():

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from io import StringIO
 
 import pytest
 import torch
-from rich.console import Console
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
-from models.share import SplitShare, share_of_plan, share_table
+from models.share import SplitShare, share_of_plan
 from shardwise.costs.flops import FLOPS, flops_of
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Ref
@@ -24,8 +22,6 @@ from shardwise.rules.recurrent import RECURRENT
 
 
 class Call(nn.Module):
-    """A module around one call."""
-
     def __init__(self, function):
         super().__init__()
         self.function = function
@@ -148,11 +144,3 @@ def test_data_parallelism_is_not_asked_to_split_parameters():
 def test_one_device_has_nothing_to_split():
     share = share_of_pair(sw.Mesh(dp=1))
     assert (share.flops, share.parameters) == (None, None)
-
-
-def test_the_table_names_what_is_whole_and_why():
-    console = Console(width=200, record=True, file=StringIO())
-    console.print(share_table({"pair": share_of_pair(sw.Mesh(dp=2, tp=2), wide="n@tp", narrow="I@tp")}))
-    text = console.export_text()
-    assert "narrow/linear: 50.00% of all, whole over tp" in text
-    assert "83.33%" in text

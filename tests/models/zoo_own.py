@@ -112,8 +112,6 @@ def wide_and_deep_inputs(batch: int) -> dict[str, Any]:
 
 
 class LSTM(nn.Module):
-    """Two recurrent layers between an embedding and a vocabulary."""
-
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, width)

@@ -35,7 +35,6 @@ GATED = [
 
 
 def columns(*patterns: str) -> list[tuple[str, str]]:
-    """Linear layers split by output columns."""
     return [(pattern, "n@tp") for pattern in patterns]
 
 
@@ -62,7 +61,6 @@ def gemma() -> TinyModel:
 
 
 def mixtral() -> TinyModel:
-    """Experts are split as such."""
     config = tf.MixtralConfig(
         **DECODER, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True, router_aux_loss_coef=0.1
     )
@@ -141,7 +139,6 @@ def bart() -> TinyModel:
 
 
 def pair_inputs(batch: int, target: int = 5) -> dict[str, Any]:
-    """A source text and a shorter target text."""
     source = torch.randint(3, VOCABULARY, (batch, 6))
     return {"input_ids": source, "labels": torch.randint(3, VOCABULARY, (batch, target))}
 
@@ -173,7 +170,6 @@ def convnext() -> TinyModel:
 
 
 def resnet() -> TinyModel:
-    """Bottlenecks with batch norm."""
     config = tf.ResNetConfig(embedding_size=8, hidden_sizes=[16, 32], depths=[2, 2], layer_type="bottleneck")
     strategies = [("*.convolution", "co@tp"), ("classifier.1", "n@tp")]
     return of(classified(config), tf.ResNetForImageClassification, image_inputs, strategies)

@@ -171,8 +171,7 @@ def test_states_on_the_host_are_a_mend_where_there_is_a_host() -> None:
         assert offered == any("states on the host" in what for what, _ in options.suggest_fixes(request))
 
 
-def test_a_refusal_survives_pickle_and_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "MAX_REFUSED_SECONDS", -1.0)
+def test_a_refusal_survives_pickle_and_copies() -> None:
     module, batch = asked(64)
     with raises(sw.errors.NothingFits, section="nothing-fits", facts=["needed", "largest", "least", "fixes"]) as caught:
         sw.plan(module, batch, sw.Cluster.load("h100-1x2"), memory_bytes=1000.0)
@@ -190,20 +189,6 @@ def test_what_a_plan_announces_points_at_the_call() -> None:
             sw.plan(module, torch.ones(8, 64), sw.Cluster.load("local"), loss=lambda output: output.mean(), **settings)
         assert "gains nothing" in str(caught[0].message)
         assert {one.filename for one in caught} == {__file__}
-
-
-def test_mends_of_stages_are_ordered_by_their_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "MAX_REFUSED_SECONDS", inf)
-    monkeypatch.setattr(options, "MAX_SUGGESTION_SECONDS", inf)
-    module, batch = asked(64)
-    settings: dict[str, Any] = {"stages": 2, "global_batch": 64, "micro_batch": 16, "recompute": "none"}
-    free = sw.plan(module, batch, sw.Cluster.load("h100-1x2"), **settings)
-    assert free.pipeline is not None
-    most = max(own.peak_bytes for own in free.pipeline.stages)
-    said = refused(memory_bytes=0.45 * most, **settings)
-    lines = [line for line in said.splitlines() if line.startswith("  fix ")]
-    assert lines
-    assert all("step " in line and "peak " in line for line in lines), said
 
 
 def test_a_request_and_its_variants_are_checked_alike_and_keep_a_setting_of_none() -> None:

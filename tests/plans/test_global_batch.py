@@ -11,7 +11,6 @@ from torch import nn
 import shardwise as sw
 from raising import raises
 from shardwise.api import step_memory
-from shardwise.planning import suggestions
 from shardwise.plans.file import VERSION
 
 X = torch.randn(8, 16)
@@ -150,7 +149,7 @@ def test_the_micro_batch_is_the_largest_that_fits_unless_smaller_ones_are_faster
     assert str(tried).startswith(f"a micro-batch has {tight.micro_batch} samples; tried, the largest first")
 
 
-def test_a_batch_that_does_not_fit_in_a_pass_is_planned_in_passes_without_being_asked(monkeypatch):
+def test_a_batch_that_does_not_fit_in_a_pass_is_planned_in_passes_without_being_asked():
     class Wide(nn.Module):
         def __init__(self):
             super().__init__()
@@ -172,7 +171,6 @@ def test_a_batch_that_does_not_fit_in_a_pass_is_planned_in_passes_without_being_
     answer = sw.fits(Wide(), x, cluster, mesh=mesh, memory_bytes=limit, seconds=0)
     assert answer.ok
     assert f"{tight.micro_batches} micro-batches of {tight.micro_batch} samples" in str(answer)
-    monkeypatch.setattr(suggestions, "MAX_REFUSED_SECONDS", -1.0)
     with raises(sw.errors.NothingFits, section="nothing-fits", facts=["needed", "largest", "least", "fixes"]):
         sw.plan(Wide(), x, cluster, mesh=mesh, memory_bytes=1000)
 

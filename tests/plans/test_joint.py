@@ -40,7 +40,7 @@ def planned_alone(model: nn.Module, setting: StageConfig, devices: int, **option
 
 
 def test_it_finds_what_planning_every_setting_finds() -> None:
-    model = Staged(layers=3)
+    model = Staged(layers=2)
     found = sw.plan(model, BATCH, 2, stages="auto")
     said = found.report.explain("stages")
     assert isinstance(said, AutoStagesReport)
@@ -267,7 +267,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.usefixtures("_without_suggestions")
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_leaves_no_choice_is_refused(case: str) -> None:
     options, message = REFUSED[case]

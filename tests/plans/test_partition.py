@@ -96,6 +96,7 @@ def drawn_partition(seed: int, num_stages: int) -> tuple[StagePartition, list[An
 
 @pytest.mark.parametrize("num_stages", [3, 4])
 @pytest.mark.parametrize("seed", range(20))
+@pytest.mark.sampled(12)
 def test_the_settled_cut_is_the_best_of_all(seed: int, num_stages: int) -> None:
     partition, seconds, needs = drawn_partition(seed, num_stages)
     ends = len(partition.names)

@@ -96,7 +96,7 @@ def test_a_search_that_finds_nothing_has_a_row_that_says_so():
     assert comparison.best is comparison["sharding_propagation"], "which knows no limit"
 
 
-@pytest.mark.usefixtures("folder", "_without_suggestions")
+@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

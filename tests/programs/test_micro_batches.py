@@ -109,8 +109,6 @@ class PerSample(Body):
 
 
 class Margin(Body):
-    """Losses whose rules are lowered where samples are split."""
-
     def forward(self, x, y):
         scores = self.scores(x)
         apart = F.cosine_embedding_loss(scores, scores.roll(1, -1), torch.where(y > 2, 1, -1))
@@ -172,8 +170,6 @@ class Lookups(Body):
 
 
 class Recurrent(nn.Module):
-    """Initial states of zeros, one per sample."""
-
     def __init__(self):
         super().__init__()
         self.lstm, self.head = nn.LSTM(6, 8, batch_first=True), nn.Linear(8, 5)
@@ -203,8 +199,6 @@ class Counting(Body):
 
 
 class Convolutions(nn.Module):
-    """Batch norm: statistics of every micro-batch, one after another."""
-
     def __init__(self):
         super().__init__()
         self.first, self.norm = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4)
@@ -243,7 +237,9 @@ def made(name: str) -> tuple[nn.Module, tuple]:
 
 
 @pytest.mark.filterwarnings("ignore:a batch of 1 on 2 devices")
-@pytest.mark.parametrize("micro_batch", [4, 2, 1])
+@pytest.mark.parametrize(
+    "micro_batch", [2, pytest.param(4, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("name", TOKENS)
 def test_passes_of_a_step_compute_what_one_pass_over_the_batch_does(name, micro_batch):
     module, inputs = made(name)
@@ -342,8 +338,6 @@ class Contrastive(Body):
 
 
 class Centred(Body):
-    """A mean over the batch without running statistics."""
-
     def forward(self, x):
         z = self.scores(x)
         return (z - z.mean(0)).pow(4).mean()

@@ -19,14 +19,13 @@ from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import overlap_windows
 from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
-from shardwise.planning import suggestions
 from shardwise.plans import micro_batch_search
 from shardwise.search import domains, dynamic_programming
-from shardwise.search.config import SearchConfig
 from shardwise.search.cost_graph import BYTES
 from shardwise.search.memory_policy import MEMORY_POLICIES, MemoryPolicy
 from shardwise.search.planner import Planner
 from shardwise.search.solving import minimise
+from shardwise.search.stored_program import SearchConfig
 
 CLUSTER = sw.Cluster.load("h100-1x8")
 MESHES = (sw.Mesh(dp=8), sw.Mesh(dp=4, tp=2), sw.Mesh(dp=2, tp=4))
@@ -122,8 +121,7 @@ def test_rungs_that_a_bound_rules_out_are_not_searched_and_the_plan_is_the_same(
     def planned() -> tuple[sw.Plan | str, int]:
         with mock.patch.object(Planner, "searches", autospec=True, side_effect=Planner.searches) as searches:
             try:
-                with mock.patch.object(suggestions, "MAX_REFUSED_SECONDS", -1.0):
-                    return sw.plan(model, (ids, ids), 2, memory_bytes=limit, **options), searches.call_count
+                return sw.plan(model, (ids, ids), 2, memory_bytes=limit, **options), searches.call_count
             except sw.PlanError as error:
                 return re.sub(r"took \d+ s", "took some s", str(error)), searches.call_count
 

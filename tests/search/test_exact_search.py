@@ -52,6 +52,7 @@ def wide_llama(layers: int, mesh: sw.Mesh) -> CostGraph:
 
 
 @pytest.mark.parametrize("start", [0, 35])
+@pytest.mark.sampled(1)
 def test_small_graphs_against_all_assignments(start):
     tally = Tally()
     for seed in range(start, start + 35):
@@ -268,7 +269,6 @@ def test_a_solver_that_stopped_early_is_not_mistaken_for_a_bound(monkeypatch):
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("_without_suggestions")
 def test_a_plan_for_less_memory_fits_and_an_impossible_one_is_refused_with_the_least():
     model, x = Mlp(64, 256), torch.randn(32, 64)
     cluster, mesh = cluster_of(1, 4), sw.Mesh(x=4)

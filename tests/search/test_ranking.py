@@ -18,14 +18,13 @@ from models import paper_models, tiny_models
 from raising import raises
 from search.small_models import Chain
 from shardwise.costs.ledger import Peak
-from shardwise.plans.printing import format_bytes
+from shardwise.plans.quantities import format_bytes
 from shardwise.search import candidates as choosing
 from shardwise.search import planner as planning
 from shardwise.search.auto import MeshSearch
-from shardwise.search.candidates import Candidate, candidates
+from shardwise.search.candidates import Candidate, SimulatedCandidate, candidates, rank_candidates
 from shardwise.search.constants import CANDIDATE_PRICE_RATIO, CLEARLY_FASTER
 from shardwise.search.dynamic_programming import step_seconds
-from shardwise.search.ranking import SimulatedCandidate, rank_candidates
 
 
 class Residual(nn.Module):
@@ -184,7 +183,6 @@ def test_candidates_keep_to_the_limit_of_memory() -> None:
 
 
 def verdict(search: MeshSearch, assignment: list[int], seconds: float, peak_bytes: int) -> SimulatedCandidate:
-    """A candidate whose simulation is made up."""
     peak = Peak(peak_bytes, "forward", "/x", {"parameters": peak_bytes})
     step: Any = SimpleNamespace(seconds=seconds)
     nothing: Any = None
@@ -245,7 +243,6 @@ def test_very_large_graphs_are_not_simulated(monkeypatch: pytest.MonkeyPatch) ->
 # ---------------------------------------------------------------------------------------------------- limits of memory
 
 
-@pytest.mark.usefixtures("_without_suggestions")
 def test_a_plan_whose_peak_does_not_fit_is_refused_with_the_peak() -> None:
     with torch.device("meta"):
         model, inputs = Chain(), (torch.empty(64, 256),)
@@ -259,7 +256,6 @@ LEAST = 2**20  # bytes: a quarter of weights, gradients and states, and what an 
 
 
 # From far too little to a little less than the least: the search refuses the first limits, the simulated peak the last.
-@pytest.mark.usefixtures("_without_suggestions")
 @pytest.mark.parametrize(
     ("share", "search"),
     [

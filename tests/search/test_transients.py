@@ -14,10 +14,9 @@ import shardwise as sw
 from raising import raises
 from search.cost_graphs import small_cost
 from shardwise.search import planner
-from shardwise.search.auto import MeshSearch
+from shardwise.search.auto import MeshSearch, searches_within
 from shardwise.search.cost_graph import BYTES, CostGraph
 from shardwise.search.dynamic_programming import search
-from shardwise.search.transients import searches_within
 
 
 def moment(cost: CostGraph, assignment: list[int]) -> float:
@@ -71,14 +70,12 @@ def plan_of_wide(limit: float) -> sw.Plan:
 
 
 def least_of_wide() -> int:
-    """The least memory that a refusal names."""
     with raises(sw.errors.NothingFits, section="nothing-fits", facts=["needed", "largest", "least", "fixes"]) as caught:
         plan_of_wide(1e4)
     needed = next(line for line in str(caught.value).splitlines() if line.startswith("  needed:"))
     return int(needed.partition(" = ")[2].partition(" bytes")[0].replace(",", ""))
 
 
-@pytest.mark.usefixtures("_without_suggestions")
 def test_the_least_memory_of_a_refusal_is_a_peak_that_a_plan_has() -> None:
     """And where that much is allowed there is a plan."""
     least = least_of_wide()

@@ -17,9 +17,9 @@ from torch import nn
 
 from shardwise import Plan
 from shardwise.errors import problem
-from shardwise.mindspore import context
+from shardwise.mindspore import context, rank_groups
 from shardwise.mindspore.checks import closest
-from shardwise.mindspore.library import Box, Layout, boxes, parse_layout, rank_groups, shard
+from shardwise.mindspore.library import Box, Layout, boxes, parse_layout, shard
 from shardwise.mindspore.parameter_names import unwrapped
 
 _HELD = "_shardwise_held"  # the attribute of a split parameter

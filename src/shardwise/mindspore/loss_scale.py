@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from shardwise.errors import problem
+from shardwise.mindspore import rank_groups
 from shardwise.mindspore.checks import from_on, integer, number
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import as_gradient, parameter_of
-from shardwise.mindspore.library import rank_groups
 from shardwise.mindspore.tensor import Tensor as Number
 
 Tensor = torch.Tensor

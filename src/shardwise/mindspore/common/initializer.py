@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -63,7 +63,9 @@ def _xavier(tensor: Tensor, gain: float, numerator: int) -> float:
 def _he(tensor: Tensor, negative_slope: float, mode: str, nonlinearity: str) -> float:
     """Return the deviation ``gain / sqrt(fan)``."""
     fan_in, fan_out = _fans(tensor)
-    return torchs.calculate_gain(nonlinearity, negative_slope) / math.sqrt(fan_in if mode == "fan_in" else fan_out)
+    return torchs.calculate_gain(cast(Any, nonlinearity), negative_slope) / math.sqrt(
+        fan_in if mode == "fan_in" else fan_out
+    )
 
 
 def _check_mode(name: str, mode: str) -> str:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from shardwise.mindspore import rank_groups
 from shardwise.mindspore.communication import management as D
-from shardwise.mindspore.library import rank_groups
 from shardwise.mindspore.named import absent
 from shardwise.mindspore.ops import communication as C
 from shardwise.mindspore.ops.communication import ReduceOp

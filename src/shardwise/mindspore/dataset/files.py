@@ -65,7 +65,7 @@ def paths_of(dataset_files: Any) -> list[Path]:
 def image_of(path: Path, decode: bool) -> Array:
     """Return the bytes of an image, or its pixels."""
     data = np.frombuffer(path.read_bytes(), np.uint8)
-    return decoded(data) if decode else data  # type: ignore[no-any-return]
+    return decoded(data) if decode else data
 
 
 def folder_of(dataset_dir: Any) -> Path:

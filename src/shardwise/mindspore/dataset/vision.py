@@ -180,7 +180,8 @@ def _five(image: Any, *, size: Sizes) -> tuple[Array, ...]:
     """Crops of the four corners and the centre."""
     array, (h, w) = np.asarray(image), _pair(size)
     y, x = array.shape[0] - h, array.shape[1] - w
-    return tuple(_cropped(array, *at, h, w) for at in ((0, 0), (0, x), (y, 0), (y, x), (y // 2, x // 2)))
+    corners = ((0, 0), (0, x), (y, 0), (y, x), (y // 2, x // 2))
+    return tuple(_cropped(array, top, left, h, w) for top, left in corners)
 
 
 def _ten(image: Any, *, size: Sizes, use_vertical_flip: bool = False) -> tuple[Array, ...]:

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.mindspore import rank_groups
 from shardwise.mindspore.communication import management as D
 from shardwise.mindspore.communication.comm_func import Done, barrier, recv, send
-from shardwise.mindspore.library import rank_groups
 from shardwise.mindspore.named import absent
 from shardwise.mindspore.ops.communication import ReduceOp
 
@@ -24,7 +24,7 @@ def init_process_group(backend: str | None = None, *settings: Any, **named: Any)
 
 
 def is_initialized() -> bool:
-    return rank_groups.is_connected()
+    return dist.is_initialized()
 
 
 def is_available() -> bool:

@@ -164,7 +164,7 @@ CLASSES = classes_of({
     "LogSoftmax": ("The logarithm of Softmax along one dim.", lambda x, *, axis=-1: torch.log_softmax(
         x, _axes(axis)[0]), _SOFTMAX),
     "Softmax": ("exp(x) divided by its sum along ``axis``, one dim or several.", lambda x, *, axis=-1: torch.softmax(
-        x, *_axes(axis)) if len(_axes(axis)) == 1 else torch.exp(x - x.logsumexp(axis, keepdim=True)), _SOFTMAX),
+        x, _axes(axis)[0]) if len(_axes(axis)) == 1 else torch.exp(x - x.logsumexp(axis, keepdim=True)), _SOFTMAX),
     # -- losses
     "BinaryCrossEntropy": (
         "Binary cross entropy of probabilities: ``BinaryCrossEntropy(reduction)(logits, labels, weight)``.",

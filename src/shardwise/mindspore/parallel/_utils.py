@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from shardwise.mindspore import context
+from shardwise.mindspore import context, rank_groups
 from shardwise.mindspore.communication.management import find_group
-from shardwise.mindspore.library import rank_groups
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.options import ALIASES, CHECKS, ParallelMode
 

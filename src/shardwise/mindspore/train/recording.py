@@ -12,13 +12,14 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise import rank
 from shardwise.errors import problem
+from shardwise.mindspore import rank_groups
 from shardwise.mindspore.checks import closest, from_on, one_of, within
 from shardwise.mindspore.communication.management import find_group
-from shardwise.mindspore.library import rank_groups
 from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.tensor_methods import asnumpy
@@ -222,7 +223,7 @@ class OnRequestExit(
 
 def _on_any_rank(flag: bool) -> bool:
     """Return whether the flag is true on any rank (one small message)."""
-    if not rank_groups.is_connected():
+    if not dist.is_initialized():
         return flag
     device = "cuda" if rank_groups.backend() == "nccl" else "cpu"
     return bool(rank_groups.all_reduce(torch.tensor(int(flag), device=device), "max", find_group()))
