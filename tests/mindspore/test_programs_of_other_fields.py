@@ -8,41 +8,33 @@ fifth.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import shardwise.mindspore as ms
+from mindspore.test_programs_that_people_bring import RunRanks, alone
 from mindspore.test_tutorials import program
 
-RunRanks = Callable[..., list[Any]]
 MODES = {"unet_dice": "semi", "seq2seq_attention": "data_parallel", "dqn_actor_critic": "data_parallel"}
 
 
-def _run(name: str, mode: str | None) -> tuple[list[float], Any]:
-    ms.reset_auto_parallel_context()
-    with redirect_stdout(io.StringIO()):
-        losses, rest = program(name).main(mode)
-    return losses, rest
-
-
-def _alone(name: str) -> tuple[list[float], Any]:
-    try:
-        return _run(name, None)
-    finally:
+def _run(mode: str | None, *names: str) -> list[Any]:
+    """What the programs return: losses, or losses and something else."""
+    found = []
+    for name in names:
         ms.reset_auto_parallel_context()
-        if torch.distributed.is_initialized():
-            ms.communication.release()
+        with redirect_stdout(io.StringIO()):
+            found.append(program(name).main(mode))
+    return found
 
 
 def _same(name: str, ranks: int, run_ranks: RunRanks) -> None:
-    want, rest = _alone(name)
+    [(want, rest)] = alone(_run, None, name)
     assert len(set(want)) == len(want) >= 3  # every step changes the loss
-    found = run_ranks(_run, ranks, name, MODES[name], time_limit_seconds=240)
+    found = [own for (own,) in run_ranks(_run, ranks, MODES[name], name, time_limit_seconds=240)]
     np.testing.assert_allclose(np.mean([losses for losses, _ in found], 0), want, rtol=1e-4, err_msg=name)
     if name != "unet_dice":  # its parameters lie on the ranks in parts; the others return their sums
         for _, own in found:
@@ -64,18 +56,9 @@ SPLIT = (
 )  # fmt: skip
 
 
-def _split(mode: str | None) -> dict[str, list[float]]:
-    found = {}
-    for name in SPLIT:
-        ms.reset_auto_parallel_context()
-        with redirect_stdout(io.StringIO()):
-            found[name] = program(name).main(mode)
-    return found
-
-
 @pytest.mark.long
 def test_split_programs_on_two_ranks_are_those_of_one_process(run_ranks: RunRanks) -> None:
-    want = _split(None)
-    for rank in run_ranks(_split, 2, "semi_auto_parallel", time_limit_seconds=300):
-        for name in SPLIT:
-            np.testing.assert_allclose(rank[name], want[name], rtol=1e-4, err_msg=name)
+    want = _run(None, *SPLIT)
+    for rank in run_ranks(_run, 2, "semi_auto_parallel", *SPLIT, time_limit_seconds=300):
+        for name, own, other in zip(SPLIT, rank, want, strict=True):
+            np.testing.assert_allclose(own, other, rtol=1e-4, err_msg=name)

@@ -76,10 +76,10 @@ def _programs(folder: str, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _alone(folder: str, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+def alone(function: Callable[..., Any], *args: Any) -> Any:
     """In this process, which talks to nobody afterwards, as before."""
     try:
-        return _programs(folder, names)
+        return function(*args)
     finally:
         ms.reset_auto_parallel_context()
         if torch.distributed.is_initialized():
@@ -101,7 +101,7 @@ def _compare(one: dict[str, dict[str, Any]], ranks: list[dict[str, dict[str, Any
 
 
 def test_programs_on_two_ranks_are_those_of_one_process(run_ranks: RunRanks, tmp_path: Path) -> None:
-    one = _alone(str(tmp_path), SHORT)
+    one = alone(_programs, str(tmp_path), SHORT)
     assert len(one["fit_callbacks"]["losses"]) == 3
     assert one["dlrm"]["losses"][-1] < one["dlrm"]["losses"][0]
     assert one["resnet_stages"]["losses"][-1] != one["resnet_stages"]["losses"][0]
@@ -112,7 +112,7 @@ def test_programs_on_two_ranks_are_those_of_one_process(run_ranks: RunRanks, tmp
 def test_fifteen_programs_on_eight_ranks_are_those_of_one_process(run_ranks: RunRanks, tmp_path: Path) -> None:
     digits(tmp_path)
     cifar(tmp_path)
-    one = _alone(str(tmp_path), ALL)
+    one = alone(_programs, str(tmp_path), ALL)
     assert len({*ALL} - {"gpt_parallel"}) >= 15
     assert one["resnet_cifar"]["losses"][-1] < one["resnet_cifar"]["losses"][0]
     assert one["gpt_loss_scale"]["scores"] == [4096, 4096, 4096, 8192]  # it grows after three good steps

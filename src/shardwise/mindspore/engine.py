@@ -197,12 +197,8 @@ def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
         fix = ("call communication.init() first, and start the program with: shardwise run -n "
                f"{n} net.py (or mpirun -n {n} python net.py)")  # fmt: skip
         raise RuntimeError(problem(what, fix=fix))
-    model = whole_copy(cell)
-    counts: dict[str, tuple[int, ...]] = {}
-    if staged.is_on():
-        model, args = staged.MicroBatch(model.get_submodule("network")), (torch.tensor(1.0), *args)
-    else:
-        counts = fed_counts(options, args, kwargs)
+    counts = {} if staged.is_on() else fed_counts(options, args, kwargs)
+    model, args = whole_copy(cell, args)
 
     def on_meta(path: Any, x: Any) -> Any:
         if not isinstance(x, torch.Tensor) or leaf_name(path) not in counts:

@@ -15,7 +15,7 @@ from torch import nn
 
 from shardwise.errors import problem
 from shardwise.mindspore import rank_groups
-from shardwise.mindspore.checks import number
+from shardwise.mindspore.checks import from_on, integer, number
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import as_gradient, parameter_of
 from shardwise.mindspore.tensor import Tensor as Number
@@ -246,8 +246,5 @@ def _at_least_one(name: str, value: float, *, strictly: bool = True) -> float:
 
 
 def _window(value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(problem(f"scale_window is {value!r}", fix="give a number of steps"))
-    if value < 1:
-        raise ValueError(problem(f"scale_window is {value}", fix="give a number of steps from 1 on"))
-    return value
+    fix = "give a number of steps"
+    return from_on("scale_window", integer("scale_window", value, fix), 1, fix)

@@ -30,9 +30,7 @@ PRICED = ("dynamic_programming", "recursive_programming")
 
 def planned(cell: nn.Module, args: tuple[Any, ...], **kwargs: Any) -> sw.Plan:
     """Return the plan of a cell for whole batches, by the context. No ranks are needed."""
-    model = whole_copy(cell)
-    if staged.is_on():
-        model, args = staged.MicroBatch(model.get_submodule("network")), (torch.tensor(1.0), *args)
+    model, args = whole_copy(cell, args)
     be_buffers(model, changed_parameters(model, args, kwargs))
     return plan_by_context(cell, model, args, kwargs, {}, context.options())
 
@@ -157,12 +155,16 @@ def be_buffers(model: nn.Module, names: set[str]) -> None:
             module._buffers[leaf] = module._parameters.pop(leaf)
 
 
-def whole_copy(cell: nn.Module) -> nn.Module:
-    """Copy the cell to the meta device, with parameters of their whole shapes."""
+def whole_copy(cell: nn.Module, args: tuple[Any, ...]) -> tuple[nn.Module, tuple[Any, ...]]:
+    """Copy the cell to the meta device, with parameters of their whole shapes. Return the copy and its inputs; of a
+    cell in stages those of a micro-batch's loss."""
     memo: dict[int, Any] = {}
     for tensor in [*cell.parameters(), *cell.buffers()]:
         empty = torch.empty(whole_shape(tensor), dtype=tensor.dtype, device="meta")
         if isinstance(tensor, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         memo[id(tensor)] = empty
-    return copy.deepcopy(cell, memo)
+    model = copy.deepcopy(cell, memo)
+    if staged.is_on():
+        return staged.MicroBatch(model.get_submodule("network")), (torch.tensor(1.0), *args)
+    return model, args

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import nn
@@ -328,7 +328,7 @@ def _torch_modules(cell: nn.Module) -> Iterator[nn.Module]:
             yield from _torch_modules(child)
 
 
-class SequentialCell(Cell):
+class SequentialCell(Cell, nn.Sequential):
     """A sequence of cells: ``SequentialCell(a, b)``, ``SequentialCell([a, b])``, or with names
     ``SequentialCell(OrderedDict([("first", a), ("second", b)]))``."""
 
@@ -343,36 +343,19 @@ class SequentialCell(Cell):
     def cell_list(self) -> list[nn.Module]:
         return list(self.children())
 
-    def append(self, cell: nn.Module) -> SequentialCell:
-        self.add_module(str(len(self._modules)), cell)
-        return self
-
-    def insert(self, index: int, cell: nn.Module) -> None:
+    def insert(self, index: int, cell: nn.Module) -> Self:
         """Insert a cell before the one at ``index`` and renumber all cells."""
         listed = self.cell_list
         listed.insert(index, cell)
         self._modules.clear()
-        for number, member in enumerate(listed):
-            self.add_module(str(number), member)
-
-    def __len__(self) -> int:
-        return len(self._modules)
+        return self.extend(listed)
 
     def __getitem__(self, index: int | slice) -> Any:
         chosen = self.cell_list[index]
         return type(self)(*chosen) if isinstance(chosen, list) else chosen
 
-    def __setitem__(self, index: int, cell: nn.Module) -> None:
-        self.add_module(list(self._modules)[index], cell)
-
-    def __delitem__(self, index: int) -> None:
-        del self._modules[list(self._modules)[index]]
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self.children())
-
     def construct(self, x: Any) -> Any:
-        for cell in self.children():
+        for cell in self:
             x = cell(x)
         return x
 

@@ -26,10 +26,9 @@ def merge_pipeline_strategys(src_strategy_dirs: str, dst_strategy_file: str) -> 
     """Merge the strategy files of a pipeline's ranks into one. Each has all stages here, so they must be equal."""
     files = sorted(path for path in Path(src_strategy_dirs).glob("*") if path.is_file())
     plans = {path: sw.Plan.load(path) for path in files}
-    if len({plan.digest for plan in plans.values()}) != 1:
-        what = (
-            f"{src_strategy_dirs} has {len({plan.digest for plan in plans.values()})} strategies in {len(files)} files"
-        )
+    digests = {plan.digest for plan in plans.values()}
+    if len(digests) != 1:
+        what = f"{src_strategy_dirs} has {len(digests)} strategies in {len(files)} files"
         raise ValueError(problem(what, fix="a folder with the files of one job"))
     Path(dst_strategy_file).parent.mkdir(parents=True, exist_ok=True)
     plans[files[0]].save(dst_strategy_file)
