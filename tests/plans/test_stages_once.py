@@ -107,8 +107,6 @@ def test_values_of_a_stage_wait_on_the_host(schedule: str, stages: int) -> None:
 
 
 class Ends(nn.Module):
-    """An embedding and a head without blocks, around blocks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.head = nn.Linear(64, 64), nn.Linear(64, 64)

@@ -31,7 +31,6 @@ SAMPLES: tuple[Sample, ...] = (
 
 @cache
 def programs(kind: str) -> tuple[Program, ...]:
-    """``samples``: an operator each; else random programs."""
     if kind == "samples":
         return tuple(map(program_of_sample, SAMPLES))
     return tuple(random_program(seed, WINDOWED * 2 + STEPS) for seed in range(12))

@@ -26,8 +26,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Tied weights, dropout, and labels that do not count."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(11, 8)

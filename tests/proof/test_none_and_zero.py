@@ -34,8 +34,6 @@ class Net(nn.Module):
 
 
 class Half(torch.autograd.Function):
-    """Has no gradient for its second operand."""
-
     @staticmethod
     def forward(ctx, x, y):
         return x * y
