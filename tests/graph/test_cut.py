@@ -158,8 +158,6 @@ def test_the_seed_is_a_source_of_every_part_that_draws() -> None:
 
 
 class Counts(nn.Module):
-    """Reads running statistics before the part that computes them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(3, 3), nn.Linear(3, 3)

@@ -275,8 +275,6 @@ class Halved(nn.Cell):
 
 
 class Staged(nn.Cell):
-    """Two layers in two stages."""
-
     def __init__(self) -> None:
         super().__init__()
         values = torch.Generator().manual_seed(5)
@@ -290,8 +288,6 @@ class Staged(nn.Cell):
 
 
 class Clipping(nn.Cell):
-    """A cell of one's own, which is given gradients."""
-
     def construct(self, grads: Any) -> Any:
         return ops.clip_by_global_norm(grads, 0.02)
 

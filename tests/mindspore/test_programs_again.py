@@ -116,8 +116,6 @@ def test_an_error_in_training_gives_back_the_signal() -> None:
 
 
 class Clear(nn.Cell):
-    """A part of training: no input, no cell inside."""
-
     def __init__(self, sums: ParameterTuple, zeros: ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
         self.sums, self.zeros, self.hyper_map = sums, zeros, ops.HyperMap()

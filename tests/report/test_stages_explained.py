@@ -132,7 +132,6 @@ def test_the_best_pipelines_have_their_cuts_elsewhere(balanced: sw.Plan) -> None
 
 
 def _cut(one: Any, other: Any) -> bool:
-    """Whether stages have other operators."""
     return [entry.name for entry in one.operators] != [entry.name for entry in other.operators]
 
 

@@ -183,8 +183,6 @@ def test_the_launcher_shows_what_hangs_and_before_that_what_ended(how: str, tmp_
 
 
 class Widens(torch.nn.Module):
-    """A small input, a large output."""
-
     def __init__(self) -> None:
         super().__init__()
         self.wide = torch.nn.Linear(1, 64, bias=False)

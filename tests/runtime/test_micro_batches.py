@@ -40,8 +40,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers prints on
 
 
 class Norms(nn.Module):
-    """Convolutions with batch norm, and dropout."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4)

@@ -243,8 +243,6 @@ def test_without_replacement_nothing_is_drawn_twice_and_zero_weights_never() -> 
 
 
 class Noise(nn.Module):
-    """One kind of random number between two layers."""
-
     def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -316,8 +314,6 @@ def test_a_distribution_that_checks_its_parameters_names_the_mend(monkeypatch: p
 
 
 class Unused(nn.Module):
-    """Drops what nobody reads, between dropouts that count."""
-
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(6, 6)

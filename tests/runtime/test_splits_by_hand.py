@@ -45,8 +45,6 @@ class Words(nn.Module):
 
 
 class Bags(nn.Module):
-    """Bags of words, and two products."""
-
     def __init__(self, mode: str = "sum") -> None:
         super().__init__()
         torch.manual_seed(0)
