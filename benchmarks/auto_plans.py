@@ -53,14 +53,18 @@ from shardwise.costs.pricing import price_program
 from shardwise.graph.capture import capture
 from shardwise.layouts.routes import Axes
 from shardwise.plans.bind import program_of
+from shardwise.plans.entries import PricingEntry
 from shardwise.plans.listing import stage_of
-from shardwise.plans.plan import Plan, PricingEntry
+from shardwise.plans.plan import Plan
 from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.spmd import build_spmd
 from shardwise.rules.atoms import factor_graph
-from shardwise.search.auto import PRICED_SEARCHES, best_completion, choice_of, cost_graph
-from shardwise.search.rules import rules_of
-from shardwise.search.variables import SharedVariable
+from shardwise.search.auto import PRICED_SEARCHES, best_completion, choice_of
+from shardwise.search.cost_graph import SharedVariable
+from shardwise.search.cost_tables import Tables
+from shardwise.search.domains import Domains, SearchSpace
+from shardwise.search.memory_policy import PricedPolicy
+from shardwise.search.user_choices import rules_of
 
 TIMEOUT = timedelta(minutes=5)
 LOSS_TOLERANCE = 1e-3  # of float32 losses after one step, whose order of summation differs
@@ -177,7 +181,8 @@ class Planner:
     def random(self, count: int, seed: int) -> dict[str, sw.Plan]:
         """Some random operators and parameters have random strategies and layouts, the rest is the best with these."""
         factored = factor_graph(self.graph, rules_of(self.graph))
-        cost = cost_graph(self.graph, factored, {}, Axes.of(self.mesh), self.prices)
+        domains = Domains(SearchSpace(self.graph, factored), Axes.of(self.mesh), self.prices)
+        cost = Tables(domains, {}).priced(PricedPolicy())
         generator = np.random.default_rng(seed)
         pricing = PricingEntry(format_cluster(self.cluster), "", "", "", ())
         found: dict[str, sw.Plan] = {}

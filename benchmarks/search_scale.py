@@ -37,9 +37,12 @@ from shardwise.graph.capture import Capture, capture
 from shardwise.layouts.routes import Axes
 from shardwise.programs.spmd import build_spmd
 from shardwise.rules.atoms import factor_graph
-from shardwise.search.auto import MeshSearch, cost_graph, run_search
+from shardwise.search.auto import MeshSearch, run_search
+from shardwise.search.cost_tables import Tables
+from shardwise.search.domains import Domains, SearchSpace
+from shardwise.search.memory_policy import PricedPolicy
 from shardwise.search.mesh_shapes import candidate_meshes
-from shardwise.search.rules import rules_of
+from shardwise.search.user_choices import rules_of
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,7 @@ def run(
         prices = Prices(Links(cluster, mesh))
         clock.shapes += 1
         with clock.phase("tables"):
-            cost = cost_graph(graph, factored, {}, Axes.of(mesh), prices)
+            cost = Tables(Domains(SearchSpace(graph, factored), Axes.of(mesh), prices), {}).priced(PricedPolicy())
         with clock.phase("search"):
             found = run_search(cost, "dynamic_programming", None)
         if best is None or found.outcome.seconds < best.outcome.seconds:

@@ -205,10 +205,15 @@ def test_the_dialect_uses_the_public_api_and_names_the_rest_in_one_file() -> Non
     assert private == {"mindspore/library.py"}
 
 
-def test_the_dialects_files_do_not_import_each_other_in_circles() -> None:
+# ``Cluster.load`` is part of the public class that the reader of cluster files makes.
+WITH_CIRCLES = {"costs"}
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent.name for path in PACKAGE.glob("*/__init__.py")} - WITH_CIRCLES))
+def test_files_of_a_folder_do_not_import_each_other_in_circles(folder: str) -> None:
     files = {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
-        for path in (PACKAGE / "mindspore").rglob("*.py")
+        for path in (PACKAGE / folder).rglob("*.py")
     }
     imports: dict[str, set[str]] = {}
     for name, path in files.items():

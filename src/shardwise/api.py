@@ -29,9 +29,9 @@ from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.vjp import VjpCache
 from shardwise.report.comparison import ComparedPlan, Comparison
+from shardwise.search.decide import Kept
 from shardwise.search.memory_policy import Offload
 from shardwise.search.modes import Mode
-from shardwise.search.user_layouts import Kept
 from shardwise.search.zero import Zero
 from shardwise.untrusted_text import shorten_repr
 

@@ -172,7 +172,7 @@ def find_host(hosts: Sequence[Host], path: str) -> int:
     ours = socket.gethostname()
     names = {ours, ours.split(".", 1)[0], socket.getfqdn()}
     numbers = [number for number, host in enumerate(hosts) if host.name in names or host.name.split(".", 1)[0] == ours]
-    numbers = numbers or [number for number, host in enumerate(hosts) if _is_here(host.name)]
+    numbers = numbers or [number for number, host in enumerate(hosts) if _local_addresses(host.name)]
     if len(numbers) == 1:
         return numbers[0]
     if numbers:
@@ -180,11 +180,6 @@ def find_host(hosts: Sequence[Host], path: str) -> int:
         raise LaunchError(what, fix=f"give the number of this one, from 0: --node-rank {numbers[0]}")
     what = f"this machine ({ours}) is not one of the hosts of {path}: {_some([host.name for host in hosts])}"
     raise LaunchError(what, fix="add it, or give the number of this host, from 0: --node-rank 0")
-
-
-def _is_here(name: str) -> bool:
-    """Return whether a name or address resolves to this machine."""
-    return bool(_local_addresses(name))
 
 
 def _local_addresses(name: str) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 import shardwise as sw
 from shardwise import cli
 from shardwise.commands.models import add_model, model_of
-from shardwise.commands.plan_options import add_settings
+from shardwise.commands.plans import add_settings
 
 MODEL = """
 import torch

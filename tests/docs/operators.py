@@ -25,7 +25,7 @@ from shardwise.layouts.conversions import Collective
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, apply_strategy
-from shardwise.plans.printing import format_bytes
+from shardwise.plans.quantities import format_bytes
 from shardwise.programs.spmd import Choice, build_spmd
 from shardwise.rules import tables
 from shardwise.rules.atoms import factor_graph

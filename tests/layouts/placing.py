@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.layouts.conversions import Move
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
+from shardwise.proof.virtual import VirtualCluster
 from shardwise.runtime.local_shards import shard
 
 MESHES = (
@@ -72,3 +76,32 @@ def worst_difference(held: list[Tensor], layout: Layout, full: Tensor) -> float:
         if want.numel():
             worst = max(worst, float((total - want).abs().max()))
     return worst
+
+
+def convert(cluster: VirtualCluster, tensors: Sequence[Tensor], moves: Sequence[Move]) -> list[Tensor]:
+    """Every rank's tensor after the moves, differentiably."""
+    converted = list(tensors)
+    for move in moves:
+        if not (move.entry.forward == "none" and move.entry.backward == "none"):
+            converted = list(_VirtualMove.apply(cluster, (move,), *converted))
+    return converted
+
+
+class _VirtualMove(torch.autograd.Function):
+    """A move of all ranks' tensors with its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, cluster: VirtualCluster, moves: Sequence[Move], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.cluster, ctx.moves = cluster, moves
+        results = cluster.perform_together(moves, tensors, backward=False)
+        return tuple(_fresh(result, tensors) for result in results)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        results = ctx.cluster.perform_together(ctx.moves, cotangents, backward=True)
+        return (None, None, *(_fresh(result, cotangents) for result in results))
+
+
+def _fresh(result: Tensor, operands: Sequence[Tensor]) -> Tensor:
+    """Return the result, cloned if it is an operand or a view: ranks must not share memory."""
+    return result.clone() if any(result is tensor or result._base is not None for tensor in operands) else result

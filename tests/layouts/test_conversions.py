@@ -8,7 +8,7 @@ from math import prod
 import pytest
 import torch
 
-from layouts.placing import MESHES, random_layout, scatter, worst_difference
+from layouts.placing import MESHES, convert, random_layout, scatter, worst_difference
 from shardwise.layouts.conversions import CELLS, Move
 from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
@@ -54,7 +54,7 @@ def test_one_move_carries_value_and_cotangent_exactly(cell: tuple[str, str], axe
     target = bare.moved(dict.fromkeys(axes, (2, 0) if cell == ("S", "S") else places[cell[1]]))
     full, cotangent = (torch.randn(bare.shape, generator=generator, dtype=torch.float64) for _ in range(2))
     held = [tensor.requires_grad_() for tensor in scatter(full, source, generator)]
-    moved = VirtualCluster(mesh).convert(held, [Move(source, target, axes)])
+    moved = convert(VirtualCluster(mesh), held, [Move(source, target, axes)])
     assert worst_difference(moved, target, full) < 1e-14
     torch.autograd.backward(moved, scatter(cotangent, target.dual, generator))
     assert worst_difference([gradient_of(tensor) for tensor in held], source.dual, cotangent) < 1e-14
@@ -74,7 +74,7 @@ def test_redistribution_equals_slicing_the_global_tensor(seed: int) -> None:
         moves = redistribute(source, target)
         full, cotangent = (torch.randn(source.shape, generator=generator, dtype=torch.float64) for _ in range(2))
         held = [tensor.requires_grad_() for tensor in scatter(full, source, generator)]
-        moved = VirtualCluster(mesh).convert(held, moves)
+        moved = convert(VirtualCluster(mesh), held, moves)
         told = f"seed {seed}: {source} -> {target}: {[(move.cell, move.axes) for move in moves]}"
         assert worst_difference(moved, target, full) < 1e-13, told
         torch.autograd.backward(moved, scatter(cotangent, target.dual, generator))
@@ -88,7 +88,7 @@ def test_gradient_free_reductions_reduce(kind: str) -> None:
     values = [torch.tensor([rank, -rank, 0]) for rank in range(4)]
     if kind == "any":
         values = [value > 2 for value in values]
-    moved = VirtualCluster(mesh).convert(values, redistribute(source, Layout.whole(mesh, (3,)), differentiable=False))
+    moved = convert(VirtualCluster(mesh), values, redistribute(source, Layout.whole(mesh, (3,)), differentiable=False))
     want = {"max": [3, 0, 0], "min": [0, -3, 0], "any": [True, False, False]}[kind]
     assert all(tensor.tolist() == want for tensor in moved)
 

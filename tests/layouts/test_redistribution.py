@@ -15,7 +15,7 @@ import torch
 
 from layouts.independent_search import SENT, Dims, Search
 from layouts.optimality import compare, compare_divided, pairs_of_divided, peak_of, plain, price_of
-from layouts.placing import scatter, worst_difference
+from layouts.placing import convert, scatter, worst_difference
 from shardwise.layouts.conversions import Move, collective_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
@@ -152,7 +152,7 @@ def assert_carries(source: Layout, target: Layout, moves: tuple[Move, ...], gene
     full, cotangent = (torch.randn(source.shape, generator=generator, dtype=torch.float64) for _ in range(2))
     held = [tensor.requires_grad_() for tensor in scatter(full, source, generator)]
     cluster = VirtualCluster(source.mesh)
-    moved = cluster.convert(held, moves)
+    moved = convert(cluster, held, moves)
     assert worst_difference(moved, target, full) < 1e-13, told
     torch.autograd.backward(moved, scatter(cotangent, target.dual, generator))
     gradients = [torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for tensor in held]
@@ -225,7 +225,7 @@ def test_each_direction_by_its_own_list_is_exact_and_never_sends_more(mesh: Mesh
         back = redistribute(target.dual, source.dual, differentiable=False)
         for moves, before, after in ((there, source, target), (back, target.dual, source.dual)):
             full = torch.randn(before.shape, generator=generator, dtype=torch.float64)
-            moved = VirtualCluster(mesh).convert(scatter(full, before, generator), moves)
+            moved = convert(VirtualCluster(mesh), scatter(full, before, generator), moves)
             assert worst_difference(moved, after, full) < 1e-13
         apart = price_of(there, mesh, differentiable=False) + price_of(back, mesh, differentiable=False)
         assert apart <= price_of(redistribute(source, target), mesh)
@@ -249,7 +249,7 @@ def test_maxima_of_partial_values_are_taken_wherever_they_come_on_the_way(mesh: 
             held.append(shard(parts[key], bare, place).clone())
         full = torch.stack(list(parts.values())).amax(0)
         for target in whole[number % 3 :: 3]:
-            moved = VirtualCluster(mesh).convert(held, redistribute(source, target, differentiable=False))
+            moved = convert(VirtualCluster(mesh), held, redistribute(source, target, differentiable=False))
             assert worst_difference(moved, target, full) == 0, f"{source} -> {target}"
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from layouts.placing import scatter, worst_difference
+from layouts.placing import convert, scatter, worst_difference
 from raising import raises
 from shardwise.errors import NotationError
 from shardwise.layouts.conversions import collective_of
@@ -62,7 +62,7 @@ def assert_carries(source: Layout, target: Layout) -> None:
     full = torch.randn(source.shape, generator=generator, dtype=torch.float64)
     held = [tensor.requires_grad_() for tensor in scatter(full, source, generator)]
     cluster = VirtualCluster(source.mesh)
-    moved = cluster.convert(held, moves)
+    moved = convert(cluster, held, moves)
     ranks = range(source.mesh.num_devices)
     for rank, tensor in enumerate(moved):
         assert torch.allclose(tensor, take(full, target, rank), atol=1e-12), f"{told}, rank {rank}"

@@ -19,6 +19,7 @@ Tensors = tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of each
 
 @dataclass(frozen=True)
 class Read:
+    variable: str
     operator: str
     operands: str
     instance: str
@@ -72,8 +73,8 @@ def read(path: Path) -> list[Read]:
             code.append(own.strip())
         strategy = ast.literal_eval(head["strategy"]) if head["strategy"] else None
         found.append(
-            Read(head["operator"], head["operands"], head["instance"] or "", attributes(head["attrs"] or ""), strategy,
-                 tensors(given), tensors(made), scope, tuple(code))
+            Read(*head.group("variable", "operator", "operands"), head["instance"] or "",
+                 attributes(head["attrs"] or ""), strategy, tensors(given), tensors(made), scope, tuple(code))
         )  # fmt: skip
     return found
 

@@ -110,9 +110,7 @@ def test_the_overflow_status_of_devices_is_that_of_losses_and_gradients() -> Non
         assert ms.ops.NPUGetFloatStatusV2()(status).tolist() == [found, *[0.0] * 7]
 
 
-def test_settings_beside_a_level_say_which_cells_are_in_half_precision(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_settings_beside_a_level_say_which_cells_are_in_half_precision(capsys: pytest.CaptureFixture[str]) -> None:
     def dtypes(level: str, **settings: Any) -> list[str]:
         net = nn.SequentialCell(nn.Dense(4, 4), nn.BatchNorm1d(4))
         ms.build_train_network(net, nn.SGD(net.trainable_params()), level=level, **settings)

@@ -146,11 +146,7 @@ LATER: dict[str, Any] = {
     "grad_accumulation_step": 4,
 }
 MEANINGLESS: dict[str, Any] = {"loss_repeated_mean": False, "pipeline_segments": 2}
-ALGO_IDLE: dict[str, Any] = {
-    "fully_use_devices": False,
-    "enable_algo_approxi": True,
-    "tensor_slice_align_enable": True,
-}
+ALGO_IDLE: dict[str, Any] = {"fully_use_devices": False, "enable_algo_approxi": True, "tensor_slice_align_enable": True}
 
 
 def test_every_option_is_in_one_of_these_lists() -> None:

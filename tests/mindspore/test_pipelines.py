@@ -20,10 +20,9 @@ from raising import raises
 from search.small_models import counts
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.mindspore import nn, ops, planning, staged
-from shardwise.mindspore.holding import holding_of, is_elsewhere
+from shardwise.mindspore.holding import holding_of, is_elsewhere, save_group
 from shardwise.mindspore.parallel.auto_parallel import AutoParallel
 from shardwise.mindspore.parallel.nn import Pipeline
-from shardwise.mindspore.storage import save_group
 from spec.cases import CASES
 
 RunRanks = Callable[..., list[Any]]

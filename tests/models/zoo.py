@@ -42,7 +42,7 @@ from shardwise.layouts.text import format_layout
 from shardwise.plans.plan import Plan
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.tables import rule_of
-from shardwise.search.rules import rules_of
+from shardwise.search.user_choices import rules_of
 
 ZOO = {**TRANSFORMERS, **OWN}
 DATA = sw.Mesh(dp=8)

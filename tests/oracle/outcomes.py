@@ -20,7 +20,7 @@ from shardwise.graph.capture import Capture, capture
 from shardwise.plans.plan import Plan
 from shardwise.rules.atoms import factor_graph
 from shardwise.rules.tables import rule_of
-from shardwise.search.rules import rules_of
+from shardwise.search.user_choices import rules_of
 
 MESHES = (sw.Mesh(a=2, b=2), sw.Mesh(x=3))
 FAULTS = ("traceback", "wrong", "crashed", "out of time")

@@ -14,11 +14,10 @@ import shardwise as sw
 from shardwise.layouts.mesh import Mesh
 from shardwise.search import planner as planning
 from shardwise.search.auto import MeshSearch
-from shardwise.search.candidates import Candidate
-from shardwise.search.config import SearchConfig
+from shardwise.search.candidates import Candidate, CandidateRanking, SimulatedCandidate, rank_candidates
 from shardwise.search.dynamic_programming import SearchOutcome
 from shardwise.search.planner import Planner, with_bound_over_meshes
-from shardwise.search.ranking import CandidateRanking, SimulatedCandidate, rank_candidates
+from shardwise.search.stored_program import SearchConfig
 
 LIMIT = 1.0
 

@@ -21,16 +21,15 @@ from raising import raises
 from runtime.small_gpt import batch, make_gpt
 from runtime.test_priced_ranks import described_cluster
 from shardwise.costs.prices import Prices
-from shardwise.costs.routing import Router
+from shardwise.costs.pricing import Router
 from shardwise.graph.capture import capture
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.placement import Placement
 from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.routes import Axes
 from shardwise.layouts.text import format_move, parse_layout, parse_move
-from shardwise.plans.bind import program_of
+from shardwise.plans.bind import program_of, resize_moves
 from shardwise.plans.entries import ConversionEntry
-from shardwise.plans.paths import resize_moves
 from shardwise.plans.price_scope import prices_of
 from shardwise.plans.result import PlanningResult
 from shardwise.programs.buckets import Bucket
@@ -100,7 +99,7 @@ def test_binding_asks_no_price_and_no_way(priced: sw.Plan, monkeypatch: pytest.M
         raise AssertionError("a plan is complete in itself")
 
     graph = capture(make_gpt(), batch(8, 0)).graph
-    monkeypatch.setattr("shardwise.plans.paths.fewest_bytes", refuse)
+    monkeypatch.setattr("shardwise.plans.bind.fewest_bytes", refuse)
     monkeypatch.setattr("shardwise.programs.spmd.fill_buckets", refuse)
     monkeypatch.setattr(Prices, "__init__", refuse)
     spmd = program_of(sw.Plan.from_json(priced.to_json()), graph, training=True)

@@ -15,11 +15,9 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from raising import raises
-from shardwise.search.cost_graph import COMPONENTS
+from shardwise.search.cost_graph import COMPONENTS, OperatorVariable
 from shardwise.search.dynamic_programming import step_seconds
-from shardwise.search.elimination import Interner, Problem, TooWide
-from shardwise.search.k_best import k_best
-from shardwise.search.variables import OperatorVariable
+from shardwise.search.elimination import Interner, Problem, TooWide, k_best
 
 
 class Mlp(nn.Module):
@@ -261,7 +259,7 @@ def test_a_graph_that_is_too_wide_cannot_be_explained(plan: sw.Plan, monkeypatch
     def too_wide(*_: object, **__: object) -> None:
         raise TooWide((0, 1), "too wide")
 
-    monkeypatch.setattr("shardwise.plans.bounds.solve", too_wide)
+    monkeypatch.setattr("shardwise.report.explain.solve", too_wide)
     with raises(sw.PlanError, "densely connected", fix="sw.plan(..., strategies=...)"):
         plan.report.explain("up/linear")
 

@@ -18,16 +18,18 @@ from search.deep_model import VOCABULARY, Deep
 from shardwise.graph.capture import capture
 from shardwise.layouts.routes import Floats
 from shardwise.planning import execute
-from shardwise.plans import auto_stages, stage_planner, stage_timing
+from shardwise.plans import auto_stages, stage_planner
 from shardwise.plans.auto_stages import AutoStagesReport, StageConfig
+from shardwise.plans.micro_batch_search import Example
+from shardwise.plans.request import PlanRequest
 from shardwise.plans.stage_estimator import ESTIMATED_POLICIES, BlockSpans, MeshOption, ParetoFront, StageEstimator
 from shardwise.search import fit_memory
-from shardwise.search.config import SearchConfig
 from shardwise.search.constants import ESTIMATED_MEMORY_SHARE
 from shardwise.search.cost_graph import BYTES
 from shardwise.search.dynamic_programming import step_seconds
 from shardwise.search.memory_policy import MemoryPolicy
 from shardwise.search.planner import Planner
+from shardwise.search.stored_program import SearchConfig
 
 LAYERS, WIDTH = 8, 16
 BLOCKS = 6
@@ -42,9 +44,9 @@ def small_batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_equal_stages_are_searched_once_and_have_the_plan_of_the_fullest() -> None:
     model, batch = Deep(LAYERS, WIDTH), small_batch(8)
     options: dict[str, Any] = {"stages": 4, "micro_batch": 1, "global_batch": 8, "mesh": sw.Mesh(dp=2)}
-    with mock.patch.object(stage_planner, "_choose", wraps=stage_planner._choose) as searches:
+    with mock.patch.object(stage_planner, "choose_stage", wraps=stage_planner.choose_stage) as searches:
         plan = sw.plan(model, batch, 8, **options)
-    middle = [call.args[2] for call in searches.call_args_list]
+    middle = [call.args[3] for call in searches.call_args_list]
     assert searches.call_count < 4, "stages in the middle are equal"
     assert middle == sorted(middle, reverse=True), "each was searched for the first of its kind, which keeps most"
     second, third = plan.stages[1], plan.stages[2]
@@ -98,14 +100,15 @@ def fronts_of(num_devices: int, settings: SearchConfig) -> StageEstimator:
         model, ids = Deep(12), torch.zeros(32, 256, dtype=torch.int64)
     graph = capture(model, (ids, ids)).graph
     cluster, mesh = sw.Cluster.load(f"h100-{num_devices // 8}x8"), sw.Mesh(dp=num_devices // 4, tp=4)
-    return StageEstimator(graph, lambda short, size: short, lambda part: (mesh,), cluster, settings)
+    request = PlanRequest.of(model, (ids, ids), cluster, mesh=mesh)
+    return StageEstimator(graph, request, Example(model, (request.args, {})), settings)
 
 
 @pytest.mark.parametrize("num_devices", [8, 32])
 def test_a_short_model_stands_for_a_long_one(num_devices: int) -> None:
     fronts = fronts_of(num_devices, SearchConfig(memory_bytes=1e15))
     assert len(fronts.short.ops) < len(fronts.whole.ops) / 2
-    (mesh,) = fronts.meshes(fronts.cluster)
+    (mesh,) = fronts.request.meshes(fronts.cluster, by_price=True)
     (search,), _ = Planner.of(fronts.whole, (), fronts.cluster, (mesh,), fronts.settings).searches()
     whole = search.outcome.components  # which choices are mixed to hide messages depends on the depth
     assert fronts.seconds(StageConfig(1, "", 32, 1)) == pytest.approx(step_seconds(whole), rel=0.05)
@@ -115,7 +118,7 @@ def test_a_short_model_stands_for_a_long_one(num_devices: int) -> None:
 @pytest.mark.sampled(1)
 def test_less_memory_takes_about_what_the_search_of_the_policies_takes(share: float) -> None:
     free = fronts_of(8, SearchConfig(memory_bytes=1e15))
-    (mesh,) = free.meshes(free.cluster)
+    (mesh,) = free.request.meshes(free.cluster, by_price=True)
     (search,), _ = Planner.of(free.whole, (), free.cluster, (mesh,), free.settings).searches()
     limit = share * float(search.outcome.components[BYTES])
     planner = Planner.of(free.whole, (), free.cluster, (mesh,), SearchConfig(memory_bytes=limit))
@@ -141,11 +144,9 @@ def test_a_model_without_blocks_that_makes_nothing_again_is_estimated(how: Any) 
     with torch.device("meta"):
         model, x = torch.nn.Linear(64, 64), torch.empty(32, 64)
     graph = capture(model, (x,), loss=lambda output: output.square().mean()).graph
-    cluster, mesh = sw.Cluster.load("h100-1x8"), sw.Mesh(dp=8)
+    request = PlanRequest.of(model, (x,), "h100-1x8", mesh=sw.Mesh(dp=8))
     policies = (MemoryPolicy(how, "held"),)
-    fronts = StageEstimator(
-        graph, lambda short, size: short, lambda part: (mesh,), cluster, SearchConfig(), policies=policies
-    )
+    fronts = StageEstimator(graph, request, Example(model, (request.args, {})), SearchConfig(), policies=policies)
     assert not fronts.blocks
     assert fronts.seconds(StageConfig(1, "", 32, 1)) < inf
 
@@ -241,11 +242,11 @@ def test_stages_that_are_asked_to_make_all_again_are_cut_by_what_that_keeps() ->
 def test_stages_that_differ_in_names_are_timed_once(schedule: str) -> None:
     model, batch = Deep(LAYERS, WIDTH), small_batch(8)
     options: dict[str, Any] = {"micro_batch": 1, "global_batch": 8, "mesh": sw.Mesh(dp=1), "schedule": schedule}
-    with mock.patch.object(stage_timing, "_timed", wraps=stage_timing._timed) as calls:
+    with mock.patch.object(stage_planner, "_timed", wraps=stage_planner._timed) as calls:
         plan = sw.plan(model, batch, 4, stages=4 if schedule == "1F1B" else 8, **options)
     assert plan.pipeline is not None
     assert calls.call_count < len(plan.stages)
-    with mock.patch.object(stage_timing, "_without_names", side_effect=lambda part, choice, spmd: object()):
+    with mock.patch.object(stage_planner, "_without_names", side_effect=lambda part, choice, spmd: object()):
         apart = sw.plan(model, batch, 4, stages=len(plan.stages), **options)
     assert apart.pipeline == plan.pipeline
 

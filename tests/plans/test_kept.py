@@ -82,6 +82,13 @@ def test_layouts_that_do_not_fit_are_named(layouts: dict[str, Any], words: objec
         planned(layouts=layouts)
 
 
+def test_a_layout_of_no_tensor_is_named_with_stages_too() -> None:
+    module = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    settings: dict[str, Any] = {"loss": lambda output: output.square().mean(), "stages": 2}
+    with raises(LayoutError, "'2.weight'", "did you mean '1.weight'"):
+        sw.plan(module, torch.randn(8, 16), 4, layouts={"2.weight": (2, 1)}, **settings)
+
+
 def test_two_names_of_one_parameter_are_not_kept_in_two_layouts() -> None:
     module = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False))
     module[1].weight = module[0].weight

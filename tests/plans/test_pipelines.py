@@ -23,7 +23,7 @@ from shardwise.graph.cut import cut_apart
 from shardwise.graph.stage_marks import with_stages
 from shardwise.plans import pipelines
 from shardwise.plans.schedule import SCHEDULES, order_of, schedule_of
-from shardwise.plans.stage_timing import StageTiming
+from shardwise.plans.stage_planner import StageTiming
 from shardwise.programs.spmd import SpmdProgram
 from shardwise.proof.ranks import VirtualRanks, VirtualStep
 from shardwise.runtime.local_shards import shard

@@ -19,7 +19,7 @@ from shardwise.costs.prediction import PassedOver
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import collective_seconds
 from shardwise.graph.capture import capture
-from shardwise.plans.printing import format_bytes, format_seconds
+from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.search.mesh_shapes import candidate_meshes
 
 

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from runtime.small_gpt import example_module
-from shardwise.plans.printing import format_bytes, merged_operators, merged_tensors
+from shardwise.plans.printing import merged_operators, merged_tensors
+from shardwise.plans.quantities import format_bytes
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TENSOR_PARALLEL = {"blocks.*.attention.qkv": "n@tp", "blocks.*.mlp.up": "n@tp", "tokens": "v@tp", "head": "n@tp"}
@@ -76,7 +77,7 @@ def test_numbers_of_sizes_and_strategies_are_no_numbers_of_names():
     assert ("0.bias", "f32[16]") in tensors
     assert not {layout for _, layout in tensors} - {entry.layout for entry in plan.parameters}
     splits = merged_operators(plan.stages[0])[0]
-    assert not {row[1] for row in splits} - {operator.strategy or "whole" for operator in plan.operators}
+    assert not {row[1] for row, _ in splits} - {operator.strategy or "whole" for operator in plan.operators}
 
 
 def test_a_plan_says_what_a_device_holds_and_sends():

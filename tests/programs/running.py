@@ -15,7 +15,7 @@ from programs.building import Program
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.collectives import Links
 from shardwise.costs.prices import Prices
-from shardwise.costs.routing import Router
+from shardwise.costs.pricing import Router
 from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.layouts.choice import AxisChoice, Split, parse_choice
 from shardwise.layouts.conversions import WINDOW_CELLS

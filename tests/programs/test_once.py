@@ -172,8 +172,8 @@ def test_passes_with_a_table_on_the_host_are_sound():
     plan = sw.plan(Lookup(), inputs(), 2, mode="data_parallel", global_batch=BATCH, micro_batch=2)
     call = Example(Lookup(), ((inputs(),), {}), None)
     spmd = program_of(plan, planned_graph(call, plan), training=True)
-    placed = place_on_cpu(localize(spmd, 0), frozenset({"table.weight"}))
-    program, on_host = with_copies(differentiate(placed.program, VjpCache()), placed.values)
+    placed, values = place_on_cpu(localize(spmd, 0), frozenset({"table.weight"}))
+    program, on_host = with_copies(differentiate(placed, VjpCache()), values)
     assert on_host
     parts = repeated(program)
     for part in (parts.ahead, parts.each, parts.behind):

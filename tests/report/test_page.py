@@ -18,11 +18,11 @@ from raising import raises
 from report.net import Net
 from shardwise.costs.pipeline_simulation import StageSeconds
 from shardwise.costs.timeline import Event
-from shardwise.plans.format_intervals import format_bytes_interval, format_step_interval, priced_cluster
+from shardwise.layouts.text import parse_layout
+from shardwise.plans.price_scope import format_step_interval, priced_cluster
 from shardwise.plans.printing import format_figures, merged_operators, plan_figures
-from shardwise.plans.quantities import format_bytes, format_seconds
+from shardwise.plans.quantities import format_bytes, format_bytes_interval, format_seconds
 from shardwise.report.device_grid import Grid, device_grid
-from shardwise.report.outline import members_of
 from shardwise.report.page import write_page
 from shardwise.report.search_reports import MeshReport, PipelineReport
 from shardwise.runtime.local_shards import shard
@@ -70,7 +70,7 @@ def test_every_figure_is_the_plans(plan: sw.Plan, tmp_path: Path) -> None:
     operators, _ = merged_operators(plan.only_stage, buckets=False)
     assert text.count('<details class="op"') == len(operators)
     words = plain(text)
-    assert all(strategy in words and rule in words for _, strategy, rule, *_ in operators)
+    assert all(strategy in words and rule in words for (_, strategy, rule, *_), _ in operators)
     assert all(entry.layout in words for entry in plan.parameters)
     assert text.count('<rect class="box') == len(known.step.events)
     groups = {(event.name, event.stream) for event in known.step.events if event.stream}
@@ -81,7 +81,7 @@ def test_every_figure_is_the_plans(plan: sw.Plan, tmp_path: Path) -> None:
         cells = (f"{len(own):,}", size, seconds)
         row = f"<td>{kind}</td><td>messages over {plan.mesh.format_axes(stream)}</td>"
         assert row + "".join(f'<td class="number">{cell}</td>' for cell in cells) in text
-    for name, why in ((name, plan.report.explain(members_of(name)[0])) for name, *_ in operators[:1]):
+    for name, why in ((row[0], plan.report.explain(names[0])) for row, names in operators[:1]):
         for own in why.alternatives[:6]:
             row = f'{format_seconds(own.step_seconds)}</td><td class="number">{format_seconds(own.seconds)}</td>'
             assert row in text, name
@@ -108,7 +108,7 @@ def test_shards_of_the_grid_are_those_that_ranks_hold(sizes: dict[str, int]) -> 
     found = device_grid(own)
     assert found["ranks"] == list(range(mesh.num_devices))
     for tensor in found["tensors"]:
-        layout = own.layouts[members_of(tensor["name"])[0]]
+        layout = parse_layout(tensor["layout"], mesh)
         whole = torch.arange(layout.max_local_numel * mesh.num_devices * 8)[: torch.Size(layout.shape).numel()]
         shards = found["shards"][tensor["key"]]
         parts = [shard(whole.view(layout.shape), layout, mesh.coordinates(rank)) for rank in found["ranks"]]
@@ -128,10 +128,8 @@ def test_a_grid_of_many_devices_shows_the_first_along_every_axis() -> None:
 
 def test_merged_names_stand_for_all_their_operators(plan: sw.Plan) -> None:
     merged, _ = merged_operators(plan.only_stage, buckets=False)
-    names = [name for row in merged for name in members_of(row[0])]
+    names = [name for _, members in merged for name in members]
     assert sorted(names) == sorted(operator.name for operator in plan.operators)
-    assert members_of("a.0-1.b.2,4/add") == ["a.0.b.2/add", "a.0.b.4/add", "a.1.b.2/add", "a.1.b.4/add"]
-    assert members_of("block-1.x/add_1") == ["block-1.x/add_1"]
 
 
 def test_nothing_comes_from_elsewhere_and_names_are_texts(plan: sw.Plan, tmp_path: Path) -> None:

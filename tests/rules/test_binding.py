@@ -10,11 +10,11 @@ from rules.harness import make_case
 from rules.samples import Sample, bits, call, ids, plain, unit, x
 from shardwise.errors import LayoutError, NotationError
 from shardwise.graph.ir import Graph, Op, Ref, Value
+from shardwise.graph.schema import by_operator
 from shardwise.rules import bind, rule_of, whole_rule
 from shardwise.rules.binding import rule
 from shardwise.rules.rule import LocalContext, Piece
 from shardwise.rules.shapes import regroup
-from shardwise.rules.tables import join
 
 aten = torch.ops.aten
 ATTEND = aten.scaled_dot_product_attention.default
@@ -146,7 +146,7 @@ def test_a_kind_that_contradicts_the_dims_is_an_error() -> None:
 def test_an_operator_in_two_tables_is_our_mistake() -> None:
     line = {aten.mm.default: rule("m k, k n -> m n", reduction={"k": "sum"})}
     with raises(AssertionError, "aten.mm.default"):
-        join((line, line))
+        by_operator({}, line, line)
 
 
 def test_booleans_are_never_summed() -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from raising import raises
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.initial.deferred import deferred as deferred_in_any_way
 from shardwise.runtime.initial.materialize import full_tensors, stable_seed
-from shardwise.runtime.initial.replay import leaves
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 from gpt import GPT, GPTConfig
@@ -313,7 +313,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         out = func(*args, **(kwargs or {}))
-        for tensor in leaves((out, args)):
+        for tensor in pytree.tree_leaves((out, args)):
             if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                 storage = tensor.untyped_storage()
                 self.alive[storage._cdata] = (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from layouts.placing import scatter, worst_difference
+from layouts.placing import convert, scatter, worst_difference
 from raising import raises
 from shardwise.api import step_memory
 from shardwise.layouts.layout import Atom, Layout, Windows
@@ -283,7 +283,7 @@ def moved_both_ways(source: Layout, target: Layout) -> list[str]:
     full, seed = (torch.randn(source.shape, dtype=torch.float64, generator=generator) for _ in range(2))
     cluster = VirtualCluster(source.mesh)
     before = [tensor.requires_grad_() for tensor in scatter(full, source, generator)]
-    after = cluster.convert([tensor * 1.0 for tensor in before], redistribute(source, target))
+    after = convert(cluster, [tensor * 1.0 for tensor in before], redistribute(source, target))
     assert worst_difference(after, target, full) < 1e-12, target
     kinds = [collective.kind for collective in cluster.record]
     torch.autograd.backward(after, [own.clone() for own in scatter(seed, target.dual, generator)])

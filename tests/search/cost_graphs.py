@@ -24,18 +24,21 @@ from shardwise.graph.ir import Graph
 from shardwise.layouts.routes import Axes, Floats
 from shardwise.programs.spmd import build_spmd
 from shardwise.rules.atoms import factor_graph
-from shardwise.search.auto import MeshSearch, cost_graph
-from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph
+from shardwise.search.auto import MeshSearch
+from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, OperatorVariable, SharedVariable
+from shardwise.search.cost_tables import Tables
+from shardwise.search.domains import Domains, SearchSpace
 from shardwise.search.elimination import Interner, Problem, Table
-from shardwise.search.rules import rules_of
-from shardwise.search.variables import OperatorVariable, SharedVariable
+from shardwise.search.memory_policy import PricedPolicy
+from shardwise.search.user_choices import rules_of
 
 
 def cost_of(graph: Graph, mesh: sw.Mesh, cluster: Cluster | None = None, fixed: Any = None) -> CostGraph:
     """The cost graph of a captured model, or of a random program."""
     factored = factor_graph(graph, rules_of(graph))
     links = Links(cluster or Cluster.local(mesh.num_devices), mesh)
-    return cost_graph(graph, factored, fixed or {}, Axes.of(mesh), Prices(links))
+    domains = Domains(SearchSpace(graph, factored), Axes.of(mesh), Prices(links))
+    return Tables(domains, fixed or {}).priced(PricedPolicy())
 
 
 def cost_of_model(model: nn.Module, inputs: dict[str, Any], mesh: sw.Mesh, cluster: Cluster | None = None) -> CostGraph:

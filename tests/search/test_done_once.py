@@ -21,11 +21,11 @@ from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
 from shardwise.plans import micro_batch_search
 from shardwise.search import domains, dynamic_programming
-from shardwise.search.config import SearchConfig
 from shardwise.search.cost_graph import BYTES
 from shardwise.search.memory_policy import MEMORY_POLICIES, MemoryPolicy
 from shardwise.search.planner import Planner
 from shardwise.search.solving import minimise
+from shardwise.search.stored_program import SearchConfig
 
 CLUSTER = sw.Cluster.load("h100-1x8")
 MESHES = (sw.Mesh(dp=8), sw.Mesh(dp=4, tp=2), sw.Mesh(dp=2, tp=4))

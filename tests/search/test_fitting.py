@@ -22,11 +22,12 @@ from shardwise.graph.segments import How
 from shardwise.layouts.routes import Axes
 from shardwise.rules.atoms import factor_graph
 from shardwise.search import fit_memory
-from shardwise.search.auto import cost_graph
 from shardwise.search.cost_graph import BYTES, EXPOSED, TRAFFIC, Components
+from shardwise.search.cost_tables import Tables
+from shardwise.search.domains import Domains, SearchSpace
 from shardwise.search.memory_policy import MemoryPolicy, PricedPolicy, ReshardMode
 from shardwise.search.planner import least_that_fits
-from shardwise.search.rules import rules_of
+from shardwise.search.user_choices import rules_of
 
 if TYPE_CHECKING:
     from shardwise.search.planner import Planner
@@ -96,7 +97,8 @@ def tables_of_storage(passes: int, *ways: ReshardMode, trains: bool = True) -> l
     weight = next(source.value for source in graph.sources if source.names == ("1.weight",))
     found = []
     for way in ways:
-        cost = cost_graph(graph, factored, {}, Axes.of(MESH), prices, PricedPolicy(reshard_mode=way))
+        domains = Domains(SearchSpace(graph, factored), Axes.of(MESH), prices)
+        cost = Tables(domains, {}).priced(PricedPolicy(reshard_mode=way))
         storage = cost.number["storage", weight]
         found.append([cost.kinds[kind] for scope, kind in cost.factors if scope[0] == storage and len(scope) == 2])
     return found

@@ -19,13 +19,12 @@ from shardwise.graph.ir import Graph
 from shardwise.programs.instructions import Copy
 from shardwise.search import block_extrapolation
 from shardwise.search.candidates import candidates
-from shardwise.search.config import SearchConfig
 from shardwise.search.cost_graph import BYTES
 from shardwise.search.dynamic_programming import step_seconds
 from shardwise.search.fit_memory import _PolicyResult, fit_memory
 from shardwise.search.memory_policy import MemoryPolicy
 from shardwise.search.planner import Planner
-from shardwise.search.stored_program import build_program
+from shardwise.search.stored_program import SearchConfig, build_program
 
 
 def graph_of(skips: bool = False) -> Graph:

@@ -18,14 +18,13 @@ from models import paper_models, tiny_models
 from raising import raises
 from search.small_models import Chain
 from shardwise.costs.ledger import Peak
-from shardwise.plans.printing import format_bytes
+from shardwise.plans.quantities import format_bytes
 from shardwise.search import candidates as choosing
 from shardwise.search import planner as planning
 from shardwise.search.auto import MeshSearch
-from shardwise.search.candidates import Candidate, candidates
+from shardwise.search.candidates import Candidate, SimulatedCandidate, candidates, rank_candidates
 from shardwise.search.constants import CANDIDATE_PRICE_RATIO, CLEARLY_FASTER
 from shardwise.search.dynamic_programming import step_seconds
-from shardwise.search.ranking import SimulatedCandidate, rank_candidates
 
 
 class Residual(nn.Module):

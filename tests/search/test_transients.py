@@ -14,10 +14,9 @@ import shardwise as sw
 from raising import raises
 from search.cost_graphs import small_cost
 from shardwise.search import planner
-from shardwise.search.auto import MeshSearch
+from shardwise.search.auto import MeshSearch, searches_within
 from shardwise.search.cost_graph import BYTES, CostGraph
 from shardwise.search.dynamic_programming import search
-from shardwise.search.transients import searches_within
 
 
 def moment(cost: CostGraph, assignment: list[int]) -> float:

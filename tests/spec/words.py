@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from layouts.placing import scatter, worst_difference
+from layouts.placing import convert, scatter, worst_difference
 from search.small_models import counts
 from shardwise.graph.capture import capture_function
 from shardwise.graph.ir import Graph, Op
@@ -63,7 +63,7 @@ def moved_correctly(source: Layout, target: Layout) -> list[str]:
     seed = torch.randn(source.shape, dtype=torch.float64, generator=generator)
     cluster = VirtualCluster(source.mesh)
     before = [tensor.requires_grad_() for tensor in scatter(full, source, generator)]
-    after = cluster.convert(before, redistribute(source, target))
+    after = convert(cluster, before, redistribute(source, target))
     assert worst_difference(after, target, full) < 1e-12
     kinds = [collective.kind for collective in cluster.record]
     seeds = [shard(seed, target, own) for own in cluster.coordinates]

@@ -25,7 +25,6 @@ class Command:
 
 
 def add_output(parser: argparse.ArgumentParser, what: str, *, required: bool = True) -> None:
-    """Add ``--output FILE``. The path is checked before any work is done."""
     parser.add_argument("-o", "--output", required=required, type=_to_write, metavar="FILE", help=what)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from math import isfinite
@@ -13,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from shardwise.costs.cluster import Cluster
     from shardwise.plans.auto_stages import AutoStagesReport, SettingOutcome
+    from shardwise.plans.micro_batch_search import MicroBatchOutcome
     from shardwise.plans.plan import Plan
     from shardwise.report.alternatives import PlanRanking
     from shardwise.report.explain import Explanation
     from shardwise.report.pipeline_ranking import PipelineRanking
     from shardwise.report.search_reports import MicroBatches, StageExplanation
-    from shardwise.search.micro_batch import MicroBatchOutcome
 
 
 def show(text: Any, chosen: argparse.Namespace, data: Callable[[], Any]) -> None:
@@ -34,28 +33,15 @@ def _plain(data: Any) -> Any:
     return [_plain(value) for value in data] if isinstance(data, (list, tuple)) else data
 
 
-def predicted(plan: Plan) -> tuple[float, float] | None:
-    """Return the predicted seconds of a step and bytes of a device; None if nothing is predicted."""
-    if plan.pipeline is not None:
-        return plan.pipeline.step_seconds, plan.pipeline.memory_bytes
-    prediction = plan.predicted
-    return None if prediction is None else (prediction.planned_seconds, prediction.memory_bytes)
-
-
 def totals(plan: Plan) -> list[dict[str, Any]]:
     """Return the collectives of a pass, summed by direction, kind and axes."""
-    entries = []
-    for direction in ("forward", "backward"):
-        count: Counter[tuple[str, str]] = Counter()
-        size: Counter[tuple[str, str]] = Counter()
-        for entry in plan.collectives(backward=direction == "backward"):
-            count[entry.kind, entry.axes] += 1
-            size[entry.kind, entry.axes] += entry.num_bytes
-        for (kind, axes), number in count.items():
-            entries.append(
-                {"direction": direction, "kind": kind, "axes": axes, "count": number, "bytes": size[kind, axes]}
-            )
-    return entries
+    from shardwise.plans.printing import totals_of
+
+    return [
+        {"direction": direction, "kind": kind, "axes": axes, "count": count, "bytes": size}
+        for direction in ("forward", "backward")
+        for (kind, axes), (count, size) in totals_of(plan, backward=direction == "backward").items()
+    ]
 
 
 def entry_data(plan: Plan, name: str) -> dict[str, Any]:
@@ -118,7 +104,10 @@ def explanation_data(answer: Explanation | StageExplanation | MicroBatches | Aut
                         "compute_seconds": term.compute,
                         "traffic_seconds": term.traffic,
                         "bytes": term.num_bytes,
-                        "messages": [_renamed(asdict(message)) for message in term.messages],
+                        "messages": [
+                            {"bytes" if key == "num_bytes" else key: value for key, value in asdict(message).items()}
+                            for message in term.messages
+                        ],
                     }
                     for term in alternative.terms
                 ],
@@ -134,10 +123,6 @@ def _planned(trial: MicroBatchOutcome | SettingOutcome) -> dict[str, Any]:
         "bytes": trial.num_bytes or None,
         "refused": trial.refused or None,
     }
-
-
-def _renamed(message: dict[str, Any]) -> dict[str, Any]:
-    return {"bytes" if key == "num_bytes" else key: value for key, value in message.items()}
 
 
 def ranking_data(ranking: PlanRanking | PipelineRanking) -> dict[str, Any]:

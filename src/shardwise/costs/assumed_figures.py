@@ -56,5 +56,4 @@ def assumed_figures(content: Mapping[str, Any]) -> list[str]:
 
 @cache
 def print_note_once(text: str) -> None:
-    """Once for each text: on every rank that asks."""
     print(f"shardwise: {text}", file=sys.stderr)

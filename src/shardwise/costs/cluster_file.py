@@ -52,6 +52,7 @@ _LEVEL_KEYS = {
     "in_switch": ("in_switch", "", False, True),
     "spread": ("spread", "", False, True),
 }
+_LEVEL_TABLES = "name", "size", "shared_by", "group_bandwidths", "efficiency", "launches", "lines", "hierarchical"
 _LINE = re.compile(r"(?P<kind>[a-z_]+) over (?P<units>[1-9][0-9]{0,6})")
 _SIZED = re.compile(r"(?P<family>.+)-(?P<nodes>[0-9]{1,7})x(?P<devices>[0-9]{1,7})")
 _COUNT = re.compile(r"[1-9][0-9]{0,6}")
@@ -142,7 +143,6 @@ class _FigureReader:
         self.wrong.append((where, what))
 
     def figure(self, value: object, unit: str, where: str, may_be_zero: bool = False) -> float:
-        """Return a figure, or NaN with a complaint."""
         try:
             number = parse_quantity(value, unit)
         except ShardwiseError as error:
@@ -253,7 +253,6 @@ def _key(name: str) -> str:
 
 
 def _content(text: str, path: str) -> dict[str, Any]:
-    """Return the tables of a TOML text. Raises ShardwiseError."""
     lines = text.splitlines()
     longest = max(map(len, lines), default=0)
     try:
@@ -274,7 +273,6 @@ def _content(text: str, path: str) -> dict[str, Any]:
 
 
 def parse(text: str, path: str = "cluster.toml") -> Cluster:
-    """Return the cluster that a TOML text describes. Raises ShardwiseError with all faults."""
     return _cluster(_content(text, path), path)
 
 
@@ -379,21 +377,7 @@ def _with_memory(reader: _FigureReader, device: Device, where: str) -> Device:
 
 
 def _level(reader: _FigureReader, table: Mapping[str, Any], where: str) -> Level:
-    reader.unknown(
-        table,
-        {
-            "name",
-            "size",
-            "shared_by",
-            "group_bandwidths",
-            "efficiency",
-            "launches",
-            "lines",
-            "hierarchical",
-            *_LEVEL_KEYS,
-        },
-        where,
-    )
+    reader.unknown(table, {*_LEVEL_KEYS, *_LEVEL_TABLES}, where)
     figures = reader.figures(table, _LEVEL_KEYS, where)
     by_size: list[tuple[int, float]] = []
     for key, value in reader.table(table, "group_bandwidths", where).items():

@@ -331,7 +331,6 @@ def _hierarchy(kind: str, levels: tuple[Level, ...], span: Span) -> Affine:
 
 
 def _all_to_all(levels: tuple[Level, ...], span: Span) -> Affine:
-    """Return the line of an all-to-all. The links of each level carry the parts for devices beyond them."""
     fixed, slope = _launch("all_to_all", levels, span), 0.0
     for level in span.passed():
         inside, here = span.members(level), span.members(level + 1)

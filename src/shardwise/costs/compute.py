@@ -69,7 +69,9 @@ def operator_seconds(
         num_bytes += _num_bytes((), results, ((), shapes[1])) if backward else 0.0
         work = KernelWork(ONE_KERNEL[op.target] + "_backward" * backward, num_bytes=num_bytes)
         return max(kernel_seconds(device, work), device.launch)
-    profile, rows = profile_of(op, operands, results), operator_name(op.target) in READ_ROWS
+    forms = tuple(map(Form.of_value, operands)), tuple(map(Form.of_value, results))
+    profile = traced_profile(numbered_call(op), *forms, tuple(value.requires_grad for value in results))
+    rows = operator_name(op.target) in READ_ROWS
     size = _num_bytes(operands, results, shapes, rows) / max(profile.num_bytes, 1.0)
     flops = flops_of(op, tuple(shapes[0]), tuple(shapes[1])) / profile.flops if profile.flops else 1.0
     if op.target == aten.scaled_dot_product_attention.default and profile.flops:
@@ -105,13 +107,6 @@ def _num_bytes(
     """Return the bytes of operands and results; unread rows of a table do not count."""
     taken = [*zip(operands, shapes[0], strict=True), *zip(results, shapes[1], strict=True)][1 if rows else 0 :]
     return float(sum(prod(shape) * value.dtype.itemsize for value, shape in taken))
-
-
-def profile_of(op: Op, operands: Sequence[Value], results: Sequence[Value]) -> Profile:
-    """Return the profile of an operator on unsharded values."""
-    needed = tuple(value.requires_grad for value in results)
-    forms = tuple(map(Form.of_value, operands)), tuple(map(Form.of_value, results))
-    return traced_profile(numbered_call(op), *forms, needed)
 
 
 @lru_cache(maxsize=1)

@@ -148,7 +148,8 @@ def fit_cluster(measured: Measurements, name: str, like: Cluster | None = None) 
     levels: list[Level] = []
     names = ("machine",) if len(measured.sizes) == 1 else ("node", "network", *("",) * len(measured.sizes))
     for index, size in enumerate(measured.sizes):
-        inside = [time for time in measured.collectives if _only_on(time.units, index)]
+        # Groups in one unit of this level, with one member in each of several units below.
+        inside = [t for t in measured.collectives if t.units[index] == t.units[0] and t.units[index + 1] == 1]
         reference = like.levels[index] if like is not None and index < len(like.levels) else None
         levels.append(fit_level(names[index] or f"level{index}", size, inside, reference))
     facts = measured.facts
@@ -243,11 +244,6 @@ def _with_kernels(device: Device, kernels: Sequence[KernelTime]) -> Device:
         shares.setdefault(work.kind, []).append(min(1.0, done / peak / max(busy, kernel.seconds / 10)))
     medians = {kind: median(reached) for kind, reached in shares.items()}
     return replace(device, kernels=Figures({**device.kernels, **medians}))
-
-
-def _only_on(units: Sequence[int], level: int) -> bool:
-    """Return whether a group lies in one unit of this level, with one member in each of several units below."""
-    return units[level] == units[0] and units[level + 1] == 1
 
 
 def fit_level(name: str, size: int, times: Iterable[CollectiveTime], like: Level | None = None) -> Level:

@@ -92,7 +92,6 @@ def _convolution(op: AnyCall, operands: Shapes, results: Shapes) -> int:
 
 
 def _attention_within(op: AnyCall, operands: Shapes, results: Shapes) -> int:
-    """Every query meets the keys of its block."""
     named = arguments(op)
     blocks = named["rows"], named["firsts"], named["ends"]
     return 2 * (prod(operands[0]) + prod(results[0])) * num_pairs(*blocks) // sum(blocks[0])

@@ -48,7 +48,6 @@ class MemoryEstimate:
 
 
 def busiest_program(spmd: SpmdProgram, vjp_cache: VjpCache) -> RankProgram:
-    """Return the step of the rank that holds most, whose memory and time are reported."""
     return differentiate(localize(spmd, busiest_rank(spmd)), vjp_cache)
 
 

@@ -95,7 +95,6 @@ def parse_optimizer(optimizer: str) -> tuple[str, str]:
 
 
 def states_of(optimizer: str) -> int:
-    """Return the number of states an optimizer keeps per parameter element."""
     return HELD[parse_optimizer(optimizer)[0]].states
 
 

@@ -162,7 +162,6 @@ def _ready(
 
 
 def _between(stage: int, stages: Sequence[StageSeconds], place_of: dict[int, int]) -> float:
-    """Seconds from a stage to the next; none on the same place."""
     return 0.0 if place_of[stage] == place_of[stage + 1] else stages[stage].send
 
 

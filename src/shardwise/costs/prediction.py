@@ -121,6 +121,5 @@ class Prediction:
 
 
 def _above(price: float, least: float) -> float:
-    """By which share a price is above another; 0 where that is rounding."""
     share = price / least - 1
     return share if share > EXACT else 0.0

@@ -11,18 +11,23 @@ on a narrow body.
 from __future__ import annotations
 
 from collections.abc import Container, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
 
 from shardwise.costs.prices import LocalShapes, Prices
-from shardwise.costs.saved_for_backward import numbered_call
+from shardwise.costs.saved_for_backward import Saved, numbered_call, saved_for_backward
 from shardwise.graph.ir import Graph, Op, Value
-from shardwise.layouts.conversions import Collective
-from shardwise.layouts.layout import Layout
-from shardwise.programs.spmd import SpmdProgram, conversions_of
+from shardwise.layouts.conversions import Collective, Move
+from shardwise.layouts.layout import Layout, common_atoms
+from shardwise.layouts.redistribute import redistribute, through_windows
+from shardwise.layouts.routes import Axes, Routes, RouteTensor
+from shardwise.layouts.strategy import Strategy, apply_strategy
+from shardwise.programs.lower import PlacedOp, lower
+from shardwise.programs.spmd import Builder, Choice, SpmdProgram, conversions_of, gradient_free
 from shardwise.programs.spmd_steps import Conversion, OpStep
+from shardwise.rules.rule import OpRule
 
 
 def largest_shape(layout: Layout) -> tuple[int, ...]:
@@ -39,7 +44,6 @@ def priced_call(step: OpStep, graph: Graph) -> tuple[Op, list[Value], list[Value
 
 
 def collective_seconds(collectives: Sequence[Collective], prices: Prices) -> float:
-    """Seconds of collectives one after the other."""
     return float(sum(prices.links.seconds(c.kind, c.axes, c.num_bytes) for c in collectives))
 
 
@@ -128,3 +132,147 @@ def overlap_windows(graph: Graph, prices: Prices) -> dict[str, float]:
             seconds_of[key] = prices.operator(op, operands, results, shapes)
         seconds += seconds_of[key]
     return windows
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """What a lowered strategy is made of: the layouts in which it takes its operands and has its results; seconds of
+    its operators and, apart, of its collectives, forward and backward; and the bytes that its inside keeps for
+    backward."""
+
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    compute: float
+    exposed: float
+    kept_bytes: float
+
+
+@dataclass
+class Fragments:
+    """Prices what strategies lower operators to ; each is asked for by an operator, its rule and the strategy."""
+
+    graph: Graph
+    router: Router
+    _saved: dict[str, Saved] = field(default_factory=dict)  # by the name of the operator inside
+
+    def __call__(self, op: Op, rule: OpRule, strategy: Strategy) -> Fragment:
+        mesh, prices = self.router.axes.mesh, self.router.prices
+        items, added = lower(PlacedOp(op, rule, strategy), self.graph, mesh)
+        named = dict.fromkeys((*op.operands, *op.results))
+        values = (*(self.graph.by_name[name] for name in named), *added)
+        small = Graph(values, (), tuple(item.op for item in items), ())
+        layouts = self._inputs(op, rule, strategy, items)
+        builder = Builder(small, mesh, Choice({}, layouts, route=self.router))
+        for item in items:
+            builder.add(item)
+        # Operands that an operator inside keeps; those that the whole operator keeps are counted where they come from.
+        whole = saved_for_backward(op, [self.graph.by_name[name] for name in op.operands])
+        outside = {op.operands[i] for i in whole.operands}
+        compute = exposed = kept = 0.0
+        for step in builder.steps:
+            if isinstance(step, OpStep):
+                compute += prices.operator(*priced_call(step, small))
+                kept += self._kept_bytes(op, step, small, outside)
+            else:
+                exposed += conversion_seconds(step, prices)
+        return Fragment(
+            tuple(layouts[name] for name in op.operands),
+            tuple(builder.layouts[name] for name in op.results),
+            compute,
+            exposed,
+            kept,
+        )
+
+    def _inputs(self, op: Op, rule: OpRule, strategy: Strategy, items: Sequence[PlacedOp]) -> dict[str, Layout]:
+        """Operand -> the layout in which a lowering takes it: the one in which it is used inside, or the strategy's
+        where it is used in several, or through windows."""
+        mesh = self.router.axes.mesh
+        used: dict[str, set[Layout]] = {}
+        for item in items:
+            applied = apply_strategy(item.rule, item.strategy, mesh).operands
+            for name, layout in zip(item.op.operands, applied, strict=True):
+                used.setdefault(name, set()).add(layout.canonical())
+        taken = {}
+        for name, layout in zip(op.operands, apply_strategy(rule, strategy, mesh).operands, strict=True):
+            inside = used.get(name, set())
+            only = next(iter(inside)) if len(inside) == 1 else layout
+            only = layout.without_windows if only.windows else only
+            taken[name] = only if self.graph.by_name[name].requires_grad else gradient_free(only)
+        return taken
+
+    def _kept_bytes(self, op: Op, step: OpStep, graph: Graph, counted: set[str]) -> float:
+        """Return the bytes that one operator inside the lowering of ``op`` keeps for backward: of its results, of
+        values of the lowering, and of operands of ``op``. Of these, those in ``counted`` are counted already; what this
+        counts is added to them."""
+        inner = step.placed.op
+        values, outputs = ([graph.by_name[name] for name in names] for names in (inner.operands, inner.results))
+        saved = self._saved.get(inner.name)
+        if saved is None:
+            saved = self._saved[inner.name] = saved_for_backward(inner, values)
+        total = 0.0
+        for i in saved.operands:
+            name = inner.operands[i]
+            if name not in self.graph.by_name or (name in op.operands and name not in counted):
+                counted.update({name} & {*op.operands})
+                total += step.operand_layouts[i].max_local_numel * values[i].dtype.itemsize
+        for i in saved.results:
+            total += step.result_layouts[i].max_local_numel * outputs[i].dtype.itemsize
+        whole = sum(value.numel for value in outputs)
+        part = sum(layout.max_local_numel for layout in step.result_layouts)
+        return total + saved.other_bytes * part / max(whole, 1)
+
+
+Atoms = tuple[tuple[int, ...], ...]
+
+
+class Router:
+    """Moves between layouts: the cheapest in seconds on a described cluster.
+
+    ``atoms``: of the values that the search knows, ``parameters``: those among them that are parameters. What has no
+    node among ``Routes`` (parts of an axis that are treated differently, maxima, dims whose atoms do not nest) takes
+    the path that ``redistribute`` finds, by the same seconds.
+    """
+
+    def __init__(
+        self,
+        axes: Axes,
+        prices: Prices,
+        atoms: Mapping[str, Atoms] | None = None,
+        parameters: frozenset[str] = frozenset(),
+    ) -> None:
+        self.axes, self.prices, self.atoms, self.parameters = axes, prices, atoms or {}, parameters
+        self._routes: dict[tuple[RouteTensor, bool], Routes] = {}
+
+    def routes(self, value: Value, atoms: Atoms, *, is_parameter: bool = False) -> Routes:
+        """Return the layouts of a kind of value and the routes between them."""
+        tensor = RouteTensor(atoms, value.dtype.itemsize, value.requires_grad, value.grad_itemsize)
+        routes = self._routes.get((tensor, is_parameter))
+        if routes is None:
+            seconds = self.prices.parameter_collective if is_parameter else self.prices.collective
+            routes = self._routes[tensor, is_parameter] = Routes(self.axes, tensor, seconds)
+        return routes
+
+    def __call__(self, value: Value, source: Layout, target: Layout) -> tuple[Move, ...]:
+        """Return the moves that turn ``source`` into ``target``."""
+        if source.windows or target.windows:
+            return through_windows(source, target, value.requires_grad, lambda *ends: self(value, *ends))
+        if source.canonical() == target.canonical():
+            return ()
+        atoms = self.atoms.get(value.name) or _common(source, target)
+        if atoms is not None:
+            routes = self.routes(value, atoms, is_parameter=value.name in self.parameters)
+            ends = routes.node_of(source), routes.node_of(target)
+            if ends[0] is not None and ends[1] is not None:
+                return routes.moves(ends[0], ends[1])
+        seconds = self.prices.links.price(value.dtype.itemsize)
+        return redistribute(source, target, differentiable=value.requires_grad, price=seconds)
+
+
+def _common(source: Layout, target: Layout) -> Atoms | None:
+    atoms = []
+    for source_atoms, target_atoms in zip(source.canonical().atoms, target.canonical().atoms, strict=True):
+        common = common_atoms(source_atoms, target_atoms)
+        if common is None:
+            return None
+        atoms.append(common)
+    return tuple(atoms)

@@ -75,7 +75,6 @@ class SimulatedStep:
 
 
 def accumulation_name(source: Source) -> str:
-    """Return the name of the addition of a pass's gradient."""
     return f"gradient of {source.names[0]}, added up"
 
 
@@ -254,15 +253,13 @@ class Timeline:
         operands = [forms[name] for name in instruction.operands]
         call = KernelCall(instruction.target, instruction.args, instruction.kwargs)
         works: tuple[KernelWork, ...]
-        if isinstance(call.target, OpOverload):
-            works = (work_of(call, operands, results),)
-        elif isinstance(call.target, Record):
+        if isinstance(call.target, Record):
             whole = work_of(KernelCall(*call.target.call), operands, results)
             self.recorded[instruction.results[-1]] = assumed_backward(whole, operands)
             works = (whole,)
         elif isinstance(call.target, Differentiate):
             works = self.recorded[instruction.operands[0]]
-        elif isinstance(call.target, PricedKernel):
+        elif not isinstance(call.target, OpOverload) and isinstance(call.target, PricedKernel):
             works = call.target.works
         else:
             works = (work_of(call, operands, results),)

@@ -12,8 +12,6 @@ from shardwise.costs.ledger import Peak
 from shardwise.costs.timeline import Event
 from shardwise.layouts.mesh import Mesh
 
-OPERATORS = "operators"
-
 Held = tuple[float, Mapping[str, int]]  # from this second on a device holds so many bytes, by category
 
 
@@ -40,12 +38,18 @@ class Track:
         return Track(title, by_stream(events, mesh), lines or {}, peak_times(events, over))
 
 
+def stream_name(stream: tuple[str, ...], mesh: Mesh) -> str:
+    """Return the title of a stream: operators, copies, or the messages over some axes."""
+    if not stream:
+        return "operators"
+    return stream[0] if stream[0].startswith("copies ") else f"messages over {mesh.format_axes(stream)}"
+
+
 def by_stream(events: Sequence[Event], mesh: Mesh) -> dict[str, list[Event]]:
     """Return the events of every stream."""
     rows: dict[str, list[Event]] = {}
     for event in events:
-        stream = f"messages over {mesh.format_axes(event.stream)}" if event.stream else OPERATORS
-        rows.setdefault(stream, []).append(event)
+        rows.setdefault(stream_name(event.stream, mesh), []).append(event)
     return rows
 
 

@@ -151,7 +151,9 @@ def check(
     """
     args, named = call_arguments(example_inputs, kwargs)
     need_values((args, named), "check")
-    request = CheckRequest(module, example_inputs, kwargs, loss, cluster or _h100(devices), beside, tolerance, seed)
+    of_node = max(size for size in range(1, 9) if devices % size == 0)
+    cluster = cluster or Cluster.load(f"h100-{devices // of_node}x{of_node}")
+    request = CheckRequest(module, example_inputs, kwargs, loss, cluster, beside, tolerance, seed)
     if is_strategy_file(plan):
         return check_strategies(request, plan, devices, mesh)
     foreign = recognise_plan(module, plan, devices, mesh)
@@ -168,16 +170,16 @@ def check(
         empty_tensor_caches(reachable_code(module, loss), keeps=False),
     ):
         warnings.simplefilter("ignore")  # tools warn about settings that were requested
-        expected, one = _one_device(call, records=False)
+        expected, one = _one_device(call)
         work = WorkCounter(request.cluster.device, _dtype(module)) if beside else None
-        ranks = _ranks(parts, foreign, records=False, work=work)
+        ranks = _ranks(parts, foreign, work=work)
         failed = next((rank for rank in ranks if rank.error is not None), None)
         if failed is not None:
             where = _error_search(call, parts, foreign, tolerance).wrong_call()
             failure = describe_rank_error(failed)
             with default_dtype(models_default):
-                stops = failure.refutes and _stops(_divided(plain, foreign), foreign)
-            if failure.refutes and not stops:
+                again = _ranks(_divided(plain, foreign), foreign, widens=False) if failure.refutes else []
+            if failure.refutes and all(rank.error is None for rank in again):
                 failure = replace(failure, refutes=False, error=f"in float64, not in its own dtypes: {failure.error}")
             return Checked(foreign, failure=failure, first_wrong=where, notes=_notes(foreign, [one]))
         differences, layouts = _differences(expected, ranks, foreign, tolerance)
@@ -198,16 +200,11 @@ def check(
     )
 
 
-def _h100(devices: int) -> Cluster:
-    of_node = max(size for size in range(1, 9) if devices % size == 0)
-    return Cluster.load(f"h100-{devices // of_node}x{of_node}")
-
-
 def _dtype(module: nn.Module) -> torch.dtype:
     return next((p.dtype for p in module.parameters() if p.is_floating_point()), torch.float32)
 
 
-def _one_device(call: _CheckedCall, records: bool) -> tuple[list[Values], CallRecorder]:
+def _one_device(call: _CheckedCall, *, records: bool = False) -> tuple[list[Values], CallRecorder]:
     calls = CallRecorder(records)
     module = copy.deepcopy(call.module)
     calls.follow(module)
@@ -216,7 +213,12 @@ def _one_device(call: _CheckedCall, records: bool) -> tuple[list[Values], CallRe
 
 
 def _ranks(
-    parts: Sequence[_CheckedCall], foreign: ForeignPlan, *, records: bool, work: WorkCounter | None, widens: bool = True
+    parts: Sequence[_CheckedCall],
+    foreign: ForeignPlan,
+    *,
+    records: bool = False,
+    work: WorkCounter | None = None,
+    widens: bool = True,
 ) -> list[RankThread]:
     """Run every rank. Its result is a ``_RankRecord``, also if it failed after the plan was applied."""
     copies = [copy.deepcopy(part.module) for part in parts]
@@ -249,12 +251,8 @@ def _error_search(
 ) -> ErrorSearch:
     """Run both sides again and record every call."""
     _, recorded = _one_device(call, records=True)
-    traced = _ranks(parts, foreign, records=True, work=None)
+    traced = _ranks(parts, foreign, records=True)
     return ErrorSearch(recorded, traced, foreign.mesh, foreign.data_axes, tolerance)
-
-
-def _stops(parts: Sequence[_CheckedCall], foreign: ForeignPlan) -> bool:
-    return any(rank.error is not None for rank in _ranks(parts, foreign, records=False, work=None, widens=False))
 
 
 def _full(rank: RankThread, work: WorkCounter | None, tensor: Tensor) -> Tensor:

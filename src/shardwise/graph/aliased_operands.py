@@ -7,16 +7,15 @@ on the same fake tensors, outside export, shows whose memory the result has.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
-from shardwise.graph.bodies import storage_of
 from shardwise.graph.schema import tensor_results
+from shardwise.graph.trees import storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +27,8 @@ class AliasedOperand:
     is_whole: bool
 
 
-@dataclass
-class NodeCalls:
-    """Cache of aliased operands per node, so that a node is called at most once even if its layer is repeated."""
-
-    known: dict[Node, Mapping[int, AliasedOperand]] = field(default_factory=dict)
-
-    def of(self, node: Node) -> Mapping[int, AliasedOperand]:
-        """Return the results of a call that have an operand's memory, by position."""
-        if node not in self.known:
-            self.known[node] = _aliased_operand(node)
-        return self.known[node]
-
-
-def _aliased_operand(node: Node) -> dict[int, AliasedOperand]:
+def aliased_operands(node: Node) -> dict[int, AliasedOperand]:
+    """Return the results of a call that have an operand's memory, by position."""
     target: Any = node.target
     leaves = pytree.tree_leaves((node.args, node.kwargs))
     operands = [leaf for leaf in leaves if isinstance(leaf, Node) and isinstance(leaf.meta["val"], torch.Tensor)]

@@ -70,17 +70,25 @@ class _Rewriting:
         mask = args["attn_mask"]
         original = _mask_of(emitter.origin)
         if isinstance(mask, Ref) and isinstance(original, Ref):
-            queries, keys = (emitter.value(args[name]).shape[-2] for name in ("query", "key"))
+            query, key = (emitter.value(args[name]) for name in ("query", "key"))
             dtype = emitter.value(mask).dtype
             with torch.device("cpu"):
-                seen, others = self._conditions(original.name, dtype, queries, keys)
+                seen, others = self._conditions(original.name, dtype, query.shape[-2], key.shape[-2])
             of_keys = tuple(emitter.known[name] for name in others)
             if seen is not None and seen.is_full:
                 args["attn_mask"] = self._all_of(of_keys, emitter)
             elif seen is not None and seen.is_causal and not others:
                 args |= {"attn_mask": None, "is_causal": True}
-            elif seen is not None and args["dropout_p"] == 0 and self._is_large(seen, args, emitter):
-                return (self._within(seen, of_keys, args, emitter),)
+            elif (
+                seen is not None
+                and args["dropout_p"] == 0
+                and is_large(seen, query.shape, key.shape, query.dtype.itemsize)
+            ):
+                conditions = (*self._bounds(seen, emitter), self._all_of(of_keys, emitter))
+                operands = (args["query"], args["key"], args["value"], *conditions)
+                blocks = blocks_of(seen, query.shape, query.dtype.itemsize)
+                settings = args["enable_gqa"], args["scale"]
+                return (emitter.emit(ATTENTION_WITHIN, *operands, *settings, *blocks),)
             elif seen is not None and not others:
                 args["attn_mask"] = self._mask_of(seen, emitter)
         if args == before:
@@ -114,17 +122,6 @@ class _Rewriting:
     def _all_of(self, conditions: Sequence[Arg], emitter: Emitter) -> Arg:
         return reduce(partial(emitter.emit, aten.logical_and.default), conditions) if conditions else None
 
-    def _is_large(self, seen: Intervals, args: Mapping[str, Arg], emitter: Emitter) -> bool:
-        query, key = emitter.value(args["query"]), emitter.value(args["key"])
-        return is_large(seen, query.shape, key.shape, query.dtype.itemsize)
-
-    def _within(self, seen: Intervals, of_keys: Sequence[Arg], args: Mapping[str, Arg], emitter: Emitter) -> Arg:
-        query = emitter.value(args["query"])
-        conditions = (*self._bounds(seen, emitter), self._all_of(of_keys, emitter))
-        operands = (args["query"], args["key"], args["value"], *conditions)
-        blocks = blocks_of(seen, query.shape, query.dtype.itemsize)
-        return emitter.emit(ATTENTION_WITHIN, *operands, args["enable_gqa"], args["scale"], *blocks)
-
     def _mask_of(self, seen: Intervals, emitter: Emitter) -> Ref:
         """Return the boolean mask of some intervals, shared by all attention calls of the model."""
         for intervals, ref in self.masks:
@@ -153,28 +150,20 @@ class _Rewriting:
         for limit, ref in self.bounds:
             if torch.equal(limit, data):
                 return ref
-        first = _first_of_band(data, num_keys)
-        bound = (
-            self._constant(data, emitter)
-            if first is None
-            else emitter.emit(aten.arange.start, first, first + len(data))
-        )
+        # The bound of query q may be ``first + q``, clamped to the number of keys.
+        rows, firsts = torch.arange(len(data)), (int(data[0]), int(data[-1]) - len(data) + 1)
+        first = next((x for x in firsts if torch.equal((rows + x).clamp(0, num_keys), data)), None)
+        if first is not None:
+            bound = emitter.emit(aten.arange.start, first, first + len(data))
+        else:
+            name = f"mask_{len(self.bounds)}"
+            while name in emitter.values:
+                name += "_"
+            self.constants[name] = data
+            value = Value(name, tuple(data.shape), data.dtype)
+            bound = emitter.add_source(Source(name, "constant", (name,)), value)
         self.bounds.append((data, bound))
         return bound
-
-    def _constant(self, data: Tensor, emitter: Emitter) -> Ref:
-        name = f"mask_{len(self.bounds)}"
-        while name in emitter.values:
-            name += "_"
-        self.constants[name] = data
-        return emitter.add_source(Source(name, "constant", (name,)), Value(name, tuple(data.shape), data.dtype))
-
-
-def _first_of_band(bounds: Tensor, num_keys: int) -> int | None:
-    """Return ``first`` if the bound of query q is ``first + q``, clamped to the number of keys; else None."""
-    rows = torch.arange(len(bounds))
-    firsts = (int(bounds[0]), int(bounds[-1]) - len(bounds) + 1)
-    return next((x for x in firsts if torch.equal((rows + x).clamp(0, num_keys), bounds)), None)
 
 
 def mask_intervals(mask: Abstract, dtype: torch.dtype, num_queries: int, num_keys: int) -> Intervals | None:
@@ -216,12 +205,10 @@ def _dense(mask: KnownTensor, num_queries: int, num_keys: int) -> IntervalSelect
     hi = num_keys - values.flip(1).to(torch.uint8).argmax(1)
     number = values.sum(1)
     seen = Intervals.of(lo, torch.where(number > 0, hi, lo), num_keys)
+    if not torch.equal(seen.hi - seen.lo, number):
+        return None
     on = torch.ones(1, 1, dtype=torch.bool)
-    return (
-        IntervalSelect((num_queries, num_keys), -2, -1, seen, on, ~on)
-        if torch.equal(seen.hi - seen.lo, number)
-        else None
-    )
+    return IntervalSelect((num_queries, num_keys), -2, -1, seen, on, ~on)
 
 
 # ------------------------------------------------------------------------------------------------------ grouped heads
@@ -256,11 +243,9 @@ def _before_repetition(ref: Arg, emitter: Emitter) -> Ref | None:
         return None
     batch, groups, repeats, *rest = emitter.value(before).shape
     unsqueeze = _producer(expand.args[0], emitter)
-    if (
-        unsqueeze is None
-        or unsqueeze.target is not aten.unsqueeze.default
-        or arguments(unsqueeze)["dim"] not in (2, -3)
-    ):
+    if unsqueeze is None or unsqueeze.target is not aten.unsqueeze.default:
+        return None
+    if arguments(unsqueeze)["dim"] not in (2, -3):
         return None
     repeated = (batch, groups * repeats, *rest) == emitter.value(ref).shape
     original = unsqueeze.args[0]

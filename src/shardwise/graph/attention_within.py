@@ -77,7 +77,9 @@ def attend(
 ) -> Tensor:
     """Compute scaled dot-product attention. Keys and values are repeated for groups of heads if the device's fused
     kernels do not support groups, because the fallback would materialize all scores."""
-    if enable_gqa and not _knows_groups(query, mask):
+    # PyTorch's fused kernels know groups on a CPU; on a GPU (flash attention) in half precision and without a mask.
+    knows_groups = query.device.type == "cpu" or (mask is None and query.dtype in (torch.float16, torch.bfloat16))
+    if enable_gqa and not knows_groups:
         groups = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(groups, -3) for x in (key, value))
         enable_gqa = False
@@ -85,12 +87,6 @@ def attend(
         query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
     )
     return result
-
-
-def _knows_groups(query: Tensor, mask: Tensor | None) -> bool:
-    """Return whether PyTorch's fused kernels support groups of heads: always on a CPU; on a GPU (flash attention) in
-    half precision and without a mask."""
-    return query.device.type == "cpu" or (mask is None and query.dtype in (torch.float16, torch.bfloat16))
 
 
 def is_large(seen: Intervals, query: tuple[int, ...], key: tuple[int, ...], itemsize: int) -> bool:

@@ -7,7 +7,7 @@ the operator become casts in the graph; parameters are cast once, as torch's cac
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,11 +51,9 @@ class Autocast:
             )
         return Autocast(device, dtype or torch.get_autocast_dtype(device))
 
-    @contextmanager
-    def active(self, *, cache: bool = True) -> Iterator[None]:
-        """Enable this autocast in torch while the context lasts."""
-        with torch.autocast(self.device, self.dtype, cache_enabled=cache):
-            yield
+    def active(self, *, cache: bool = True) -> AbstractContextManager[Any]:
+        """Return the context in which torch has this autocast enabled."""
+        return torch.autocast(self.device, self.dtype, cache_enabled=cache)
 
     def __str__(self) -> str:
         return f'torch.autocast("{self.device}", {self.dtype})'

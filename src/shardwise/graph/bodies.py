@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
@@ -20,7 +19,7 @@ from shardwise.graph.origins import LINE, is_initial, module_path
 from shardwise.graph.repeats import ENTER, TracedRepeats, tensor_form
 from shardwise.graph.schema import operator_name, tensor_results
 from shardwise.graph.segments import SEGMENT
-from shardwise.graph.trees import constant_key, is_constant
+from shardwise.graph.trees import constant_key, is_constant, storage_of
 
 _ASSERTIONS = {
     "_assert_tensor_metadata",
@@ -126,11 +125,6 @@ def marks_of(node: Node) -> tuple[Any, Any]:
 def is_assertion(target: Any) -> bool:
     """Return whether an operator only checks something and computes nothing."""
     return isinstance(target, OpOverload) and operator_name(target) in _ASSERTIONS
-
-
-def storage_of(val: Any) -> int:
-    """Return a number that tensors have in common if they share memory."""
-    return int(val.untyped_storage()._cdata) if isinstance(val, torch.Tensor) else -1
 
 
 @dataclass(frozen=True)

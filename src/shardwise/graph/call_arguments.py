@@ -13,6 +13,8 @@ from torch.utils import _pytree as pytree
 from shardwise.errors import CaptureError
 from shardwise.untrusted_text import shorten_repr
 
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
 
 def call_arguments(
     example_inputs: Any, kwargs: Mapping[str, Any] | None = None
@@ -54,8 +56,7 @@ def divide_targets(
     if loss is None:
         return args, kwargs, (), {}
     parameters = _parameters_of(loss)
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = [p.name for p in parameters.values() if p.kind in positional and p.default is inspect.Parameter.empty]
+    required = [p.name for p in parameters.values() if p.kind in _POSITIONAL and p.default is inspect.Parameter.empty]
     target_names = required[1:]
     of_forward, every = set(inspect.signature(module.forward).parameters), set(parameters)
     named = {name: value for name, value in kwargs.items() if name in every and name not in of_forward}
@@ -77,22 +78,15 @@ def _check_taken(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     try:
         inspect.signature(module.forward).bind(*args, **kwargs)
     except TypeError as error:
-        why, fix, most = str(error), "pass the arguments of its signature", _most_positional(module)
+        kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
+        why, fix, most = str(error), "pass the arguments of its signature", sum(map(_POSITIONAL.__contains__, kinds))
         if num_targets:
             fix = f"pass the inputs and then the {num_targets} targets of the loss; par.predict takes the inputs only"
-        elif most is not None and len(args) > most:
+        elif inspect.Parameter.VAR_POSITIONAL not in kinds and len(args) > most:
             why = f"{most} positional argument{'s' * (most != 1)}, {len(args)} were given"
             fix = "if the last are targets, pass loss=, a function of the output and the targets"
         what = f"{type(module).__name__}.forward does not take these arguments: {why}"
         raise CaptureError(what, fix=fix) from error
-
-
-def _most_positional(module: nn.Module) -> int | None:
-    """Return the number of positional arguments that forward takes; None: any number."""
-    kinds = [parameter.kind for parameter in inspect.signature(module.forward).parameters.values()]
-    if inspect.Parameter.VAR_POSITIONAL in kinds:
-        return None
-    return sum(kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD) for kind in kinds)
 
 
 def _parameters_of(loss: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:

@@ -15,7 +15,7 @@ The module is neither changed nor copied: a module of 405B parameters on meta is
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -199,13 +199,10 @@ def capture_function(call: Callable[..., Any], examples: tuple[torch.Tensor, ...
 
     Raises CaptureError if the function makes tensors from data, since a graph alone cannot hold constants.
     """
-
-    def run(_: nn.Module, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, torch.Tensor | None]:
-        return call(*tensors), None
-
     inputs = tuple(InputTensor(f"args[{i}]", example) for i, example in enumerate(examples))
     module = nn.Module()
-    graph, constants, *_ = _to_graph(trace(ModuleCall(module, examples, run), {}), module, inputs)
+    called = ModuleCall(module, examples, lambda _, tensors: (call(*tensors), None))
+    graph, constants, *_ = _to_graph(trace(called, {}), module, inputs)
     if constants:
         raise CaptureError(
             f"{call} makes tensors from data: {', '.join(constants)}", fix="compute them with torch.full or arange"
@@ -348,7 +345,7 @@ def _functionalized(
     _bind_placeholders(functionalizer, program, {source.value: source for source in sources}, canonical, input_names)
     nodes: tuple[Node, ...] = next(node for node in program.graph.nodes if node.op == "output").args[0]
     functionalizer.run(program.graph.nodes)
-    functionalizer.check_repeats()
+    functionalizer.bodies.check()
     return functionalizer, nodes, constants, canonical
 
 
@@ -399,12 +396,9 @@ def _without_effect(
     reads, answered, calls = ask_gradients(traced.reads), set[ImpureRead](), count()
     if not reads:
         return ()
-
-    def second_answered_otherwise() -> AbstractContextManager[None]:
-        return other_answers(answered) if next(calls) % 2 else nullcontext()
-
+    second = called.inside(lambda: other_answers(answered) if next(calls) % 2 else nullcontext())
     try:
-        _, what = _compared(called.inside(second_answered_otherwise), inputs)
+        _, what = _compared(second, inputs)
     except CaptureError:  # the model takes a path that cannot be captured: the read has an effect
         return ()
     return () if what else reads & answered

@@ -13,7 +13,7 @@ import functools
 import threading
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Set
 from contextvars import ContextVar
 from operator import call, is_
 from pathlib import Path
@@ -45,7 +45,7 @@ class ReadAttribute(NamedTuple):
 class ClosureGuards:
     """The values read by the last ``note``, to be compared by ``check``."""
 
-    def __init__(self, names: Iterable[str], read: Callable[[_GuardReader], None]) -> None:
+    def __init__(self, names: Iterable[str], read: Callable[[_GuardReader], object]) -> None:
         self._names, self._read = frozenset(names), read
         self.note()
 
@@ -64,7 +64,12 @@ class ClosureGuards:
             for name, value in vars(owner).items()
             if name in code.names and name not in OF_TORCH and not is_constant(value) and _is_settings(value)
         }
-        return ClosureGuards(_names_of(code), lambda reader: reader.read_all(settings))
+
+        def read(reader: _GuardReader) -> None:
+            for name, value in settings.items():
+                reader.read(name, value)
+
+        return ClosureGuards(_names_of(code), read)
 
     def note(self) -> None:
         """Take the present values as the expected ones."""
@@ -125,15 +130,11 @@ class _GuardReader:
 
     # -- places --------------------------------------------------------------------------------------------------------
 
-    def read_all(self, values: Mapping[str, object]) -> None:
-        for name, value in values.items():
-            self.read(name, value)
-
     def read_code(self, code: ReachableCode) -> None:
         loss = code.loss if isinstance(code.loss, nn.Module) else None
         of_loss = set() if loss is None else set(map(id, loss.modules()))
         self._seen.update(set(map(id, code.owners)) - of_loss)
-        self._at(_default_dtype, None, None, "torch's default dtype")
+        self._at(lambda _, __: torch.get_default_dtype(), None, None, "torch's default dtype")
         for function in code.functions:
             file = Path(function.__code__.co_filename).name
             for name in _globals_of(function.__code__):
@@ -209,7 +210,7 @@ class _GuardReader:
             self._leaf(where, id(value), text)
 
     def _read_items(self, where: str, value: Any) -> None:
-        self._if(_has_length, value, size_of(value))
+        self._if(lambda container, length: size_of(container) == length, value, size_of(value))
         if size_of(value) > MOST_ITEMS:
             return
         if isinstance(value, dict):
@@ -218,7 +219,7 @@ class _GuardReader:
         elif isinstance(value, set):
             items = frozenset(items_of(value))
             self._leaf(where, frozenset(map(item_key, items)), f"{len(items)} items")
-            self._if(_has_items, value, items)
+            self._if(set.__eq__, value, items)
         else:
             for i in range(size_of(value)):
                 self._at(_item, value, i, f"{where}[{i}]")
@@ -245,7 +246,7 @@ class _GuardReader:
             return
         self._seen.add(id(kind))
         table = vars(kind)
-        self._if(_has_names, table, len(table))
+        self._if(lambda names, length: len(names) == length, table, len(table))
         for name in sorted(names & table.keys()):
             self._at(MappingProxyType.get, table, name, f"{kind.__qualname__}.{name}")
 
@@ -255,13 +256,13 @@ class _GuardReader:
             copy = tensor.detach().clone()  # .data is written to without a version
             text = text if tensor.numel() > 4 else str(copy.tolist())
             self._leaf(where, content_of(copy), text)
-            self._if(_is_equal, tensor, copy)
+            self._if(torch.equal, tensor, copy)
         elif tensor.is_inference() or not is_plain_tensor(tensor):
             self._leaf(where, id(tensor), text)
         else:
             state = tensor._version, tensor.data_ptr()
             self._leaf(where, (id(tensor), *state), f"{text} after {tensor._version} writes")
-            self._if(_is_at, tensor, state)
+            self._if(lambda x, state: (x._version, x.data_ptr()) == state, tensor, state)
 
     def _leaf(self, where: str, key: object, text: str) -> None:
         self.leaves[where], self.texts[where] = key, text
@@ -298,10 +299,6 @@ def _is_of_a_user(value: object) -> bool:
 # What a place is read by, with a holder and a key.
 
 
-def _default_dtype(_: None, __: None) -> torch.dtype:
-    return torch.get_default_dtype()
-
-
 def _content(cell: CellType, _: None) -> object:
     try:
         return cell.cell_contents
@@ -318,23 +315,3 @@ def _in_context(variable: ContextVar[Any], _: None) -> object:
 
 def _item(container: Any, i: int) -> object:
     return item_of(container, i) if i < size_of(container) else None
-
-
-def _has_length(container: Any, length: int) -> bool:
-    return size_of(container) == length
-
-
-def _has_names(table: Any, length: int) -> bool:
-    return len(table) == length
-
-
-def _has_items(container: set[Any], items: frozenset[Any]) -> bool:
-    return set.__eq__(container, items)
-
-
-def _is_at(tensor: torch.Tensor, state: tuple[int, int]) -> bool:
-    return (tensor._version, tensor.data_ptr()) == state
-
-
-def _is_equal(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
-    return torch.equal(tensor, copy)

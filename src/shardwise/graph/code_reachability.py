@@ -144,7 +144,8 @@ def empty_tensor_caches(code: ReachableCode, *, keeps: bool = True) -> Iterator[
         if not keeps:
             _empty_tables(code)
         for cache in code.caches:
-            if any(isinstance(x, torch.Tensor) and not _has_data(x) for x in _contents(cache, code.owners)):
+            tensors = [x for x in _contents(cache, code.owners) if isinstance(x, torch.Tensor)]
+            if any(x.is_meta or type(x) not in (torch.Tensor, nn.Parameter, nn.Buffer) for x in tensors):
                 cache.cache_clear()
 
 
@@ -168,7 +169,3 @@ def _contents(cache: Cached[Any], owners: Sequence[nn.Module]) -> list[Any]:
                 if not isinstance(value, torch.Tensor):
                     pending.append(value)
     return objects
-
-
-def _has_data(tensor: torch.Tensor) -> bool:
-    return type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and not tensor.is_meta

@@ -16,6 +16,8 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
+from shardwise.graph.schema import aten_operators, operator_name
+
 aten = torch.ops.aten
 
 # Packets whose overloads PyTorch computes by other operators.
@@ -125,18 +127,10 @@ COMPOSITES: Mapping[OpOverload, Callable[..., Any]] = {
     aten.unsafe_split_with_sizes.default: aten.split_with_sizes.default,
     aten.vander.default: _vander,
     **{
-        getattr(getattr(aten, f"{name}_copy"), overload): _copied(getattr(getattr(aten, name), overload))
-        for name, overload in (
-            *((name, "default") for name in ("alias", "diagonal", "expand", "permute", "t", "unfold", "unsqueeze")),
-            *(("squeeze", "default"), ("squeeze", "dim"), ("squeeze", "dims"), ("view", "default"), ("view", "dtype")),
-            *(
-                ("narrow", "default"),
-                ("select", "int"),
-                ("slice", "Tensor"),
-                ("split", "Tensor"),
-                ("split_with_sizes", "default"),
-            ),
-            *(("transpose", "int"), ("unbind", "int"), ("view_as_real", "default")),
+        getattr(getattr(aten, f"{operator_name(view)}_copy"), view._overloadname): _copied(view)
+        for view in aten_operators(
+            "alias diagonal expand permute t unfold unsqueeze squeeze squeeze.dim squeeze.dims view view.dtype narrow "
+            "select.int slice.Tensor split.Tensor split_with_sizes transpose.int unbind.int view_as_real"
         )
     },
 }

@@ -84,10 +84,8 @@ def hash_bits(
     bits = torch.empty(tuple(lengths), dtype=torch.int64)
     for begin, stop in _pieces(lengths):
         first = tuple(a + b for a, b in zip(offsets, begin, strict=True))
-        part_shape = tuple(b - a for a, b in zip(begin, stop, strict=True))
-        bits[tuple(map(slice, begin, stop))] = _hashed_indices(
-            key, global_indices(sizes, first, part_shape, seed.device)
-        )
+        part = global_indices(sizes, first, tuple(b - a for a, b in zip(begin, stop, strict=True)), seed.device)
+        bits[tuple(map(slice, begin, stop))] = _hashed_indices(key, part)
     return bits
 
 
@@ -288,12 +286,4 @@ def _(x: torch.Tensor, tag: str) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def _mark_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Save nothing for backward."""
-
-
-def _mark_backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-    return gradient, None
-
-
-mark.register_autograd(_mark_backward, setup_context=_mark_setup)
+mark.register_autograd(lambda ctx, gradient: (gradient, None))

@@ -87,10 +87,8 @@ def cut_apart(graph: Graph, parts: Sequence[Sequence[str]]) -> GraphCut:
         if not names:
             raise PlanError(f"part {number} of {len(parts)} has no operators", fix="cut at fewer or other operators")
         for name in names:
-            if name in part_of:
-                where = (
-                    f"twice in part {number}" if part_of[name] == number else f"in parts {part_of[name]} and {number}"
-                )
+            if (first := part_of.get(name)) is not None:
+                where = f"twice in part {number}" if first == number else f"in parts {first} and {number}"
                 raise PlanError(f"operator {name} is named {where}", fix="name every operator once")
             part_of[name] = number
     missing = [op.name for op in graph.ops if op.name not in part_of]
@@ -149,31 +147,29 @@ class _Cutter:
             self.maker.update(dict.fromkeys(op.results, self.part_of[op.name]))
             for name in op.operands:
                 self.users.setdefault(name, set()).add(self.part_of[op.name])
-        computed = [buffer for buffer, value in graph.mutations if value not in self.free]
-        self.maker |= {buffer: self._home_of_buffer(buffer) for buffer in computed}
-        self.output_part = self._output_parts()
+        computed = {buffer: value for buffer, value in graph.mutations if value not in self.free}
+        # The part that computes a buffer's new value; if that is an input, the buffer's first reader.
+        homes = {buffer: self.maker.get(value, self._first_user(buffer)) for buffer, value in computed.items()}
+        self.maker |= homes
+        self.output_part = {}
+        for name in [*refs(graph.outputs), *([] if graph.loss is None else [graph.loss])]:
+            producer = graph.producer.get(name)
+            here = self.maker.get(name, self._first_user(name))
+            self.output_part[name] = here if producer is None else self.part_of[producer.name]
         self.needed = [self._needed(number) for number in range(self.num_parts)]
         self._place_unused()
         for buffer in computed:
             self.users[buffer] = {number for number, needed in enumerate(self.needed) if buffer in needed}
-        self._check_order()
+        for name, users in self.users.items():
+            if early := [part for part in users if part < self.maker.get(name, 0)]:
+                raise PlanError(self._out_of_order(name, min(early)))
         self.crossings = self._crossings()
 
     def _is_free(self, op: Op) -> bool:
         return self.free.issuperset(op.results)
 
-    def _home_of_buffer(self, buffer: str) -> int:
-        """Return the part that computes a buffer's new value; if that is an input, the buffer's first reader."""
-        value = self.written[buffer]
-        return self.maker[value] if value in self.maker else min(self.users.get(buffer, ()), default=0)
-
-    def _output_parts(self) -> dict[str, int]:
-        part_of_output: dict[str, int] = {}
-        for name in [*refs(self.graph.outputs), *([] if self.graph.loss is None else [self.graph.loss])]:
-            producer = self.graph.producer.get(name)
-            here = self.maker.get(name, min(self.users.get(name, ()), default=0))
-            part_of_output[name] = here if producer is None else self.part_of[producer.name]
-        return part_of_output
+    def _first_user(self, name: str) -> int:
+        return min(self.users.get(name, ()), default=0)
 
     def _needed(self, number: int) -> set[str]:
         operands = [name for op in self.bound if self.part_of[op.name] == number for name in op.operands]
@@ -207,12 +203,6 @@ class _Cutter:
         for op in self.graph.ops:
             if self._is_free(op) and not any(needed.intersection(op.results) for needed in self.needed):
                 self._add_needed(self.needed[self.part_of[op.name]], op.results)
-
-    def _check_order(self) -> None:
-        for name, users in self.users.items():
-            early = [part for part in users if part < self.maker.get(name, 0)]
-            if early:
-                raise PlanError(self._out_of_order(name, min(early)))
 
     def _out_of_order(self, name: str, part: int) -> str:
         home, source = self.maker[name], self.graph.source_of.get(name)

@@ -48,6 +48,15 @@ def fake_copy(module: nn.Module, mode: FakeTensorMode, precision: Precision) -> 
     return deep_copy(module, memo)
 
 
+def empty_copy(module: nn.Module, device: str) -> nn.Module:
+    """Copy a module with parameters and buffers without values on another device; tied tensors stay tied."""
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        empty = torch.empty_like(tensor, device=device)
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    return deep_copy(module, memo)
+
+
 def deep_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """Return a deep copy. Tensor attributes computed from parameters (a pruned weight) are copied without their
     history. Raises CaptureError if the module cannot be copied."""

@@ -8,9 +8,9 @@ equal ones, so they are known from programs of two and of three blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 
 from shardwise.graph.ir import Graph, Op, Ref, map_operands, map_refs, refs
@@ -78,47 +78,36 @@ class Folding:
         delivered = {*refs(graph.outputs), *graph.differentiated}
         if not gone.isdisjoint(delivered):
             return None
-        written = _Rewired(self, frozenset(removed), gone)
         dropped = {op.name for i in removed for op in self.blocks[i].ops}
-        ops = tuple(written.op(op) for op in graph.ops if op.name not in dropped)
-        if written.failed:
-            return None
+        ops = [op for op in graph.ops if op.name not in dropped]
+        for position, op in enumerate(ops):
+            named = {name: self._before(name, op, removed) for name in op.operands if name in gone}
+            if None in named.values():
+                return None
+            if named:
+                ops[position] = map_operands(op, partial(_renamed, named))
         return replace(
             graph,
             values=tuple(value for value in graph.values if value.name not in gone),
             sources=tuple(source for source in graph.sources if source.value not in gone),
-            ops=ops,
+            ops=tuple(ops),
             mutations=tuple(mutations),
             constraints=tuple(constraint for constraint in graph.constraints if constraint[0] not in gone),
         )
 
-
-@dataclass
-class _Rewired:
-    """Redirects readers of the removed blocks' values to those of the last block before them."""
-
-    folding: Folding
-    removed: frozenset[int]
-    gone: set[str]
-    failed: bool = False
-
-    def op(self, op: Op) -> Op:
-        if self.gone.isdisjoint(op.operands):
-            return op
-        return map_operands(op, lambda name: Ref(self._of(name, op)))
-
-    def _of(self, name: str, op: Op) -> str:
-        if name not in self.gone:
-            return name
-        blocks, kinds, home = self.folding.blocks, self.folding.kinds, self.folding.home
-        number = before = home[name]
-        while before in self.removed and before and kinds[before - 1] == kinds[number]:
+    def _before(self, name: str, reader: Op, removed: Collection[int]) -> str | None:
+        """Return the value that its reader gets in place of a removed block's: that of the last block before it."""
+        number = before = self.home[name]
+        while before in removed and before and self.kinds[before - 1] == self.kinds[number]:
             before -= 1
-        is_next = bool(op.results) and home.get(op.results[0]) == number + 1
-        if not is_next or before in self.removed or name not in blocks[number].made:
-            self.failed = True
-            return name
-        return blocks[before].made[blocks[number].made.index(name)]
+        is_next = bool(reader.results) and self.home.get(reader.results[0]) == number + 1
+        if not is_next or before in removed or name not in self.blocks[number].made:
+            return None
+        return self.blocks[before].made[self.blocks[number].made.index(name)]
+
+
+def _renamed(names: Mapping[str, str | None], name: str) -> Ref:
+    return Ref(names.get(name) or name)
 
 
 def _block(graph: Graph, path: str, ops: Sequence[Op]) -> GraphBlock:

@@ -23,19 +23,28 @@ from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
 from shardwise.errors import CaptureError
-from shardwise.graph.aliased_operands import NodeCalls
+from shardwise.graph.aliased_operands import AliasedOperand, aliased_operands
 from shardwise.graph.autocast import Autocast
 from shardwise.graph.batch_norm import batch_norm_with_statistics
-from shardwise.graph.bodies import Bodies, Inlining, NotRepeated, is_assertion, marks_of, storage_of
+from shardwise.graph.bodies import Bodies, Inlining, NotRepeated, is_assertion, marks_of
 from shardwise.graph.casting import Casting
 from shardwise.graph.emitter import Emitter
 from shardwise.graph.ir import Arg, Op, Ref, Source, Value, map_operands
 from shardwise.graph.origins import is_initial, line_of, module_path
 from shardwise.graph.rejected import reject_unsupported
 from shardwise.graph.repeats import ENTER, LEAVE, REPEAT, TracedRepeats
-from shardwise.graph.schema import arguments, operator_name, returns_one_tensor, tensor_results, written_arguments
+from shardwise.graph.schema import (
+    arguments,
+    has_symbols,
+    is_symbolic,
+    operator_name,
+    returns_one_tensor,
+    tensor_results,
+    written_arguments,
+)
 from shardwise.graph.selected import Selections
-from shardwise.graph.selected_rows import has_symbols, is_size, is_symbolic
+from shardwise.graph.selected_rows import is_size
+from shardwise.graph.trees import storage_of
 from shardwise.graph.views import write_through
 
 aten = torch.ops.aten
@@ -97,8 +106,8 @@ class Functionalizer:
         self._grad = True
         self._detached: dict[str, Ref] = {}
         self._casting = Casting(emitter, autocast)
-        self._bodies = Bodies(repeats or TracedRepeats(), prefix)
-        self._handed_on = NodeCalls()
+        self.bodies = Bodies(repeats or TracedRepeats(), prefix)
+        self._handed_on: dict[Node, dict[int, AliasedOperand]] = {}  # so that a repeated layer's are called once
         self._inlining: Inlining | None = None
         self._storages: dict[int, int] = {}  # of the results of repeats
         self._selections = Selections(emitter)
@@ -173,7 +182,7 @@ class Functionalizer:
             enabled, body, *operands = self._lookup(node.args)
             return self._inline(body, operands, bool(enabled))
         if target is ENTER or target is LEAVE:
-            self._bodies.note(node)
+            self.bodies.note(node)
             return None
         if target is REPEAT:
             return self._repeat(node)
@@ -190,18 +199,18 @@ class Functionalizer:
             return self._val
         if not (self._selections.takes(target, self._val) and isinstance(target, OpOverload)):
             reject_unsupported(target, self._val, origin)
-        op = replace(origin, target=target, args=self._argument(node.args), kwargs=self._keywords(node.kwargs))
+        kwargs = tuple((key, self._argument(value)) for key, value in node.kwargs.items() if key != "pin_memory")
+        op = replace(origin, target=target, args=self._argument(node.args), kwargs=kwargs)
         written = written_arguments(target)
         if written:
             return self._write(node, op, written)
         if target is aten.batch_norm.default and arguments(op)["training"] and not self._selections.concern(op):
             return self._batch_norm(node, op)
-        if target is aten.instance_norm.default and _updates_statistics(arguments(op)):
-            raise _write_error(
-                "instance norm updates running statistics",
-                op,
-                "use track_running_stats=False; training ignores them in either case",
-            )
+        if target is aten.instance_norm.default:
+            args = arguments(op)
+            if args["use_input_stats"] and args["running_mean"] is not None:
+                fix = "use track_running_stats=False; training ignores them in either case"
+                raise _write_error("instance norm updates running statistics", op, fix)
         return self._read_call(node, op)
 
     def _inline(self, body: GraphModule, operands: Sequence[Any], grad: bool) -> Any:
@@ -216,7 +225,7 @@ class Functionalizer:
         return result
 
     def _repeat(self, node: Node) -> tuple[ProgramTensor, ...]:
-        inlining = self._bodies.inlined(node, lambda operand: self._tensor(operand).storage)
+        inlining = self.bodies.inlined(node, lambda operand: self._tensor(operand).storage)
         body, operands = inlining.body, self._lookup(node.args[0])
         if any(has_symbols(inner.meta.get("val")) for inner in (*body.operands, *body.nodes)):
             raise NotRepeated("it computes with rows selected by a mask")
@@ -231,13 +240,11 @@ class Functionalizer:
             self._storages[storage_of(val)] = result.storage
         return results
 
-    def check_repeats(self) -> None:
-        """Raise NotRepeated if layers that look equal differ in their traces."""
-        self._bodies.check()
-
     def _read_call(self, node: Node, op: Op) -> Any:
         val = node.meta["val"]
-        handed_on = {} if self._selections.concern(op) else self._handed_on.of(node)
+        if node not in self._handed_on:
+            self._handed_on[node] = {} if self._selections.concern(op) else aliased_operands(node)
+        handed_on = self._handed_on[node]
         single = returns_one_tensor(op.target)
         if single and handed_on and handed_on[0].is_whole:
             op = replace(op, target=aten.alias.default, args=(self.ref_of(handed_on[0].operand),), kwargs=())
@@ -245,16 +252,13 @@ class Functionalizer:
         refs = self._apply(op)
         self._casting.check(refs, val, op)
         viewed = self._values[node.args[0]] if node.args and isinstance(node.args[0], Node) else None
+        copies = op.target is aten.lift_fresh_copy.default
         results = []
         for index, (ref, fake) in enumerate(zip(refs, tensor_results(val), strict=True)):
             storage, base, is_placed = self._storage(fake), None, True
             if index in handed_on:
                 base, is_placed = self._tensor(handed_on[index].operand), handed_on[index].is_whole
-            elif (
-                isinstance(viewed, ProgramTensor)
-                and viewed.storage == storage
-                and op.target is not aten.lift_fresh_copy.default
-            ):
+            elif isinstance(viewed, ProgramTensor) and viewed.storage == storage and not copies:
                 base = viewed
             if base is None:
                 results.append(ProgramTensor(ref, storage))
@@ -315,9 +319,8 @@ class Functionalizer:
 
     def _cast(self, op: Op) -> Op:
         def cast(name: str, dtype: torch.dtype) -> Ref:
-            return self._apply(replace(self.emitter.origin, target=aten.to.dtype, args=(Ref(name), dtype), kwargs=()))[
-                0
-            ]
+            call = replace(self.emitter.origin, target=aten.to.dtype, args=(Ref(name), dtype), kwargs=())
+            return self._apply(call)[0]
 
         return self._casting.ahead_of(op, cast, remembers=self._grad)
 
@@ -351,9 +354,6 @@ class Functionalizer:
             return tuple(map(self._argument, arg))
         return None if isinstance(arg, torch.device) else arg
 
-    def _keywords(self, kwargs: dict[str, Any]) -> tuple[tuple[str, Arg], ...]:
-        return tuple((key, self._argument(value)) for key, value in kwargs.items() if key != "pin_memory")
-
     # ---------------------------------------------------------------------------------------------- writing
 
     def _store(self, tensor: ProgramTensor, new: Ref) -> None:
@@ -369,9 +369,8 @@ class Functionalizer:
             fix = f'register it: self.register_buffer("{name}", ..., persistent=False)'
             raise _write_error(f"the tensor {name} is changed in place and is not a buffer", origin, fix)
         if not self._grad and self.emitter.value(self.read(root)).requires_grad:
-            raise _write_error(
-                "a value that carries a gradient is changed in place under no_grad", origin, "make a new tensor"
-            )
+            what = "a value that carries a gradient is changed in place under no_grad"
+            raise _write_error(what, origin, "make a new tensor")
         before = self.read(root)
         self._store_at(tensor, self._selections.copied(tensor.ref.name, new), root.version + 1)
         if self._grad and self.emitter.value(before).requires_grad and not self.emitter.is_reached(before, root.ref):
@@ -390,11 +389,9 @@ class Functionalizer:
                 raise _write_error(what, self.emitter.origin, "make a new tensor")
             through = write_through(_on_base(tensor, base), tensor.index, base, new, self.emitter)
             if through is None:
-                raise _write_error(
-                    f"a write through {operator_name(tensor.view.target)} cannot be expressed without mutation",
-                    self.emitter.origin,
-                    "make a new tensor, for example with torch.where or torch.cat",
-                )
+                what = f"a write through {operator_name(tensor.view.target)} cannot be expressed without mutation"
+                fix = "make a new tensor, for example with torch.where or torch.cat"
+                raise _write_error(what, self.emitter.origin, fix)
             self._store_at(tensor.base, through, version)
         tensor.ref = new
         tensor.version = version
@@ -469,10 +466,6 @@ BETWEEN = "|"  # the mark of a region and that of a segment in a provisional sco
 def region_mark(number: int) -> str:
     """Return the provisional scope of an operator of a region."""
     return f"#{number}"
-
-
-def _updates_statistics(args: dict[str, Any]) -> bool:
-    return bool(args["use_input_stats"]) and args["running_mean"] is not None
 
 
 def _on_base(tensor: ProgramTensor, base: Ref) -> Op:

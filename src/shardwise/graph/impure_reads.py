@@ -73,17 +73,8 @@ _PYTHON: dict[CodeType, str] = {
 _SUSPECTS = (
     *(getattr(time, name) for name in vars(time) if name.removesuffix("_ns") in _CLOCKS),
     *(getattr(os, name) for name in sorted(_OF_THE_SYSTEM) if hasattr(os, name)),
-    *(
-        os.environ,
-        os.getenv,
-        io.open,
-        datetime.datetime,
-        datetime.date,
-        uuid.uuid1,
-        uuid.uuid4,
-        threading.get_ident,
-        dist.get_rank,
-    ),
+    *(os.environ, os.getenv, io.open, datetime.datetime, datetime.date, uuid.uuid1, uuid.uuid4),
+    *(threading.get_ident, dist.get_rank),
     *(random.Random, random.SystemRandom, secrets.choice, secrets.randbelow, secrets.randbits, secrets.token_bytes),
     *(np.random.default_rng, np.random.RandomState, np.load, np.fromfile, np.loadtxt),
     *(torch.initial_seed, torch.get_rng_state, torch.seed),
@@ -121,8 +112,10 @@ def _reading(reads: list[ImpureRead]) -> Iterator[None]:
             what = _of_builtin(called)
         elif event == "call" and frame.f_code in _PYTHON:
             what, asks = _PYTHON[frame.f_code], frame.f_back
-        if what and (asker := _asker(asks)) is not None and not _is_switch(what, asker):
-            reads.append(ImpureRead(what, f"{Path(asker.f_code.co_filename).name}:{asker.f_lineno}"))
+        if what and (asker := _asker(asks)) is not None:
+            file = asker.f_code.co_filename
+            if what != "os.environ" or not file.startswith(INSTALLED):  # of a package: settings of the process
+                reads.append(ImpureRead(what, f"{Path(file).name}:{asker.f_lineno}"))
 
     before = sys.getprofile()
     with without_gc():
@@ -154,9 +147,7 @@ def _of_builtin(called: Any) -> str:
         return f"{_GRADIENTS} (torch.{name})"
     # Python's own generators are checked by ``reject_host_random``.
     is_own_generator = isinstance(owner, random.Random) and owner is not random._inst
-    if is_own_generator and name in ("random", "getrandbits"):
-        return f"{_GENERATOR} (random.Random)"
-    return ""
+    return f"{_GENERATOR} (random.Random)" if is_own_generator and name in ("random", "getrandbits") else ""
 
 
 def _asker(frame: FrameType | None) -> FrameType | None:
@@ -167,11 +158,6 @@ def _asker(frame: FrameType | None) -> FrameType | None:
         return None
     name = frame.f_code.co_filename
     return None if is_standard(name) or name.startswith(NOT_USER_CODE) else frame
-
-
-def _is_switch(what: str, asker: FrameType) -> bool:
-    """Return whether an installed package reads the environment: these are settings of the process."""
-    return what == "os.environ" and asker.f_code.co_filename.startswith(INSTALLED)
 
 
 def ask_gradients(reads: Sequence[ImpureRead]) -> frozenset[ImpureRead]:
@@ -264,7 +250,8 @@ def reject_host_random(before: RandomState, run: Callable[[Watching], object]) -
     lines: list[str] = []
     run(lambda: watch_changes(lines, host_random_state))
     after = host_random_state()
-    _restore(drew)
+    random.setstate(drew[0])
+    np.random.set_state(pickle.loads(drew[1]))
     if lines and after != drew:
         raise CaptureError(
             "the model draws random numbers in Python or numpy: every step would get the same",
@@ -272,8 +259,3 @@ def reject_host_random(before: RandomState, run: Callable[[Watching], object]) -
             fix="draw with torch (torch.rand, torch.bernoulli), pass the drawn values as inputs, or switch it off "
             "(Hugging Face: mask_time_prob=0, layerdrop=0)",
         )
-
-
-def _restore(state: RandomState) -> None:
-    random.setstate(state[0])
-    np.random.set_state(pickle.loads(state[1]))

@@ -51,7 +51,9 @@ class TypeInference:
                 with self.mode:
                     result = called(self.operand)
             except DataDependentOutputException:  # quantile looks at its probability, on CPUs, in torch 2.11
-                result = called(_on_meta)
+                result = called(
+                    lambda v: torch.empty(v.shape, dtype=v.dtype, requires_grad=v.requires_grad, device="meta")
+                )
         return tuple(Value("", tuple(t.shape), t.dtype, t.requires_grad) for t in tensor_results(result))
 
     def without_gradient(self, call: AnyCall, value: Callable[[str], Value]) -> tuple[bool, ...]:
@@ -89,10 +91,6 @@ class TypeInference:
         """Return a fake tensor of the value's type."""
         with self.mode:
             return torch.empty(value.shape, dtype=value.dtype, requires_grad=value.requires_grad)
-
-
-def _on_meta(value: Value) -> torch.Tensor:
-    return torch.empty(value.shape, dtype=value.dtype, requires_grad=value.requires_grad, device="meta")
 
 
 def _call_signature(call: AnyCall, value: Callable[[str], Value]) -> object:

@@ -204,6 +204,20 @@ def map_refs(arg: Arg, function: Callable[[str], Arg]) -> Arg:
     return arg
 
 
+def rename_operands(call: Call, before: Iterable[str], after: Iterable[str]) -> Call:
+    """Return the call with its operands renamed, by position in ``before``. If a name occurs there several times, its
+    Refs get the new names in order of occurrence, and the last one from then on; names that do not occur stay."""
+    names: dict[str, list[str]] = {}
+    for name, other in zip(before, after, strict=True):
+        names.setdefault(name, []).append(other)
+
+    def renamed(name: str) -> Arg:
+        others = names.get(name, [name])
+        return Ref(others.pop(0) if len(others) > 1 else others[0])
+
+    return map_operands(call, renamed)
+
+
 def map_operands(call: Call, function: Callable[[str], Arg]) -> Call:
     """Return the call with every Ref in its arguments replaced by ``function(name)``, in the order of ``refs``."""
     before: Any = call

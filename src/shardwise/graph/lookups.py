@@ -185,13 +185,8 @@ class _Lookup:
         shape = (1,) * (len(self.total) - len(shape)) + shape
         along = [self.rows[dim] for dim in self.kept if dim in self.rows]
         index = self._permuted(self._reshaped(index, shape), [*along, *self.others])
-        index = self._reshaped(
-            index,
-            [
-                *(shape[self.rows[dim]] if dim in self.rows else 1 for dim in self.kept),
-                *(shape[dim] for dim in self.others),
-            ],
-        )
+        of_rows = [shape[self.rows[dim]] if dim in self.rows else 1 for dim in self.kept]
+        index = self._reshaped(index, [*of_rows, *(shape[dim] for dim in self.others)])
         kept = self.sizes[: len(self.kept)]
         return self._reshaped(self._expanded(index, self.sizes), [*kept, prod(self.sizes[len(kept) :])])
 

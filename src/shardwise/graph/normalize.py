@@ -119,18 +119,13 @@ def _mean(op: Op, emitter: Emitter) -> Results:
 def _aminmax(op: Op, emitter: Emitter) -> Results:
     """Rewrite to two reductions: the combined operator has no derivative in torch 2.11."""
     args = arguments(op)
-    dims = () if args["dim"] is None else (args["dim"],)
-    low, high = (
-        emitter.emit(extreme, args["self"], dims, args["keepdim"]) for extreme in (aten.amin.default, aten.amax.default)
-    )
-    return (low, high)
+    call = args["self"], () if args["dim"] is None else (args["dim"],), args["keepdim"]
+    return emitter.emit(aten.amin.default, *call), emitter.emit(aten.amax.default, *call)
 
 
 def _batch_norm(op: Op, emitter: Emitter) -> Results:
     """Rewrite batch norm in training mode; ``functionalize`` already made the running statistics mutations."""
-    if not arguments(op)["training"]:
-        return None
-    return (batch_norm_with_statistics(op, emitter)[0],)
+    return (batch_norm_with_statistics(op, emitter)[0],) if arguments(op)["training"] else None
 
 
 # ----------------------------------------------------------------------------------------------------- randomness

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -112,72 +111,55 @@ def _embedding_bag(op: Op, emitter: Emitter) -> Results:
     for weights in (call_args["per_sample_weights"], counted):
         if weights is not None:
             rows = emit(aten.mul.Tensor, rows, emit(aten.unsqueeze.default, weights, -1))
-    add = _bag_sums(emitter, call_args, count)
+    bags, length, bag = _bags(emitter, call_args, count)
+
+    def add(rows: Ref) -> Ref:
+        value = emitter.value(rows)
+        if bag is None:
+            return emit(aten.sum.dim_IntList, emit(aten.reshape.default, rows, (bags, length, value.shape[1])), (1,))
+        zeros = emit(aten.full.default, (bags, value.shape[1]), 0.0, dtype=value.dtype)
+        return emit(aten.index_add.default, zeros, 0, bag, rows)
+
     total = add(rows)
     if call_args["mode"] == _MEAN:
-        ones = (
-            counted if counted is not None else emit(aten.full.default, (count,), 1.0, dtype=emitter.value(rows).dtype)
-        )
-        lengths = emit(aten.clamp_min.default, add(emit(aten.unsqueeze.default, ones, -1)), 1)
+        if counted is None:
+            counted = emit(aten.full.default, (count,), 1.0, dtype=emitter.value(rows).dtype)
+        lengths = emit(aten.clamp_min.default, add(emit(aten.unsqueeze.default, counted, -1)), 1)
         total = emit(aten.div.Tensor, total, lengths)
     return total, *others
 
 
-def _bag_sums(emitter: Emitter, args: dict[str, Any], count: int) -> Callable[[Ref], Ref]:
-    """Return a function that sums ``[index, ...]`` by bags."""
-    emit = emitter.emit
+def _bags(
+    emitter: Emitter, args: dict[str, Any], count: int, *, is_padded: bool = False
+) -> tuple[int, int, Ref | None]:
+    """Return the number of bags, their length, and the bag of every index; None if all have this length. ``is_padded``:
+    indices are left out, which then lengths do not tell."""
+    emit, producer = emitter.emit, emitter.producer.get(args["offsets"].name)
     bags = emitter.value(args["offsets"]).shape[0] - bool(args["include_last_offset"])
-    length = _equal_length(emitter, args["offsets"], count)
-    if length is not None and bags * length == count:
-
-        def add_rows(rows: Ref) -> Ref:
-            columns = emitter.value(rows).shape[1]
-            return emit(aten.sum.dim_IntList, emit(aten.reshape.default, rows, (bags, length, columns)), (1,))
-
-        return add_rows
-    bag = _bag_of(emitter, args["offsets"], count)
-
-    def add_to_bags(rows: Ref) -> Ref:
-        value = emitter.value(rows)
-        zeros = emit(aten.full.default, (bags, value.shape[1]), 0.0, dtype=value.dtype)
-        return emit(aten.index_add.default, zeros, 0, bag, rows)
-
-    return add_to_bags
-
-
-def _bag_of(emitter: Emitter, offsets: Ref, count: int) -> Ref:
-    emit = emitter.emit
-    ends = emit(aten.unsqueeze.default, offsets, 0)
+    if producer is not None and producer.target is aten.arange.start_step and not is_padded:
+        offsets = arguments(producer)
+        step = offsets["step"]
+        if isinstance(step, int) and (offsets["start"], offsets["end"]) == (0, count) and bags * step == count:
+            return bags, step, None
+    ends = emit(aten.unsqueeze.default, args["offsets"], 0)
     places = emit(aten.unsqueeze.default, emit(aten.arange.default, count), 1)
-    return emit(aten.sub.Tensor, emit(aten.sum.dim_IntList, emit(aten.ge.Tensor, places, ends), (1,)), 1)
+    reached = emit(aten.sum.dim_IntList, emit(aten.ge.Tensor, places, ends), (1,))
+    return bags, 0, emit(aten.sub.Tensor, reached, 1)
 
 
 def _bag_maxima(emitter: Emitter, args: dict[str, Any], rows: Ref, padding: int | None) -> Ref:
     """Return the maximum of ``[index, ...]`` per bag; 0 for an empty bag or one of padding only."""
     emit, value = emitter.emit, emitter.value(rows)
     count, columns = value.shape
-    bags = emitter.value(args["offsets"]).shape[0] - bool(args["include_last_offset"])
-    length = _equal_length(emitter, args["offsets"], count)
-    if padding is None and length is not None and bags * length == count:
+    bags, length, bag = _bags(emitter, args, count, is_padded=padding is not None)
+    if bag is None:
         return emitter.emit_several(aten.max.dim, emit(aten.reshape.default, rows, (bags, length, columns)), 1)[0]
-    bag = _bag_of(emitter, args["offsets"], count)
     if padding is not None:  # in a bag of its own, behind the others
         bag = emit(aten.masked_fill.Scalar, bag, emit(aten.eq.Scalar, args["indices"], padding), bags)
     zeros = emit(aten.full.default, (bags + 1, columns), 0.0, dtype=value.dtype)
     index = emit(aten.expand.default, emit(aten.unsqueeze.default, bag, 1), (count, columns))
     largest = emit(aten.scatter_reduce.two, zeros, 0, index, rows, "amax", include_self=False)
     return emit(aten.slice.Tensor, largest, 0, 0, bags)
-
-
-def _equal_length(emitter: Emitter, offsets: Ref, count: int) -> int | None:
-    """Return the step of ``offsets = arange(0, count, step)``, or None."""
-    producer = emitter.producer.get(offsets.name)
-    if producer is None or producer.target is not aten.arange.start_step:
-        return None
-    args = arguments(producer)
-    step = args["step"]
-    exact = isinstance(step, int) and args["start"] == 0 and args["end"] == count
-    return step if exact else None
 
 
 def _grouped_mm(op: Op, emitter: Emitter) -> Results:

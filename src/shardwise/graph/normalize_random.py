@@ -75,6 +75,11 @@ def _drawn(draw: Any, op: Op, emitter: Emitter) -> Results:
     return (draw(emitter, shape, dtype),) if dtype.is_floating_point else None
 
 
+def _in_range(emitter: Emitter, shape: tuple[int, ...], width: Any, low: Any) -> Ref:
+    """Emit ``u width + low``."""
+    return emitter.emit(aten.add.Tensor, emitter.emit(aten.mul.Tensor, _uniform(emitter, shape, _WIDE), width), low)
+
+
 def _integers(op: Op, emitter: Emitter) -> Results:
     """Emit ``low + floor(u (high - low))``."""
     args = arguments(op)
@@ -103,12 +108,6 @@ def _filled(draw: Callable[[dict[str, Arg], Emitter, tuple[int, ...]], Ref], op:
     return (emitter.emit(aten.to.dtype, draw(args, emitter, value.shape), value.dtype),)
 
 
-def _between(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
-    """Rewrite ``uniform_(low, high)``."""
-    width = emitter.emit(aten.mul.Tensor, _uniform(emitter, shape, _WIDE), args["to"] - args["from"])
-    return emitter.emit(aten.add.Tensor, width, args["from"])
-
-
 def _exponential(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
     """Emit ``-log(1 - u) / rate``."""
     return emitter.emit(aten.div.Tensor, _log_survival(emitter, shape), -args["lambd"])
@@ -132,10 +131,6 @@ def _gaussian_of(op: Op, emitter: Emitter) -> Results:
     shape = tuple(torch.broadcast_shapes(*(value.shape for value in tensors))) if tensors else tuple(args["size"])
     dtype = tensors[0].dtype if tensors else args["dtype"] or torch.get_default_dtype()
     return (emitter.emit(aten.to.dtype, _gaussian(args, emitter, shape), dtype),)
-
-
-def _log_normal(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
-    return emitter.emit(aten.exp.default, _gaussian(args, emitter, shape))
 
 
 def _cauchy(args: dict[str, Arg], emitter: Emitter, shape: tuple[int, ...]) -> Ref:
@@ -187,8 +182,7 @@ def _rrelu(op: Op, emitter: Emitter) -> Results:
     if not args["training"]:
         return (emit(aten.leaky_relu.default, args["self"], (lower + upper) / 2),)
     value = emitter.value(args["self"])
-    scaled = emit(aten.mul.Tensor, _uniform(emitter, value.shape, _WIDE), upper - lower)
-    slope = emit(aten.to.dtype, emit(aten.add.Tensor, scaled, lower), value.dtype)
+    slope = emit(aten.to.dtype, _in_range(emitter, value.shape, upper - lower, lower), value.dtype)
     kept = emit(aten.where.ScalarOther, emit(aten.le.Scalar, args["self"], 0), slope, 1.0)
     return (emit(aten.mul.Tensor, args["self"], kept),)
 
@@ -230,13 +224,17 @@ RANDOM_NORMALIZATIONS: dict[OpOverload, Rewrite] = by_operator(
         "randn randn_like": partial(_drawn, _normal),
         "randint randint.low randint_like randint_like.low_dtype": _integers,
         "randperm": _permutation,
-        "uniform": partial(_filled, _between),
+        "uniform": partial(
+            _filled, lambda args, emitter, shape: _in_range(emitter, shape, args["to"] - args["from"], args["from"])
+        ),
         "exponential": partial(_filled, _exponential),
         "rand.generator": _without_generator(partial(_drawn, _uniform)),
         "randn.generator": _without_generator(partial(_drawn, _normal)),
         "normal.float_float normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor": _gaussian_of,
         "normal_functional": partial(_filled, _gaussian),
-        "log_normal": partial(_filled, _log_normal),
+        "log_normal": partial(
+            _filled, lambda args, emitter, shape: emitter.emit(aten.exp.default, _gaussian(args, emitter, shape))
+        ),
         "cauchy": partial(_filled, _cauchy),
         "geometric": partial(_filled, _geometric),
         "random.to": partial(_filled, _below),

@@ -6,7 +6,7 @@ Buffers are unknown here: a plan is made from shapes, and weights are loaded lat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import prod
 from typing import Any
 
@@ -54,19 +54,16 @@ def evaluate_known_values(graph: Graph, names: set[str], constants: Mapping[str,
         if needed.intersection(op.results):
             needed.update(op.operands)
             ops.append(op)
-    with torch.device("cpu"), torch.no_grad():
-        return _known_values(graph, ops[::-1], {name: constants[name] for name in needed.intersection(constants)})
-
-
-def _known_values(graph: Graph, ops: Sequence[Op], constants: Mapping[str, Tensor]) -> dict[str, Abstract]:
     known_values: dict[str, Abstract] = {}
-    for name, data in constants.items():
-        constant = None if is_fake(data) or data.is_meta else collapse_constant_dims(data.cpu())
-        known_values |= {} if constant is None else {name: constant}
-    for op in ops:
-        if len(op.results) == 1 and not graph.by_name[op.results[0]].requires_grad and not is_random(op.target):
-            value = evaluate_op(op, graph.by_name[op.results[0]], known_values)
-            known_values |= {} if value is None else {op.results[0]: value}
+    with torch.device("cpu"), torch.no_grad():
+        for name in needed.intersection(constants):
+            data = constants[name]
+            constant = None if is_fake(data) or data.is_meta else collapse_constant_dims(data.cpu())
+            known_values |= {} if constant is None else {name: constant}
+        for op in reversed(ops):
+            if len(op.results) == 1 and not graph.by_name[op.results[0]].requires_grad and not is_random(op.target):
+                value = evaluate_op(op, graph.by_name[op.results[0]], known_values)
+                known_values |= {} if value is None else {op.results[0]: value}
     return known_values
 
 
@@ -98,14 +95,8 @@ def evaluate_op(op: Op, result: Value, known_values: Mapping[str, Abstract]) -> 
         return apply_view(function, operands[0])
     if name == "index" and (indexed := _indexed(args, known_values, result)) is not None:
         return indexed
-    if name in _ALONG_DIM:
-        return _computed(function, operands, result, _dims(args))
-    return _computed(function, operands, result)
-
-
-def _dims(args: Mapping[str, Any]) -> tuple[int, ...]:
-    dims = args["dims"] if "dims" in args else (args["dim"],)
-    return tuple(dims)
+    along = tuple(args["dims"] if "dims" in args else (args["dim"],)) if name in _ALONG_DIM else None
+    return _computed(function, operands, result, along)
 
 
 def _indexed(args: Mapping[str, Any], known_values: Mapping[str, Abstract], result: Value) -> KnownTensor | None:

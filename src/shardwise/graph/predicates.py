@@ -227,7 +227,8 @@ def _summed(name: str, function: Function, operands: Sequence[Abstract], shape: 
     ranks = (1,) * len(shape)
     zeros = [torch.zeros(ranks, dtype=_dtype(operand)) for operand in operands]
     at_zero = function(*zeros)
-    if not all(_is_integer(tensor.dtype) for tensor in (at_zero, *zeros)):
+    dtypes = [tensor.dtype for tensor in (at_zero, *zeros)]
+    if any(dtype.is_floating_point or dtype.is_complex or dtype == torch.bool for dtype in dtypes):
         return None
     if name == "abs" or (isinstance(x, PositionSum) and x.absolute):
         if not (is_one and name in ("abs", "to") and isinstance(x, PositionSum)):
@@ -270,10 +271,6 @@ def _checked(x: PositionSum) -> PositionSum | None:
     """Return None if the dtype may not hold the values, or if there are too many numbers."""
     most = int(x.of_query.abs().max()) + int(x.of_key.abs().max())
     return x if most < min(torch.iinfo(x.dtype).max, 1 << 40) else None
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not dtype.is_floating_point and not dtype.is_complex and dtype != torch.bool
 
 
 def _dtype(x: Abstract) -> torch.dtype:
@@ -367,11 +364,7 @@ def triangle(x: Abstract, diagonal: int, upper: bool, shape: tuple[int, ...]) ->
     seen = Intervals.of(rows, zero + shape[-1], shape[-1]) if upper else Intervals.of(zero, rows + 1, shape[-1])
     inside = torch.full((1,) * len(shape), True)
     kept = interval_select(shape, -2, -1, seen, inside, ~inside)
-    return apply_pointwise("where", _kept_where, (kept, x), shape)
-
-
-def _kept_where(kept: Tensor, x: Tensor) -> Tensor:
-    return torch.where(kept, x, torch.zeros_like(x))
+    return apply_pointwise("where", lambda kept, x: torch.where(kept, x, torch.zeros_like(x)), (kept, x), shape)
 
 
 # -------------------------------------------------------------------------------------------------------------- views
@@ -383,9 +376,8 @@ def apply_view(function: Function, x: Abstract) -> Abstract | None:
         try:
             return KnownTensor(function(x.tensor))
         except RuntimeError:  # not without a copy
-            return (
-                collapse_constant_dims(function(x.tensor.contiguous())) if x.tensor.numel() <= MOST_ELEMENTS else None
-            )
+            fits = x.tensor.numel() <= MOST_ELEMENTS
+            return collapse_constant_dims(function(x.tensor.contiguous())) if fits else None
     # The view of a meta tensor with distinct strides shows what it does to the dims.
     rank, keys = len(x.shape), x.shape[x.key]
     strides = tuple({rank + x.query: keys, rank + x.key: 1}.get(dim, 0) for dim in range(rank))

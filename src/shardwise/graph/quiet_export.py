@@ -16,9 +16,14 @@ _NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbol
 
 @contextmanager
 def quiet_export() -> Iterator[None]:
-    """Silence logs of errors that export also raises, and warnings about what shardwise handles."""
+    """Silence logs of errors that export also raises, and warnings about what shardwise handles. Export without a stack
+    per node, which takes time; ``user_lines`` records the relevant line. A torch without this setting still collects
+    them."""
     loggers = [logging.getLogger(name) for name in _NOISY_LOGGERS]
     disabled = [logger.disabled for logger in loggers]
+    config: Any = torch.fx.config
+    before = getattr(config, _STACKS, False)
+    setattr(config, _STACKS, True)
     for logger in loggers:
         logger.disabled = True
     try:
@@ -30,16 +35,4 @@ def quiet_export() -> Iterator[None]:
     finally:
         for logger, was in zip(loggers, disabled, strict=True):
             logger.disabled = was
-
-
-@contextmanager
-def without_stacks() -> Iterator[None]:
-    """Export without a stack per node, which takes time; ``user_lines`` records the relevant line. A torch without this
-    setting still collects them."""
-    config: Any = torch.fx.config
-    before = getattr(config, _STACKS, False)
-    setattr(config, _STACKS, True)
-    try:
-        yield
-    finally:
         setattr(config, _STACKS, before)

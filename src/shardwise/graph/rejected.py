@@ -10,9 +10,10 @@ from torch._ops import OpOverload
 
 from shardwise.errors import CaptureError, Section
 from shardwise.graph.ir import Op, Ref, Value
-from shardwise.graph.schema import arguments, operator_name, tensor_results
+from shardwise.graph.schema import arguments, has_symbols, operator_name, tensor_results
 
 READ_A_NUMBER = "keep it a tensor: arithmetic, torch.where and comparisons work on 0-dim tensors"
+_OF_DATA_SHAPE = "nonzero nonzero_numpy argwhere masked_select _unique _unique2 unique_dim unique_consecutive"
 _DATA_SHAPE = "keep the shape fixed: torch.where(mask, x, 0), x * mask, or topk with a fixed k"
 
 TRANSFORMS = "a transform of torch.func (vmap, grad, jacrev, ...)"
@@ -20,10 +21,7 @@ FLEX_ATTENTION = "torch.nn.attention.flex_attention"
 _LOOP = "write the loop in Python: its iterations are captured one after the other"
 CONSTRUCTS = {  # torch constructs in place of Python, and what to write instead
     "torch.cond": "compute both branches and choose with torch.where, or branch on Python numbers",
-    "torch.while_loop": _LOOP,
-    "torch.scan": _LOOP,
-    "torch.associative_scan": _LOOP,
-    "torch.map": _LOOP,
+    **dict.fromkeys(("torch.while_loop", "torch.scan", "torch.associative_scan", "torch.map"), _LOOP),
     FLEX_ATTENTION: "call scaled_dot_product_attention with a mask computed from positions (a large one is never "
     'materialized); for models of transformers pass attn_implementation="sdpa"',
     TRANSFORMS: "use batched operators; compute gradients inside the model with torch.autograd.grad(..., "
@@ -35,14 +33,7 @@ REJECTED = {
     "_local_scalar_dense": ("reads a number out of a tensor", READ_A_NUMBER),
     "is_nonzero": ("decides by the data of a tensor", "choose with torch.where"),
     "equal": ("decides by the data of a tensor", "choose with torch.where"),
-    "nonzero": ("has a result whose shape depends on data", _DATA_SHAPE),
-    "nonzero_numpy": ("has a result whose shape depends on data", _DATA_SHAPE),
-    "argwhere": ("has a result whose shape depends on data", _DATA_SHAPE),
-    "masked_select": ("has a result whose shape depends on data", _DATA_SHAPE),
-    "_unique": ("has a result whose shape depends on data", _DATA_SHAPE),
-    "_unique2": ("has a result whose shape depends on data", _DATA_SHAPE),
-    "unique_dim": ("has a result whose shape depends on data", _DATA_SHAPE),
-    "unique_consecutive": ("has a result whose shape depends on data", _DATA_SHAPE),
+    **dict.fromkeys(_OF_DATA_SHAPE.split(), ("has a result whose shape depends on data", _DATA_SHAPE)),
     "bincount": ("has a result whose shape depends on data", "count with one_hot(...).sum(0)"),
 }
 
@@ -84,7 +75,7 @@ def reject_unsupported(target: Any, value: Any, origin: Op) -> None:
     elif any(tensor.layout != torch.strided for tensor in tensor_results(value)):
         what = f"{operator_name(target)} makes a sparse tensor, which cannot be split"
         fix = "keep it dense: index_add, scatter_add or a mask; torch.matmul with a dense constant for torch.sparse.mm"
-    elif not _has_fixed_shapes(value):
+    elif has_symbols(value):
         name = operator_name(target)
         boolean = "boolean indexing" if name in ("index", "index_put") else name
         what, fix, section = f"{boolean} has a result whose shape depends on data", _DATA_SHAPE, "tensor-values"
@@ -110,9 +101,3 @@ def reject_mixed_dtypes(op: Op, values: Mapping[str, Value], origin: Op) -> None
             source=origin.source,
             fix="cast one with .to(other.dtype) instead of a fixed dtype, which a Precision may change",
         )
-
-
-def _has_fixed_shapes(value: Any) -> bool:
-    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return False
-    return all(isinstance(size, int) for tensor in tensor_results(value) for size in tensor.shape)

@@ -244,6 +244,10 @@ class _Leaf:
     operand: int | None = None
     constant: tuple[Any] | None = None
 
+    @property
+    def key(self) -> object:
+        return self.operand, None if self.constant is None else constant_key(self.constant)
+
 
 @dataclass(frozen=True)
 class _RepeatedCall:
@@ -351,17 +355,15 @@ def _repeating(
         kind.calls += 1
         if kind.calls == 2 or module is kind.last:
             return _witness(kind, repeats, call)
-        results = iter(REPEAT(operands, kind.body, path))
-        leaves = [_returned(leaf, operands, results) for leaf in kind.leaves]
+        results, leaves = iter(REPEAT(operands, kind.body, path)), list[Any]()
+        for leaf in kind.leaves:
+            if leaf.constant is not None:
+                leaves.append(leaf.constant[0])
+            else:
+                leaves.append(next(results) if leaf.operand is None else operands[leaf.operand])
         return pytree.tree_unflatten(leaves, kind.spec)
 
     return forward
-
-
-def _returned(leaf: _Leaf, operands: list[torch.Tensor], results: Iterator[torch.Tensor]) -> Any:
-    if leaf.constant is not None:
-        return leaf.constant[0]
-    return next(results) if leaf.operand is None else operands[leaf.operand]
 
 
 def _first(module: nn.Module, group: _Group, repeats: TracedRepeats, call: _RepeatedCall) -> Any:
@@ -397,14 +399,9 @@ def _witness(kind: _Kind, repeats: TracedRepeats, call: _RepeatedCall) -> Any:
     number = repeats.number(call.path)
     repeats.witnesses[number] = kind.body
     result, spec, leaves, _ = _traced(repeats, number, call)
-    repeats.failed |= (
-        spec != kind.spec or leaves is None or list(map(_leaf_key, leaves)) != list(map(_leaf_key, kind.leaves))
-    )
+    same = leaves is not None and [leaf.key for leaf in leaves] == [leaf.key for leaf in kind.leaves]
+    repeats.failed |= spec != kind.spec or not same
     return result
-
-
-def _leaf_key(leaf: _Leaf) -> object:
-    return leaf.operand, None if leaf.constant is None else constant_key(leaf.constant)
 
 
 def _traced(

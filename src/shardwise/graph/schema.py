@@ -44,7 +44,8 @@ def by_operator(rows: Mapping[str, Entry], *tables: Mapping[OpOverload, Entry]) 
     table = {target: entry for names, entry in rows.items() for target in aten_operators(names)}
     assert len(table) == sum(len(names.split()) for names in rows), "an operator is named twice"
     for further in tables:
-        assert table.keys().isdisjoint(further), "an operator is in two tables"
+        twice = sorted(str(target) for target in table.keys() & further.keys())
+        assert not twice, f"operators in two tables: {', '.join(twice)}"
         table |= further
     return table
 
@@ -102,6 +103,19 @@ def returns_one_tensor(target: OpOverload) -> bool:
     """Return whether a call's result is a tensor, not a tuple or a list of tensors."""
     returns = target._schema.returns
     return len(returns) == 1 and str(returns[0].type) == "Tensor"
+
+
+def is_symbolic(value: Any) -> bool:
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def has_symbols(value: Any) -> bool:
+    """Return whether a value, or a size of a tensor, is symbolic."""
+    if isinstance(value, (tuple, list)):
+        return any(map(has_symbols, value))
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in value.shape)
+    return is_symbolic(value)
 
 
 def tensor_results(result: Any) -> list[torch.Tensor]:

@@ -83,8 +83,7 @@ def recompute(target: _Target, how: Recompute = "full", *, messages: Messages = 
         return target
 
     def opened() -> AbstractContextManager[None]:
-        segment = _OPENED.get()
-        name = getattr(target, "__name__", type(target).__name__)
+        segment, name = _OPENED.get(), getattr(target, "__name__", type(target).__name__)
         return segment(name, how, messages) if segment is not None else nullcontext()
 
     return cast(_Target, _inside(target, opened))

@@ -28,8 +28,8 @@ from shardwise.errors import CaptureError
 from shardwise.graph.ir import Arg, Op, Ref, map_operands
 from shardwise.graph.normalize_losses import LOSS_NORMALIZATIONS, MEAN, NONE, SUM
 from shardwise.graph.rejected import REJECTED
-from shardwise.graph.schema import arguments, is_random, operator_name, tensor_results
-from shardwise.graph.selected_rows import Rows, SelectedRows, has_symbols
+from shardwise.graph.schema import arguments, has_symbols, is_random, operator_name, tensor_results
+from shardwise.graph.selected_rows import Rows, SelectedRows
 
 aten = torch.ops.aten
 

@@ -15,7 +15,7 @@ from shardwise.errors import CaptureError
 from shardwise.graph.emitter import Emitter
 from shardwise.graph.ir import Arg, Op, Ref
 from shardwise.graph.origins import is_of_package
-from shardwise.graph.schema import arguments, is_random, operator_name
+from shardwise.graph.schema import arguments, has_symbols, is_random, is_symbolic, operator_name
 from shardwise.graph.trees import argument_key
 
 aten = torch.ops.aten
@@ -187,20 +187,7 @@ class SelectedRows:
         return CaptureError(f"{name} {what}", op=op.module, source=op.source, fix=fix)
 
 
-def is_symbolic(value: Any) -> bool:
-    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
 def is_size(target: Any, val: Any) -> bool:
     """Return whether an operator reads a size that depends on data, or computes with such sizes in Python."""
     of_python = not isinstance(target, (torch._ops.OpOverload, torch._ops.HigherOrderOperator))
     return is_symbolic(val) and (of_python or operator_name(target) in ("sym_size", "sym_numel"))
-
-
-def has_symbols(value: Any) -> bool:
-    """Return whether a value, or a size of a tensor, is symbolic."""
-    if isinstance(value, (tuple, list)):
-        return any(map(has_symbols, value))
-    if isinstance(value, torch.Tensor):
-        return any(isinstance(size, torch.SymInt) for size in value.shape)
-    return is_symbolic(value)

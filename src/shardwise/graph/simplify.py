@@ -34,32 +34,22 @@ def _returned_if(is_same: Callable[[Op, Value], bool], op: Op, emitter: Emitter)
     return (_operand(op),) if is_same(op, emitter.value(_operand(op))) else None
 
 
-def _cast_like(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
-    return (emitter.emit(aten.to.dtype, _operand(op), emitter.value(op.args[1]).dtype),)
+def _like(target: OpOverload, argument: str, op: Op, emitter: Emitter) -> tuple[Arg, ...]:
+    """Rewrite ``x.type_as(other)`` and similar, which read only the dtype or the shape of the other."""
+    return (emitter.emit(target, _operand(op), getattr(emitter.value(op.args[1]), argument)),)
 
 
 def _reshape(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
-    size = op.args[1]
+    size = emitter.value(op.args[1]).shape if isinstance(op.args[1], Ref) else op.args[1]
     if emitter.value(_operand(op)).shape == size:
         return (_operand(op),)
     return None if op.target is aten.reshape.default else (emitter.emit(aten.reshape.default, _operand(op), size),)
-
-
-def _reshape_like(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
-    shape = emitter.value(op.args[1]).shape
-    if emitter.value(_operand(op)).shape == shape:
-        return (_operand(op),)
-    return (emitter.emit(aten.reshape.default, _operand(op), shape),)
 
 
 def _at_least(rank: int, op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     """Rewrite ``atleast_1d`` and similar of several tensors: those with enough dims are returned."""
     operands: tuple[Arg, ...] = op.args[0]
     return operands if all(len(emitter.value(ref).shape) >= rank for ref in operands) else None
-
-
-def _expand_like(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
-    return (emitter.emit(aten.expand.default, _operand(op), emitter.value(op.args[1]).shape),)
 
 
 def _broadcast(op: Op, emitter: Emitter) -> tuple[Arg, ...]:
@@ -105,15 +95,11 @@ def _cat(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     them."""
     tensors = op.args[0]
     full = tuple(ref for ref in tensors if emitter.value(ref).numel or emitter.value(ref).requires_grad)
-    if len(full) == len(tensors) or not full:
-        return None
-    rest = emitter.value(full[0])
-    dtypes = {emitter.value(ref).dtype for ref in tensors}
-    if len(dtypes) > 1:
+    if len(full) == len(tensors) or not full or len({emitter.value(ref).dtype for ref in tensors}) > 1:
         return None
     if len(full) == 1:
         return (full[0],)
-    return (emitter.emit(op.target, full, arguments(op)["dim"] % len(rest.shape)),)
+    return (emitter.emit(op.target, full, arguments(op)["dim"] % len(emitter.value(full[0]).shape)),)
 
 
 def _adds_nothing(op: Op, x: Value) -> bool:
@@ -143,16 +129,15 @@ SIMPLIFICATIONS: dict[OpOverload, Rewrite] = by_operator(
         "alias clone contiguous lift_fresh lift_fresh_copy positive": partial(_returned_if, lambda op, x: True),
         "detach": partial(_returned_if, lambda op, x: not x.requires_grad),
         "to.dtype": partial(_returned_if, lambda op, x: x.dtype == op.args[1]),
-        "type_as": _cast_like,
+        "type_as": partial(_like, aten.to.dtype, "dtype"),
         "flatten.using_ints": partial(_returned_if, lambda op, x: len(x.shape) == 1),
         "real conj conj_physical resolve_conj resolve_neg": partial(_returned_if, lambda op, x: not x.dtype.is_complex),
         "atleast_1d.Sequence": partial(_at_least, 1),
         "atleast_2d.Sequence": partial(_at_least, 2),
         "atleast_3d.Sequence": partial(_at_least, 3),
-        "view _unsafe_view reshape": _reshape,
-        "view_as reshape_as": _reshape_like,
+        "view _unsafe_view reshape view_as reshape_as": _reshape,
         "expand": partial(_returned_if, lambda op, x: x.shape == op.args[1]),
-        "expand_as": _expand_like,
+        "expand_as": partial(_like, aten.expand.default, "shape"),
         "broadcast_tensors": _broadcast,
         "meshgrid meshgrid.indexing": _meshgrid,
         "new_zeros": partial(_constructor, aten.zeros.default),

@@ -27,6 +27,7 @@ from shardwise.graph.ir import Arg, Graph, Op
 from shardwise.graph.normalize_random import alpha_scale
 from shardwise.graph.segments import keep_checkpointed_values
 from shardwise.graph.switches import default_dtype
+from shardwise.graph.trees import storage_of
 
 WIDE = {
     **dict.fromkeys((torch.float32, torch.float16, torch.bfloat16), torch.float64),
@@ -84,7 +85,7 @@ class Dtypes:
     tensors that are not ``known``; None if a model has several."""
 
     def __init__(self, initial: Iterable[tuple[torch.Tensor, torch.dtype]] = ()) -> None:
-        self._of = {_memory(tensor): dtype for tensor, dtype in initial if dtype.is_floating_point}
+        self._of = {storage_of(tensor): dtype for tensor, dtype in initial if dtype.is_floating_point}
         self.of_others = next(iter(self._of.values())) if len(set(self._of.values())) == 1 else None
         self._copies: list[torch.Tensor] = []  # kept alive, so that their memory is not reused
         self._were_read = False  # float64, of a tensor that is widened: what is cast to float64 may be cast to that
@@ -99,16 +100,16 @@ class Dtypes:
         """Return the result of a widened call, copied if only the original cast makes a copy."""
         target = self._cast_to(func, args, kwargs)
         before = None if target is None else self.of(args[0])
-        if target is None or before in (None, target) or _memory(result) != _memory(args[0]):
+        if target is None or before in (None, target) or storage_of(result) != storage_of(args[0]):
             return result
         copied = result.clone()
-        self._of[_memory(copied)] = target
+        self._of[storage_of(copied)] = target
         self._copies.append(copied)
         return copied
 
     def of(self, tensor: torch.Tensor) -> torch.dtype | None:
         """Return the dtype of a tensor in the model, or None."""
-        return self._of.get(_memory(tensor), self.of_others) if tensor.is_floating_point() else tensor.dtype
+        return self._of.get(storage_of(tensor), self.of_others) if tensor.is_floating_point() else tensor.dtype
 
     def _cast_to(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.dtype | None:
         """Return the floating-point type that a call casts to, or None if it is no cast of such a tensor."""
@@ -121,10 +122,6 @@ class Dtypes:
         target = next((dtype for dtype in named if isinstance(dtype, torch.dtype)), next(likes, None))
         # If the model reads dtypes (usually ``x.to(y.dtype)``), float64 stands for the model's own dtype.
         return self.of_others if target == torch.float64 and self._were_read else target
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 @contextmanager
@@ -276,10 +273,6 @@ def _feature_dropout(mode: Reference, input: torch.Tensor, p: float, train: bool
     return input * mode.drop(torch.ones(*input.shape[:2], *[1] * (input.dim() - 2), dtype=torch.float64), p)
 
 
-def _dropout_(mode: Reference, input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    return input.copy_(_dropout(mode, input, p, train))
-
-
 def _attention(
     mode: Reference,
     query: torch.Tensor,
@@ -307,30 +300,21 @@ def _attention(
     return mode.drop(scores.softmax(-1), dropout_p) @ value
 
 
-Draw = Callable[[Reference, Sequence[int]], torch.Tensor]
+def _sized(draw: str) -> Callable[..., torch.Tensor]:
+    """Return ``rand(size)`` and its like. ``draw``: a method of the mode's class, which may note that numbers are
+    drawn."""
+
+    def sized(mode: Reference, *size: Any, **kwargs: Any) -> Any:
+        size = kwargs.get("size") or size
+        is_one = len(size) == 1 and not isinstance(size[0], int)  # ``rand((2, 3))``, not ``rand(2, 3)``
+        return getattr(mode, draw)(tuple(size[0]) if is_one else tuple(size))
+
+    return sized
 
 
-def _size(size: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return the size given as ``rand(2, 3)`` or ``rand((2, 3))``."""
-    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
-
-
-def _uniform(mode: Reference, shape: Sequence[int]) -> torch.Tensor:
-    return mode.uniform(shape)  # of the mode's class, which may note that numbers are drawn
-
-
-def _normal(mode: Reference, shape: Sequence[int]) -> torch.Tensor:
-    return mode.normal(shape)
-
-
-def _sized(draw: Draw) -> Callable[..., torch.Tensor]:
-    """Return ``rand(size)`` and its like. ``draw``: numbers of a shape."""
-    return lambda mode, *size, **kwargs: draw(mode, _size(kwargs.get("size") or size))
-
-
-def _like(draw: Draw) -> Callable[..., torch.Tensor]:
+def _like(draw: str) -> Callable[..., torch.Tensor]:
     """Return ``rand_like(x)`` and its like."""
-    return lambda mode, input, **kwargs: draw(mode, tuple(input.shape))
+    return lambda mode, input, **kwargs: getattr(mode, draw)(tuple(input.shape))
 
 
 def _in_place(
@@ -359,10 +343,6 @@ def _randint_like(
     return _randint(mode, first, last, tuple(input.shape), dtype=kwargs.get("dtype") or input.dtype)
 
 
-def _randperm(mode: Reference, n: int, *, dtype: Any = None, **kwargs: Any) -> torch.Tensor:
-    return mode.uniform((n,)).argsort().to(dtype or torch.int64)
-
-
 def _uniform_(mode: Reference, shape: Sequence[int], low: float = 0.0, high: float = 1.0, **names: Any) -> torch.Tensor:
     low, high = names.get("from", low), names.get("to", high)
     return mode.uniform(shape) * (high - low) + low
@@ -380,14 +360,6 @@ def _beside(drawn: torch.Tensor, *operands: Any) -> torch.Tensor:
         if isinstance(operand, torch.Tensor) and operand.requires_grad:
             drawn = torch.fill(operand, -0.0) + drawn
     return drawn
-
-
-def _log_normal_(mode: Reference, shape: Sequence[int], mean: float = 1.0, std: float = 2.0) -> torch.Tensor:
-    return (mode.normal(shape) * std + mean).exp()
-
-
-def _cauchy_(mode: Reference, shape: Sequence[int], median: float = 0.0, sigma: float = 1.0) -> torch.Tensor:
-    return torch.tan((mode.uniform(shape) - 0.5) * pi) * sigma + median
 
 
 def _bernoulli_(mode: Reference, x: torch.Tensor, p: float | torch.Tensor = 0.5, **kwargs: Any) -> torch.Tensor:
@@ -531,19 +503,24 @@ REPLACED: dict[Any, Callable[..., Any]] = {
         for function in (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, _NEW)
     },
     torch.Tensor.__setitem__: _setitem,
-    torch.rand: _sized(_uniform),
-    torch.rand_like: _like(_uniform),
-    torch.randn: _sized(_normal),
-    torch.randn_like: _like(_normal),
+    torch.rand: _sized("uniform"),
+    torch.rand_like: _like("uniform"),
+    torch.randn: _sized("normal"),
+    torch.randn_like: _like("normal"),
     torch.randint: _randint,
     torch.randint_like: _randint_like,
-    torch.randperm: _randperm,
+    torch.randperm: lambda mode, n, *, dtype=None, **kwargs: mode.uniform((n,)).argsort().to(dtype or torch.int64),
     torch.bernoulli: _bernoulli,
     torch.Tensor.bernoulli: _bernoulli,
     torch.Tensor.bernoulli_: _bernoulli_,
     torch.Tensor.normal_: partial(_in_place, lambda mode, shape, mean=0.0, std=1.0: mode.normal(shape) * std + mean),
-    torch.Tensor.log_normal_: partial(_in_place, _log_normal_),
-    torch.Tensor.cauchy_: partial(_in_place, _cauchy_),
+    torch.Tensor.log_normal_: partial(
+        _in_place, lambda mode, shape, mean=1.0, std=2.0: (mode.normal(shape) * std + mean).exp()
+    ),
+    torch.Tensor.cauchy_: partial(
+        _in_place,
+        lambda mode, shape, median=0.0, sigma=1.0: torch.tan((mode.uniform(shape) - 0.5) * pi) * sigma + median,
+    ),
     torch.Tensor.geometric_: partial(
         _in_place, lambda mode, shape, p: (torch.log1p(-mode.uniform(shape)) / log1p(-p)).floor() + 1
     ),
@@ -565,7 +542,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch.rnn_relu: partial(_recurrent, torch.rnn_relu),
     torch.batch_norm: _batch_norm,
     torch.dropout: _dropout,
-    torch.dropout_: _dropout_,
+    torch.dropout_: lambda mode, input, p, train: input.copy_(_dropout(mode, input, p, train)),
     torch.feature_dropout: _feature_dropout,
     torch.nn.functional.scaled_dot_product_attention: _attention,
 }

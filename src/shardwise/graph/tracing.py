@@ -34,7 +34,7 @@ from shardwise.graph.fakes import fake_copy, fake_like
 from shardwise.graph.function_operator import functions_as_operators
 from shardwise.graph.impure_reads import ImpureRead, host_random_state, reads_of, reject_host_random
 from shardwise.graph.module_state import BETWEEN_CALLS, snapshot_state
-from shardwise.graph.quiet_export import quiet_export, without_stacks
+from shardwise.graph.quiet_export import quiet_export
 from shardwise.graph.rejected import CONSTRUCTS, TRANSFORMS
 from shardwise.graph.repeats import TracedRepeats, trace_repeats_once
 from shardwise.graph.segments import open_segments
@@ -284,7 +284,6 @@ def _export(
     repeating = nullcontext() if repeats is None else trace_repeats_once(traced.module, repeats, annotated, user_line)
     with (
         quiet_export(),
-        without_stacks(),
         record_annotations() as recorder,
         torch.device("cpu"),
         cumulative_averages(),

@@ -27,6 +27,10 @@ _BY_VALUE = (
     *(enum.Enum, torch.dtype, torch.device, torch.layout, torch.memory_format, type, BuiltinFunctionType),
 )
 _PLAIN_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, FakeTensor})
+_TENSORS = (
+    "its tensors (in a tuple, list, dict or dataclass), or register the class with "
+    "torch.utils._pytree.register_pytree_node"
+)
 
 
 def flatten(tree: Any) -> tuple[list[Any], pytree.TreeSpec]:
@@ -150,11 +154,7 @@ def flatten_output(output: Any) -> tuple[list[Any], pytree.TreeSpec]:
         if not isinstance(leaf, (torch.Tensor, NotCarried)) and not is_constant(leaf)
     ]
     if unknown:
-        fix = (
-            "return its tensors (in a tuple, list, dict or dataclass), or register the class with "
-            "torch.utils._pytree.register_pytree_node"
-        )
-        raise CaptureError(f"{', '.join(unknown[:4])}: its tensors cannot be returned", fix=fix)
+        raise CaptureError(f"{', '.join(unknown[:4])}: its tensors cannot be returned", fix=f"return {_TENSORS}")
     return leaves, spec
 
 
@@ -214,9 +214,8 @@ def constant_key(leaf: Any) -> object:
     if isinstance(leaf, FunctionType):
         return FunctionType, leaf.__code__
     if isinstance(leaf, (list, tuple, frozenset)) and type(leaf) is not torch.Size:
-        return type(leaf), type(leaf)(map(constant_key, leaf)) if type(leaf) is frozenset else tuple(
-            map(constant_key, leaf)
-        )
+        keys = map(constant_key, leaf)
+        return type(leaf), frozenset(keys) if type(leaf) is frozenset else tuple(keys)
     if isinstance(leaf, np.generic):
         return type(leaf), leaf.tobytes()
     return type(leaf), repr(leaf) if isinstance(leaf, (float, complex, slice)) else leaf
@@ -227,6 +226,11 @@ def argument_key(arg: Arg, key_of: Callable[[str], object]) -> object:
     if isinstance(arg, Ref):
         return Ref, key_of(arg.name)
     return tuple(argument_key(item, key_of) for item in arg) if isinstance(arg, tuple) else constant_key(arg)
+
+
+def storage_of(value: Any) -> int:
+    """Return a number that tensors have in common if they share memory; -1 for anything else."""
+    return int(value.untyped_storage()._cdata) if isinstance(value, torch.Tensor) else -1
 
 
 def type_name(value: Any) -> str:
@@ -250,10 +254,7 @@ def _fix(leaf: Any) -> str:
         return "pass torch.from_numpy(array)"
     if isinstance(leaf, FunctionType):
         return "pass a function without closure and defaults, or make it an attribute of the module"
-    return (
-        "pass its tensors (in a tuple, list, dict or dataclass), or register the class with "
-        "torch.utils._pytree.register_pytree_node"
-    )
+    return f"pass {_TENSORS}"
 
 
 def _register(node: Any) -> bool:

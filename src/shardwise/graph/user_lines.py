@@ -35,6 +35,7 @@ _READS = frozenset(
         *("__reduce_ex__", "allclose", "data_ptr", "numpy", "storage", "untyped_storage"),
     }
 )
+_OWN = ("torch", "shardwise")  # packages whose hooks of saved tensors change no number
 DATA_DEPENDENT = frozenset(
     {"GuardOnDataDependentSymNode", "DataDependentOutputException", "DynamicOutputShapeException", "UserError"}
 )
@@ -74,58 +75,55 @@ class UserLines(TorchFunctionMode):
     def _called(self, func: Any, args: Any, kwargs: Any, line: str) -> Any:
         if line and not self.transformed and torch._C._functorch.maybe_current_level() is not None:
             self.transformed = line
-        if torch.is_inference_mode_enabled():
-            raise CaptureError("torch.inference_mode hides its region", source=line, fix="use torch.no_grad")
-        if func is torch.autograd.grad and not (kwargs or {}).get("create_graph"):
-            raise CaptureError(
-                "torch.autograd.grad inside the model without create_graph=True loses gradients",
-                source=line,
-                fix="pass create_graph=True, or take the gradient outside the model",
-            )
-        if func is torch.Tensor.backward and line:
-            raise CaptureError(
-                "backward in forward: a plan differentiates the loss once, after forward",
-                source=line,
-                fix="return the loss (a sum of several), or use torch.autograd.grad(..., create_graph=True)",
-            )
-        if func in _TENSOR_HOOKS and line:
-            raise CaptureError(
-                f"{func.__name__} in forward: hooks of tensors do not fire under a plan",
-                source=line,
-                fix="write the change of the gradient as a torch.autograd.Function; register hooks of "
-                "parameters before sw.parallelize, outside of forward",
-            )
-        if getattr(func, "__self__", None) is _GRAD_FN and line and _asks_for_nodes(sys._getframe(1)):
-            raise CaptureError(
-                "grad_fn in forward: hooks of autograd nodes do not fire under a plan",
-                source=line,
-                fix="use a torch.autograd.Function to change gradients; check requires_grad, not grad_fn",
-            )
+        if refusal := self._refusal(func, args, kwargs or {}, line):
+            what, fix = refusal
+            raise CaptureError(what, source=line, fix=fix)
         if func in _ASK_FOR_STRIDES and line and any(args[0] is x for x in _running[-1]):
             self.asked[f"{line} asks for the memory layout of an input ({func.__name__})"] = None
-        if getattr(func, "__name__", "") == "_pack_padded_sequence":
-            raise CaptureError(
-                "a packed sequence (pack_padded_sequence, pack_sequence) has sizes that depend on the values of "
-                "its lengths",
-                source=line,
-                fix="call the layer on the padded batch (pad_sequence), whose outputs up to a length are the same "
-                "in a layer of one direction; mask the rest: out * (torch.arange(out.shape[1]) < "
-                "lengths[:, None])[..., None]; and gather the last states: out[torch.arange(len(out)), lengths - "
-                "1]. Read backward, a sequence is flipped within its length by gather first",
-            )
-        if saved_tensors_hooks() not in (self._saving, None) and line:
-            self._check_saving(line)
-        for arg in () if getattr(func, "__self__", None) is _SHAPE else args:
-            if isinstance(arg, torch.Tensor) and arg.requires_grad and not is_fake(arg):
-                raise CaptureError(
-                    f"a tensor {list(arg.shape)} that requires grad is not a parameter of the captured module",
-                    source=line,
-                    fix="register it as an nn.Parameter of the module, or compute it in forward; do not keep "
-                    "weights in closures or hooks",
-                )
         initial = {INITIAL: True} if getattr(func, "__module__", "") == nn.init.__name__ else {}
         with torch.fx.traceback.annotate({LINE: line, **initial}):
             return STAND_INS.get(func, func)(*args, **(kwargs or {}))
+
+    def _refusal(self, func: Any, args: Any, kwargs: Any, line: str) -> tuple[str, str] | None:
+        """Return what cannot be captured about a call and a fix, or None."""
+        if torch.is_inference_mode_enabled():
+            return "torch.inference_mode hides its region", "use torch.no_grad"
+        if func is torch.autograd.grad and not kwargs.get("create_graph"):
+            what = "torch.autograd.grad inside the model without create_graph=True loses gradients"
+            return what, "pass create_graph=True, or take the gradient outside the model"
+        if func is torch.Tensor.backward and line:
+            fix = "return the loss (a sum of several), or use torch.autograd.grad(..., create_graph=True)"
+            return "backward in forward: a plan differentiates the loss once, after forward", fix
+        if func in _TENSOR_HOOKS and line:
+            return (
+                f"{func.__name__} in forward: hooks of tensors do not fire under a plan",
+                "write the change of the gradient as a torch.autograd.Function; register hooks of parameters before "
+                "sw.parallelize, outside of forward",
+            )
+        if getattr(func, "__self__", None) is _GRAD_FN and line and _asks_for_nodes(sys._getframe(2)):
+            fix = "use a torch.autograd.Function to change gradients; check requires_grad, not grad_fn"
+            return "grad_fn in forward: hooks of autograd nodes do not fire under a plan", fix
+        if getattr(func, "__name__", "") == "_pack_padded_sequence":
+            return (
+                "a packed sequence (pack_padded_sequence, pack_sequence) has sizes that depend on the values of its "
+                "lengths",
+                "call the layer on the padded batch (pad_sequence), whose outputs up to a length are the same in a "
+                "layer of one direction; mask the rest: out * (torch.arange(out.shape[1]) < lengths[:, None])[..., "
+                "None]; and gather the last states: out[torch.arange(len(out)), lengths - 1]. Read backward, a "
+                "sequence is flipped within its length by gather first",
+            )
+        pack = saved_tensors_hooks()
+        if pack not in (self._saving, None) and line and pack.__module__.partition(".")[0] not in _OWN:
+            fix = "set them around the call of the parallel module, or write a torch.autograd.Function"
+            return "torch.autograd.graph.saved_tensors_hooks in forward: they do not work under a plan", fix
+        for arg in () if getattr(func, "__self__", None) is _SHAPE else args:
+            if isinstance(arg, torch.Tensor) and arg.requires_grad and not is_fake(arg):
+                return (
+                    f"a tensor {list(arg.shape)} that requires grad is not a parameter of the captured module",
+                    "register it as an nn.Parameter of the module, or compute it in forward; do not keep weights in "
+                    "closures or hooks",
+                )
+        return None
 
     def _raised(self, func: Any, error: Exception, line: str) -> None:
         """Record an error that one device would not raise."""
@@ -135,17 +133,6 @@ class UserLines(TorchFunctionMode):
         elif line and (name in _READS or type(error).__name__ in DATA_DEPENDENT):
             what = f"{name.strip('_')} reads the data of a tensor, which does not exist during capture"
             self.caught.append(CaptureError(what, source=line, fix=READ_A_NUMBER, section="tensor-values"))
-
-    def _check_saving(self, line: str) -> None:
-        """Raise CaptureError for saved-tensor hooks that the model sets; those of torch change no number."""
-        pack = saved_tensors_hooks()
-        if pack is None or pack.__module__.partition(".")[0] in ("torch", "shardwise"):
-            return
-        raise CaptureError(
-            "torch.autograd.graph.saved_tensors_hooks in forward: they do not work under a plan",
-            source=line,
-            fix="set them around the call of the parallel module, or write a torch.autograd.Function",
-        )
 
 
 def saved_tensors_hooks() -> Any:

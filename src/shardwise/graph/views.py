@@ -73,39 +73,33 @@ def _permuted(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Em
     return emitter.emit(aten.permute.default, new, tuple(order.index(dim) for dim in range(rank)))
 
 
-def _selected(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
-    return _scatter(emitter, aten.select_scatter.default, base, new, args["dim"], args["index"])
+# (arguments of the view, which of its results, size of its dim) -> where in the base the result lies
+_Place = Callable[[dict[str, Any], int, int], tuple[Any, ...]]
 
 
-def _sliced(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
-    bounds = (args["dim"], args["start"], args["end"], args["step"])
-    return _scatter(emitter, aten.slice_scatter.default, base, new, *bounds)
+def _part(target: OpOverload, place: _Place) -> Inverse:
+    """Return the inverse of a view of a part of a dim, which ``target`` writes."""
+
+    def inverse(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
+        size = emitter.value(base).shape[args["dim"]]
+        return _scatter(emitter, target, base, new, args["dim"], *place(args, index, size))
+
+    return inverse
 
 
-def _narrowed(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
-    start = args["start"] % emitter.value(base).shape[args["dim"]]
-    return _scatter(emitter, aten.slice_scatter.default, base, new, args["dim"], start, start + args["length"], 1)
+def _narrowed(args: dict[str, Any], index: int, size: int) -> tuple[int, int, int]:
+    start = args["start"] % size
+    return start, start + args["length"], 1
 
 
-def _unbound(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
-    return _scatter(emitter, aten.select_scatter.default, base, new, args["dim"], index)
-
-
-def _split(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
-    dim = args["dim"]
-    sizes = _part_sizes(args, emitter.value(base).shape[dim])
-    start = sum(sizes[:index])
-    return _scatter(emitter, aten.slice_scatter.default, base, new, dim, start, start + sizes[index], 1)
-
-
-def _part_sizes(args: dict[str, Any], size: int) -> list[int]:
+def _split(args: dict[str, Any], index: int, size: int) -> tuple[int, int, int]:
     parts = args.get("split_sizes", args.get("split_size"))
     if "chunks" in args:
         parts = -(-size // args["chunks"])
-    if isinstance(parts, int):
-        return [min(parts, size - start) for start in range(0, size, parts)]
     assert parts is not None, f"a split without sizes: {args}"
-    return list(parts)
+    sizes = [min(parts, size - start) for start in range(0, size, parts)] if isinstance(parts, int) else list(parts)
+    start = sum(sizes[:index])
+    return start, start + sizes[index], 1
 
 
 def _diagonal(args: dict[str, Any], index: int, base: Ref, new: Ref, emitter: Emitter) -> Ref:
@@ -121,11 +115,13 @@ INVERSES: dict[OpOverload, Inverse] = by_operator(
         "expand expand_as": _expanded,
         "transpose.int swapaxes swapdims t mT": _transposed,
         "permute": _permuted,
-        "select.int": _selected,
-        "slice.Tensor": _sliced,
-        "narrow": _narrowed,
-        "unbind.int": _unbound,
-        "split.Tensor split.sizes split_with_sizes chunk": _split,
+        "select.int": _part(aten.select_scatter.default, lambda args, index, size: (args["index"],)),
+        "slice.Tensor": _part(
+            aten.slice_scatter.default, lambda args, index, size: (args["start"], args["end"], args["step"])
+        ),
+        "narrow": _part(aten.slice_scatter.default, _narrowed),
+        "unbind.int": _part(aten.select_scatter.default, lambda args, index, size: (index,)),
+        "split.Tensor split.sizes split_with_sizes chunk": _part(aten.slice_scatter.default, _split),
         "diagonal": _diagonal,
     }
 )

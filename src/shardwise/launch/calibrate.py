@@ -48,14 +48,21 @@ def calibrate(
     if output.suffix != ".toml":
         raise ShardwiseError(f"{output} is not a .toml file", fix="give a name that ends in .toml")
     reference = None if like is None else load(like)
-    measured = _measure(num_ranks or _num_devices(), tiny) if points is None else _read(points)
+    measured = _measure(num_ranks, tiny) if points is None else _read(points)
     family_name, is_named = family_of(measured.device)
     if reference is None and is_named:
         reference = family(family_name)
     fitted = fit_cluster(measured, output.stem, reference)
     # Compare the cluster as the file stores it, with rounded digits.
     cluster = parse(format_cluster(fitted), str(output))
-    lines = [*_busy(measured), *format_residuals(residuals(cluster, measured))]
+    lines = format_residuals(residuals(cluster, measured))
+    if measured.noise > _QUIET:
+        busy = (
+            f"this machine was busy: half of all measurements took more than {1 + measured.noise:.2f} times as long in "
+            f"one round as in another (on a quiet one less than {1 + _QUIET:g} times); end other programs (nvidia-smi, "
+            "top) and measure again"
+        )
+        lines = [busy, *lines]
     try:
         output.write_text(format_cluster(fitted, {**measured.facts, "residuals": lines}), encoding="utf-8")
     except OSError as error:
@@ -63,23 +70,10 @@ def calibrate(
     return cluster, lines
 
 
-def _busy(measured: Measurements) -> list[str]:
-    if measured.noise <= _QUIET:
-        return []
-    return [
-        f"this machine was busy: half of all measurements took more than {1 + measured.noise:.2f} times as long in one"
-        f" round as in another (on a quiet one less than {1 + _QUIET:g} times); end other programs (nvidia-smi, top)"
-        " and measure again"
-    ]
-
-
-def _num_devices() -> int:
+def _measure(num_ranks: int | None, tiny: bool) -> Measurements:
     import torch  # imported late: the command that starts ranks does not need torch
 
-    return (torch.cuda.device_count() if torch.cuda.is_available() else 0) or 2
-
-
-def _measure(num_ranks: int, tiny: bool) -> Measurements:
+    num_ranks = num_ranks or (torch.cuda.device_count() if torch.cuda.is_available() else 0) or 2
     with folder_of_launcher(tempfile.gettempdir(), "points") as folder:
         path = Path(folder) / "points.json"
         command: Sequence[str] = ["-m", "shardwise.launch.measure", str(path), *(["--tiny"] if tiny else [])]

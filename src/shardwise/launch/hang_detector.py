@@ -30,16 +30,12 @@ class HangDetector:
         """Return (the rank that hangs, how), or None."""
         now = time.monotonic()
         heard = max((seen.beat for seen in pages.values() if seen.beat), default=now)
-        if now - min(self._looked, max(heard, self._since)) > self._long_seconds:
+        # A pause longer than a usual delay of heartbeats, and shorter than either limit.
+        shorter = self.silent_seconds if self.idle_seconds is None else min(self.silent_seconds, self.idle_seconds)
+        if now - min(self._looked, max(heard, self._since)) > max(_LATE_SECONDS, shorter / 2):
             self._since = now
         self._looked = now
         return self._find_silent(pages, now) or self._find_idle(pages, now)
-
-    @property
-    def _long_seconds(self) -> float:
-        """Return a pause longer than a usual delay of heartbeats, and shorter than either limit."""
-        shorter = self.silent_seconds if self.idle_seconds is None else min(self.silent_seconds, self.idle_seconds)
-        return max(_LATE_SECONDS, shorter / 2)
 
     def _find_silent(self, pages: dict[int, Heartbeat], now: float) -> tuple[int, str] | None:
         silent = {number: now - max(seen.beat, self._since) for number, seen in pages.items() if seen.beat}
@@ -60,11 +56,11 @@ class HangDetector:
         return None
 
 
-def format_positions(stopped: Sequence[tuple[int, str, Heartbeat]]) -> list[str]:
+def format_positions(stopped: Sequence[tuple[int, str]]) -> list[str]:
     """Return one line per code position with the ranks that were there before they were stopped. ``stopped``: (rank,
-    function of the user's code or "" if unknown, page)."""
+    function of the user's code or "" if unknown)."""
     ranks: dict[str, list[int]] = {}
-    for number, place, _ in stopped:
+    for number, place in stopped:
         if place:
             ranks.setdefault(place, []).append(number)
     return [

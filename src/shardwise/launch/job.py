@@ -312,13 +312,10 @@ class Job:
     def _positions(self) -> list[str]:
         """Return lines on where ranks were before they were stopped, and in which collective the others waited."""
         hung = [rank for rank in self.ranks if rank.failure is not None and rank.failure.hangs]
-        return format_positions(
-            [(rank.number, rank.position(), rank.page.read()) for rank in [*hung, *self.stopped]]
-        ) + (format_waits([(rank.number, rank.page.read()) for rank in self.ranks]) if self._has_hung else [])
-
-    @property
-    def _has_hung(self) -> bool:
-        return self.cause is not None and bool(self.cause.waited_in_vain or self.cause.hangs)
+        lines = format_positions([(rank.number, rank.position()) for rank in [*hung, *self.stopped]])
+        if self.cause is not None and (self.cause.waited_in_vain or self.cause.hangs):
+            lines += format_waits([(rank.number, rank.page.read()) for rank in self.ranks])
+        return lines
 
     # -------------------------------------------------------------------------------------------------- output
 

@@ -31,6 +31,7 @@ from shardwise.costs.fit import CollectiveTime, KernelTime, MatmulTime, Measurem
 from shardwise.errors import LaunchError
 from shardwise.launch.measure_kernels import KernelSizes, host_bandwidth, kernel_times, launch_seconds
 from shardwise.launch.ranks import init_ranks
+from shardwise.runtime.agree import gather_values
 from shardwise.runtime.communicator import adds_rows, exchange_rows, gather_rows, scatter_tensor, sum_received
 
 _Time = TypeVar("_Time", MatmulTime, StreamTime, CollectiveTime, KernelTime)
@@ -87,7 +88,7 @@ def measure(effort: Effort) -> Measurements:
     """Measure the machines of this job. Collective: all ranks call it and return the same measurements."""
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     watch = _CollectiveTimer(device, effort)
-    sizes = _sizes()
+    sizes = sizes_of(gather_values(platform.node()))
     groups = _create_groups(sizes)
     small = torch.ones(16, device=device)
     latencies, matmuls, streams, collectives = [], [], [], []
@@ -296,15 +297,9 @@ def _call(kind: str, group: Any, size: int, num_bytes: int, device: torch.device
     return lambda: dist.all_to_all_single(other, whole, taken, counts, group=group), whole.nbytes
 
 
-def _sizes() -> tuple[int, ...]:
-    """Return (ranks per machine, machines if several). Raises LaunchError unless all have as many, consecutively."""
-    names: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(names, platform.node())
-    return sizes_of(names)
-
-
 def sizes_of(names: Sequence[str]) -> tuple[int, ...]:
-    """Return the same as ``_sizes`` from the name of every rank's machine."""
+    """Return (ranks per machine, machines if several) from the name of every rank's machine. Raises LaunchError unless
+    all have as many, consecutively."""
     inside = names.count(names[0])
     blocks = [set(names[start : start + inside]) for start in range(0, len(names), inside)]
     if len(names) % inside or any(len(block) > 1 for block in blocks) or len(set(names)) < len(blocks):

@@ -173,8 +173,14 @@ def _agree(place: RankEnvironment, store: Store, timeout: timedelta, gpu: str) -
     store.set(keys[place.rank], f"{_versions()}\n{gpu}")
     if place.rank == 0:
         missing = _wait_for(keys, store, timeout.total_seconds(), f" of {place.world_size}")
-        verdict = _absence(missing, place, timeout.total_seconds()) if missing else ""
-        verdict = verdict or _difference(store.multi_get(list(keys.values())))
+        if missing:
+            assert place.master is not None, "several ranks meet somewhere"
+            where, who = ":".join(map(str, place.master)), f"{name_ranks(missing)} of {place.world_size}"
+            what = f"{who} did not come to {where} within {timeout.total_seconds():g} seconds"
+            fix = "see why in their output: they were not started, have ended, or do not reach that address"
+            verdict = str(problem(what, fix=fix))
+        else:
+            verdict = _difference(store.multi_get(list(keys.values())))
         store.set(_VERDICT, verdict)
         if verdict:  # the store ends with this process: wait until the others have read it
             _wait_for({rank: f"{keys[rank]}-told" for rank in keys if rank not in (0, *missing)}, store, _LATE_SECONDS)
@@ -217,13 +223,6 @@ def _wait_for(keys: dict[int, str], store: Store, seconds: float, notice: str = 
 
 def _missing(ranks: list[int], keys: dict[int, str], store: Store) -> list[int]:
     return sorted(rank for rank in ranks if not store.check([keys[rank]]))
-
-
-def _absence(missing: list[int], place: RankEnvironment, seconds: float) -> str:
-    assert place.master is not None
-    host, port = place.master
-    what = f"{name_ranks(missing)} of {place.world_size} did not come to {host}:{port} within {seconds:g} seconds"
-    return problem(what, fix="see why in their output: they were not started, have ended, or do not reach that address")
 
 
 def _difference(answers: list[bytes]) -> str:

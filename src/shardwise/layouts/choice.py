@@ -163,7 +163,14 @@ def layout_of(where: Mapping[str, Where], atoms: tuple[tuple[int, ...], ...], me
     states: list[tuple[str, str]] = []
     for axis, at in where.items():
         if isinstance(at, ShardPosition):
-            axes.setdefault(_atom_at(atoms, at), []).append(axis)
+            places = (
+                i for i in reversed(range(len(atoms[at.dim]))) if ShardPosition.of(at.dim, atoms[at.dim], i) == at
+            )
+            atom = next(places, None)
+            if atom is None:
+                what = f"dim {at.dim} of {atoms} has no atom of size {at.size} with stride {at.stride}"
+                raise LayoutError(what)
+            axes.setdefault((at.dim, atom), []).append(axis)
         elif at != "I":
             states.append((axis, at))
     states.sort(key=lambda item: mesh.order[item[0]])
@@ -171,13 +178,6 @@ def layout_of(where: Mapping[str, Where], atoms: tuple[tuple[int, ...], ...], me
         tuple(Atom(size, tuple(axes.get((d, i), ()))) for i, size in enumerate(sizes)) for d, sizes in enumerate(atoms)
     )
     return Layout(mesh, dims, tuple(states))
-
-
-def _atom_at(atoms: tuple[tuple[int, ...], ...], place: ShardPosition) -> tuple[int, int]:
-    for i in range(len(atoms[place.dim]) - 1, -1, -1):
-        if ShardPosition.of(place.dim, atoms[place.dim], i) == place:
-            return place.dim, i
-    raise LayoutError(f"dim {place.dim} of {atoms} has no atom of size {place.size} with stride {place.stride}")
 
 
 def where_of(layout: Layout) -> dict[str, Where]:

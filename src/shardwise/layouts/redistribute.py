@@ -73,14 +73,10 @@ def through_windows(
         moves = route(source.without_windows, target.without_windows)
         kept = {window.dim: source.dims[window.dim] for window in source.windows}
         if all(end.dims[d] == dim for move in moves for end in (move.source, move.target) for d, dim in kept.items()):
-            return tuple(
-                replace(
-                    move,
-                    source=replace(move.source, windows=source.windows),
-                    target=replace(move.target, windows=source.windows),
-                )
-                for move in moves
-            )
+            ends = [
+                (replace(m.source, windows=source.windows), replace(m.target, windows=source.windows)) for m in moves
+            ]
+            return tuple(Move(before, after, m.axes) for (before, after), m in zip(ends, moves, strict=True))
     slices = source.without_windows
     for window in source.windows:
         if not window.tile(source.dims[window.dim][window.atom].size):
@@ -142,7 +138,12 @@ def _search(
     if exact:
         others = ("I", "R", "P") if differentiable or any("R" in states for _, states in ends) else ("I", "P")
         atoms = [size for divisions in task.dims for division in divisions for size in division]
-        allowed = _allowed(ends, atoms, len(task.units))
+        # An atom of a single row may be sharded by those units only that do at one of the ends.
+        (first, _), (second, _) = ends
+        allowed = tuple(
+            tuple(u for u in range(len(task.units)) if u in old or u in new or size > 1)
+            for old, new, size in zip(first, second, atoms, strict=True)
+        )
     space = Space(sizes, task.dims, others, allowed, differentiable)
     path = solve(space, *ends, None if price is None else _UnitPrice(price, task.units, task.elements))
     if path is None:
@@ -170,15 +171,6 @@ class _UnitPrice:
     @cached_property
     def _costs(self) -> dict[tuple[Primitive, tuple[int, ...], float], Cost]:
         return {}
-
-
-def _allowed(ends: tuple[State, State], sizes: list[int], num_units: int) -> Arrangement:
-    """Per position the units that may shard it: an atom of a single row only those that do at one of the ends."""
-    (first, _), (second, _) = ends
-    at_ends = [set(old) | set(other) for old, other in zip(first, second, strict=True)]
-    return tuple(
-        tuple(u for u in range(num_units) if u in units or size > 1) for units, size in zip(at_ends, sizes, strict=True)
-    )
 
 
 @dataclass(frozen=True)
@@ -260,23 +252,12 @@ class _Task:
         }
         dims = []
         for d, divisions in enumerate(self.divisions):
-            used = next(
-                (
-                    division
-                    for division in range(len(divisions))
-                    if any(axes.get((d, division, i)) for i in range(len(divisions[division])))
-                ),
-                0,
-            )
+            used = next((n for n, s in enumerate(divisions) if any(axes.get((d, n, i)) for i in range(len(s)))), 0)
             dims.append(tuple(Atom(size, axes.get((d, used, i), ())) for i, size in enumerate(divisions[used])))
-        state_of = {
-            axis: state
-            for unit, state in zip(self.units, states, strict=True)
-            if state not in ("S", "I")
-            for axis in unit
-        }
         mesh = self.source.mesh
-        return Layout(mesh, tuple(dims), tuple((axis, state_of[axis]) for axis in mesh.sub_axes if axis in state_of))
+        state_of = {axis: state for unit, state in zip(self.units, states, strict=True) for axis in unit}
+        others = tuple((axis, state_of[axis]) for axis in mesh.sub_axes if state_of.get(axis, "I") not in ("S", "I"))
+        return Layout(mesh, tuple(dims), others)
 
     def moves(self, states: tuple[State, ...]) -> tuple[Move, ...]:
         """Return the path as moves; local steps of one kind are joined."""
@@ -364,41 +345,29 @@ def _positions(
     def is_even(size: int) -> bool:
         return size % num_devices == 0
 
-    candidates = [
-        (d, division, i)
+    every = {  # (dim, division, atom) -> its size
+        (d, n, i): size
         for d, atoms in enumerate(divisions)
-        for division in range(len(atoms))
-        for i in range(len(atoms[division]))
-    ]
+        for n, division in enumerate(atoms)
+        for i, size in enumerate(division)
+    }
     used = {
-        (d, division, i)
-        for d, division, i in candidates
-        if any(layout.atoms[d] == divisions[d][division] and layout.dims[d][i].axes for layout in (source, target))
+        (d, n, i)
+        for d, n, i in every
+        if any(layout.atoms[d] == divisions[d][n] and layout.dims[d][i].axes for layout in (source, target))
     }
-    free = [
-        (d, division, i)
-        for d, division, i in candidates
-        if (d, division, i) not in used and len(divisions[d]) == 1 and divisions[d][division][i] > 1
-    ]
-    free.sort(key=lambda p: (not is_even(divisions[p[0]][p[1]][p[2]]), -divisions[p[0]][p[1]][p[2]]))
+    free = [p for p, size in every.items() if p not in used and len(divisions[p[0]]) == 1 and size > 1]
+    free.sort(key=lambda p: (not is_even(every[p]), -every[p]))
     num_free = max(3 - len(used), num_moving - 1)
-    kept = used | set(free[:num_free]) | {(d, division, i) for d, division, i in candidates if len(divisions[d]) > 1}
-    positions = tuple(position for position in candidates if position in kept)
-    sizes = {
-        (d, division, i): PROPORTIONAL
-        if len(divisions[d]) == 1
-        and divisions[d][division][i] > 1
-        and (not exactly or is_even(divisions[d][division][i]))
-        else divisions[d][division][i]
-        for d, division, i in positions
-    }
+    kept = used | set(free[:num_free]) | {p for p in every if len(divisions[p[0]]) > 1}
+    positions = tuple(position for position in every if position in kept)
+    sizes = {p: every[p] for p in positions}
+    for p, size in sizes.items():
+        if len(divisions[p[0]]) == 1 and size > 1 and (not exactly or is_even(size)):
+            sizes[p] = PROPORTIONAL
     # Atoms of a dim with one division are as good as dims of their own.
     dims: list[tuple[tuple[int, ...], ...]] = []
     for d, both in enumerate(divisions):
         seen = tuple(tuple(sizes[d, w, i] for i in range(len(both[w])) if (d, w, i) in sizes) for w in range(len(both)))
         dims.extend([seen] if len(both) > 1 else [((size,),) for size in seen[0]])
-    return (
-        positions,
-        tuple(dims),
-        all(is_even(divisions[d][division][i]) and len(divisions[d]) == 1 for d, division, i in positions),
-    )
+    return positions, tuple(dims), all(is_even(every[p]) and len(divisions[p[0]]) == 1 for p in positions)

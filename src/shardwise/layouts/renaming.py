@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from shardwise.layouts.conversions import Move
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy
@@ -24,7 +25,14 @@ class Renaming:
     def axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(self._names[axis] for axis in axes)
 
+    def move(self, move: Move) -> Move:
+        return replace(
+            move, source=self.layout(move.source), target=self.layout(move.target), axes=self.axes(move.axes)
+        )
+
     def layout(self, layout: Layout) -> Layout:
+        if self.source == self.target:
+            return layout
         dims = tuple(tuple(replace(atom, axes=self.axes(atom.axes)) for atom in dim) for dim in layout.dims)
         states = tuple((self._names[axis], state) for axis, state in layout.states)
         return Layout(self.target, dims, states, layout.windows)

@@ -180,14 +180,9 @@ class Routes:
                 return None
             codes.append(code)
         node = int(self._node_of[int(np.array(codes, dtype=np.int64) @ self._weights)])
-        if node < 0 or self.layout(node).canonical() != self._without_free(layout).canonical():
-            return None
-        return node
-
-    def _without_free(self, layout: Layout) -> Layout:
-        if self.tensor.differentiable:
-            return layout
-        return layout.moved({axis: "I" for axis, state in layout.states if state == "R"})
+        if not self.tensor.differentiable:
+            layout = layout.moved({axis: "I" for axis, state in layout.states if state == "R"})
+        return None if node < 0 or self.layout(node).canonical() != layout.canonical() else node
 
     def layout(self, node: int) -> Layout:
         codes = zip(self.axes.groups, self.codes[node].tolist(), strict=True)
@@ -275,15 +270,11 @@ class Routes:
                     ends = [[(after,) * count] for after in range(SHARDED) if after != before]
                     if before < SHARDED or count == 1:
                         ends.append(list(product(range(SHARDED, self.base), repeat=count)))
-                    for same in ends:  # to one state, or to any atoms
-                        per_end = [self._steps_to(sources, chosen, end) for end in same]
-                        both = (
-                            [np.concatenate([pair[i] for pair in per_end]) for i in range(2)]
-                            if per_end
-                            else [sources[:0]]
-                        )
-                        if len(both[0]):
-                            yield _AxisSteps(chosen, both[0], both[1])
+                    for same in filter(None, ends):  # to one state, or to any atoms
+                        pairs = zip(*(self._steps_to(sources, chosen, end) for end in same), strict=True)
+                        begins, targets = (np.concatenate(arrays) for arrays in pairs)
+                        if len(begins):
+                            yield _AxisSteps(chosen, begins, targets)
 
     def _steps_to(self, sources: Ints, chosen: tuple[int, ...], after: tuple[int, ...]) -> tuple[Ints, Ints]:
         """Return the steps that bring ``chosen`` axes to ``after``, from those of ``sources`` where that is one."""

@@ -69,9 +69,7 @@ def solve(space: Space, source: State, target: State, price: StepPrice | None = 
     return _AStar(_steps(space), target, price).path_from(source)
 
 
-@lru_cache(maxsize=64)
-def _steps(space: Space) -> RedistributionSteps:
-    return RedistributionSteps(space)
+_steps = lru_cache(maxsize=64)(RedistributionSteps)
 
 
 class _AStar:

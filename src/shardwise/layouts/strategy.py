@@ -205,16 +205,11 @@ def apply_strategy(rule: OpRule, strategy: Strategy, mesh: Mesh) -> Applied:
             plain = _cut(dims, plain, strategy)
         return _windowed(rule, dims, plain) if rule.windows else plain
 
-    return Applied(
-        tuple(
-            layout(dims, {axis: places.operand(i, choice) for axis, choice in choices.items()})
-            for i, dims in enumerate(rule.operands)
-        ),
-        tuple(
-            layout(dims, {axis: places.result(i, choice) for axis, choice in choices.items()})
-            for i, dims in enumerate(rule.results)
-        ),
+    operands, results = (
+        tuple(layout(dims, {axis: at(i, choice) for axis, choice in choices.items()}) for i, dims in enumerate(tensors))
+        for tensors, at in ((rule.operands, places.operand), (rule.results, places.result))
     )
+    return Applied(operands, results)
 
 
 def _cut(dims: Dims, plain: Layout, strategy: Strategy) -> Layout:

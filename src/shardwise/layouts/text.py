@@ -76,7 +76,11 @@ def parse_layout(text: str, mesh: Mesh) -> Layout:
     if max(layout.shape, default=0) > MAX_NUMBER:
         raise LayoutError(f"a dim of {shorten_repr(text)} has more elements than 64 bits count")
     for window in windows:
-        _check_windows(text, window, dims[window.dim][window.atom], mesh)
+        atom = dims[window.dim][window.atom]
+        for start, stop in chain.from_iterable(window.ranges):
+            if not start < stop <= atom.size:
+                what = f"the window {start}:{stop} of {atom.size}@{mesh.format_axes(atom.axes)} in {shorten_repr(text)}"
+                raise LayoutError(f"{what}: it has rows from 0 to {atom.size}")
     return layout
 
 
@@ -102,13 +106,6 @@ def _parse_states(text: str, column: int, mesh: Mesh) -> dict[str, str]:
             states[axis] = state
         column = word.end()
     return states
-
-
-def _check_windows(text: str, window: Windows, atom: Atom, mesh: Mesh) -> None:
-    for start, stop in chain.from_iterable(window.ranges):
-        if not start < stop <= atom.size:
-            what = f"the window {start}:{stop} of {atom.size}@{mesh.format_axes(atom.axes)} in {shorten_repr(text)}"
-            raise LayoutError(f"{what}: it has rows from 0 to {atom.size}")
 
 
 def format_move(move: Move) -> str:

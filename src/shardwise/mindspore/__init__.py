@@ -15,7 +15,6 @@ from shardwise.mindspore import (
     compiling,
     context,
     dataset,
-    mindrecord,
     mint,
     nn,
     numpy,
@@ -36,6 +35,7 @@ from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.common.seed import get_seed, set_seed
 from shardwise.mindspore.compiling import *
 from shardwise.mindspore.context import *
+from shardwise.mindspore.dataset import records as mindrecord
 from shardwise.mindspore.layout import Layout
 from shardwise.mindspore.named import absent
 from shardwise.mindspore.nn.cell import Cell
@@ -72,8 +72,5 @@ _DENSE = "dense tensors: ops.matmul of a dense matrix, or ops.gather and ops.uns
 __getattr__ = absent(
     __name__,
     lambda: __all__,
-    {
-        **dict.fromkeys(("COOTensor", "CSRTensor", "RowTensor", "SparseTensor"), _DENSE),
-        "load_mindir": "load",
-    },
+    {**dict.fromkeys(("COOTensor", "CSRTensor", "RowTensor", "SparseTensor"), _DENSE), "load_mindir": "load"},
 )

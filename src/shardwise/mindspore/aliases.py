@@ -19,7 +19,8 @@ _OF = {  # path here -> paths there
     "nn.adaptive": "nn.optim.adam", "nn.optimizer": "nn.optim.momentum nn.optim.optimizer",
     "nn.wrap": "nn.wrap.cell_wrapper nn.wrap.loss_scale", "nn.grad_reducer": "nn.wrap.grad_reducer",
     "ops": "ops.auto_generate", "ops.functions": "ops.function", "ops.communication": "ops.operations.comm_ops",
-    "layout": "parallel.shard", "amp": "train.amp train.loss_scale_manager",
+    "layout": "parallel.shard", "parallel._utils": "parallel._auto_parallel_context parallel._cost_model_context",
+    "dataset.records": "mindrecord", "amp": "train.amp train.loss_scale_manager",
     "train.callback": "train.callback._callback", "train.model": "train.dataset_helper",
     "train.recording": "train.summary",
 }  # fmt: skip

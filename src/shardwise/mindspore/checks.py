@@ -69,6 +69,24 @@ def from_on(name: str, value: Any, low: int, fix: str = "a whole number") -> int
     return value
 
 
+def within(low: float, high: float, fix: str) -> Check:
+    """Return a check for a number above ``low`` and below ``high``."""
+
+    def check(name: str, value: Any) -> Any:
+        if not low < value < high:
+            raise ValueError(problem(f"{name} is {value}", fix=fix))
+        return value
+
+    return check
+
+
+def not_negative(name: str, value: Any) -> Any:
+    """Check for a number from 0."""
+    if value < 0:
+        raise ValueError(problem(f"{name} is {value}", fix="a number from 0"))
+    return value
+
+
 def fraction(name: str, value: Any) -> float:
     """Check for a number above 0, at most 1."""
     if not 0 < number(name, value) <= 1:
@@ -92,44 +110,11 @@ def one_of(*known: str) -> Check:
     return check
 
 
-def channels_first(title: str, data_format: str, else_: str = "") -> None:
+def channels_first(title: str, data_format: str, else_: str = "") -> str:
     """Raise NotImplementedError unless the channels are dim 1."""
     if data_format != "NCHW":
         raise NotImplementedError(f"{title}(data_format={data_format!r}): channels are dim 1 here{else_}")
-
-
-def later(inner: Check, default: Any, what: str) -> Check:
-    """Return a check that accepts only the default. ``what`` follows in a later version."""
-
-    def check(name: str, value: Any) -> Any:
-        if inner(name, value) != default:
-            fix = f"leave {name} at {default!r}"
-            raise NotImplementedError(problem(f"{name}={value!r}: {what} in a later version", fix=fix))
-        return default
-
-    return check
-
-
-def meaningless(inner: Check, default: Any, why: str) -> Check:
-    """Return a check that accepts only the default, as the option cannot have an effect here. ``why``: the reason."""
-
-    def check(name: str, value: Any) -> Any:
-        if inner(name, value) != default:
-            raise ValueError(problem(f"{name}={value!r} means nothing here: {why}", fix=f"leave {name} at {default!r}"))
-        return default
-
-    return check
-
-
-def idle(inner: Check, default: Any, why: str) -> Check:
-    """Return a check that keeps any value, with a note unless it is the default. It has no effect: ``why``."""
-
-    def check(name: str, value: Any) -> Any:
-        if inner(name, value) != default:
-            note(f"{name}={value!r} has no effect here: {why}")
-        return value
-
-    return check
+    return data_format
 
 
 def unknown_words(settings: dict[str, Any], *known: str) -> None:
@@ -159,9 +144,28 @@ def entries(checks: dict[str, Check], defaults: dict[str, Any] | None = None) ->
     return check
 
 
-def option(default: Any, check: Check) -> Any:
-    """Return a field of a dataclass of options: its default and its check."""
-    metadata = {"check": check}
+def option(default: Any, check: Check, *, later: str = "", meaningless: str = "", idle: str = "") -> Any:
+    """Return a field of a dataclass of options: its default and its check.
+
+    Args:
+        later: another value is refused, as this follows in a later version.
+        meaningless: another value is refused, as the option cannot have an effect here, for this reason.
+        idle: another value is kept with a note, as the option has no effect here, for this reason.
+    """
+
+    def checked(name: str, value: Any) -> Any:
+        stored = check(name, value)
+        if stored != default and later:
+            what = f"{name}={value!r}: {later} in a later version"
+            raise NotImplementedError(problem(what, fix=f"leave {name} at {default!r}"))
+        if stored != default and meaningless:
+            what = f"{name}={value!r} means nothing here: {meaningless}"
+            raise ValueError(problem(what, fix=f"leave {name} at {default!r}"))
+        if stored != default and idle:
+            note(f"{name}={value!r} has no effect here: {idle}")
+        return stored
+
+    metadata = {"check": checked}
     if isinstance(default, dict):
         return field(default_factory=default.copy, hash=False, metadata=metadata)
     return field(default=default, metadata=metadata)

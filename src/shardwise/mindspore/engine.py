@@ -12,7 +12,7 @@ import weakref
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -26,10 +26,12 @@ from shardwise.mindspore.calls import inside, is_split
 from shardwise.mindspore.common.seed import data_seed
 from shardwise.mindspore.holding import (
     Held,
+    copied_axes,
     gathered,
     hold,
     holding_of,
     parameter_of,
+    save_group,
     whole,
     whole_shape,
     with_whole_parameters,
@@ -44,7 +46,6 @@ from shardwise.mindspore.planning import (
     host_parameters,
     whole_copy,
 )
-from shardwise.mindspore.storage import copied_axes, save_group
 from shardwise.mindspore.tensor import as_ours, plain
 
 
@@ -90,9 +91,8 @@ def _of_computed(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         fix = "full_batch=True, or one cell that contains this one and computes its input"
         raise RuntimeError(problem(what, op=type(cell).__name__, fix=fix))
     note(f"{type(cell).__name__} gets inputs that require gradients: every rank computes it whole")
-    if cell not in _SPLITS:  # split now, so that parameters are kept the same way in any order of calls
-        inputs = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
-        _SPLITS[cell] = _split(cell, *inputs)
+    # split now, so that parameters are kept the same way in any order of calls
+    split_of(cell, *pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs)))
     with inside():
         return torch.func.functional_call(cell, with_whole_parameters(cell), args, kwargs)
 
@@ -158,10 +158,9 @@ def _fed(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tupl
 
 def split_of(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Split:
     """Return the split cell. It is split once, for its first inputs."""
-    split = _SPLITS.get(cell)
-    if split is None:
-        split = _SPLITS[cell] = _split(cell, args, kwargs)
-    return split
+    if cell not in _SPLITS:
+        _SPLITS[cell] = _split(cell, args, kwargs)
+    return _SPLITS[cell]
 
 
 def layouts_of(cell: Any, inputs: tuple[Any, ...]) -> dict[str, Layout]:
@@ -193,11 +192,10 @@ def own_part(split: Split, index: int, whole: torch.Tensor) -> torch.Tensor:
 def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Split:
     options = context.options()
     if not dist.is_initialized():
-        what = f"parallel_mode {options.parallel_mode!r} on {options.devices} devices needs connected ranks"
-        fix = (
-            "call communication.init() first, and start the program with: shardwise run -n "
-            f"{options.devices} net.py (or mpirun -n {options.devices} python net.py)"
-        )
+        n = options.devices
+        what = f"parallel_mode {options.parallel_mode!r} on {n} devices needs connected ranks"
+        fix = ("call communication.init() first, and start the program with: shardwise run -n "
+               f"{n} net.py (or mpirun -n {n} python net.py)")  # fmt: skip
         raise RuntimeError(problem(what, fix=fix))
     model = whole_copy(cell)
     counts: dict[str, tuple[int, ...]] = {}
@@ -205,35 +203,25 @@ def _split(cell: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sp
         model, args = staged.MicroBatch(model.get_submodule("network")), (torch.tensor(1.0), *args)
     else:
         counts = fed_counts(options, args, kwargs)
-    leaves, spec = pytree.tree_flatten_with_path((args, kwargs))
-    whole = [
-        torch.empty(
-            [s * c for s, c in zip(x.shape, counts[leaf_name(path)], strict=True)], dtype=x.dtype, device="meta"
-        )
-        if isinstance(x, torch.Tensor) and leaf_name(path) in counts
-        else x.to("meta")
-        if isinstance(x, torch.Tensor)
-        else x
-        for path, x in leaves
-    ]
-    meta_args, meta_kwargs = pytree.tree_unflatten(whole, spec)
+
+    def on_meta(path: Any, x: Any) -> Any:
+        if not isinstance(x, torch.Tensor) or leaf_name(path) not in counts:
+            return x.to("meta") if isinstance(x, torch.Tensor) else x
+        sizes = [size * parts for size, parts in zip(x.shape, counts[leaf_name(path)], strict=True)]
+        return torch.empty(sizes, dtype=x.dtype, device="meta")
+
+    meta_args, meta_kwargs = pytree.tree_map_with_path(on_meta, (args, kwargs))
     be_buffers(model, from_rank_zero(lambda: changed_parameters(model, meta_args, meta_kwargs)))
     plan = from_rank_zero(lambda: decided(cell, model, meta_args, meta_kwargs, counts, options))
     if save := options.strategy_ckpt_save_file if cell.training else "":
         _save(plan, Path(save))
     if groups := options.group_ckpt_save_file or ranks.group_file():
         save_group(plan, dist.get_rank(), groups)
-    local = bool(counts)
-    par = sw.parallelize(
-        model,
-        plan,
-        inputs="local" if local else "global",
-        seed=data_seed(),
-        init=_values(cell),
-        host=host_parameters(model, meta_args, meta_kwargs),
-    )
+    host = host_parameters(model, meta_args, meta_kwargs)
+    inputs: Literal["local", "global"] = "local" if counts else "global"
+    par = sw.parallelize(model, plan, inputs=inputs, seed=data_seed(), init=_values(cell), host=host)
     _install(par, cell)
-    return Split(par, local)
+    return Split(par, bool(counts))
 
 
 def _save(plan: sw.Plan, path: Path) -> None:

@@ -8,7 +8,7 @@ from shardwise.graph.exported import load_exported, save_exported
 from shardwise.graph.ir import Graph, Op, Ref, Source, map_refs
 from shardwise.graph.to_float64 import in_reference_mode
 from shardwise.graph.trees import leaf_name
-from shardwise.launch import rank_groups, ranks
+from shardwise.launch import ranks
 from shardwise.layouts.boxes import Box, boxes
 from shardwise.layouts.conversions import Move
 from shardwise.layouts.layout import Atom, Layout
@@ -24,6 +24,7 @@ from shardwise.programs.spmd import SpmdProgram, conversions_of
 from shardwise.programs.spmd_steps import Conversion
 from shardwise.rules.binding import leading_names
 from shardwise.runtime.agree import from_rank_zero
+from shardwise.runtime.communicator import gather_tensor, group_timeout, scatter_tensor
 from shardwise.runtime.cpu_embedding import device_of
 from shardwise.runtime.guards.norms import total_norm
 from shardwise.runtime.guards.registry import held_parameters
@@ -35,7 +36,7 @@ __all__ = [
     "APART", "BUCKET_BYTES", "MARKS", "Atom", "Box", "Bucket", "Conversion", "Graph", "Layout", "LocalOp",
     "LocalProgram", "Move", "Op", "OverlapPart", "Ref", "Source", "SpmdProgram", "apply_strategy",
     "axes_of_counts", "bind", "boxes", "capture", "conversions_of", "device_of", "format_bytes", "format_layout",
-    "from_rank_zero", "held_parameters", "in_reference_mode", "leading_names", "leaf_name", "load_exported",
-    "local_move", "localize", "map_refs", "parse_dtype", "parse_layout", "rank_groups", "ranks", "save_exported",
-    "shard", "total_norm",
+    "from_rank_zero", "gather_tensor", "group_timeout", "held_parameters", "in_reference_mode", "leading_names",
+    "leaf_name", "load_exported", "local_move", "localize", "map_refs", "parse_dtype", "parse_layout", "ranks",
+    "save_exported", "scatter_tensor", "shard", "total_norm",
 ]  # fmt: skip

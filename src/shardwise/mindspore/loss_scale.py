@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from shardwise.errors import problem
+from shardwise.mindspore import rank_groups
 from shardwise.mindspore.checks import number
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import as_gradient, parameter_of
-from shardwise.mindspore.library import rank_groups
 from shardwise.mindspore.tensor import Tensor as Number
 
 Tensor = torch.Tensor
@@ -25,7 +25,7 @@ NUM_STATUS = 8  # elements of the overflow status of Ascend devices
 
 
 def init_status() -> Tensor:
-    """Return a cleared overflow status (``overflow``). ``all_finite`` needs none."""
+    """Return a cleared overflow status (``read_status``). ``all_finite`` needs none."""
     return torch.zeros(NUM_STATUS)
 
 
@@ -50,6 +50,32 @@ def all_finite(inputs: Any, status: Tensor | None = None, *, group: str | None =
     if group is None:
         return finite
     return rank_groups.all_reduce(finite.to(torch.int32), "min", find_group(group)).bool()
+
+
+_overflow = {"watched": False, "overflowed": False}  # of this process, like the register of a device
+
+
+def clear_status(status: Tensor) -> Tensor:
+    """Clear the overflow status and start recording whether a loss or a gradient is not finite. Each rank has its own,
+    as each device has; programs sum them. The device checks every operator, so it also records an infinity that later
+    operators hide; this status does not."""
+    _overflow.update(watched=True, overflowed=False)
+    with torch.no_grad():
+        return status.zero_()
+
+
+def read_status(status: Tensor) -> Tensor:
+    """Write the overflow status: 1 in its first word after an overflow, else 0."""
+    with torch.no_grad():
+        status[0] = float(_overflow["overflowed"])
+    return status
+
+
+def note_overflow(tensors: Iterable[Tensor]) -> None:
+    """Check every computed loss and gradient. Nothing is checked before a program has cleared a status, nor after the
+    first overflow. A check costs one device synchronisation per step."""
+    if _overflow["watched"] and not _overflow["overflowed"]:
+        _overflow["overflowed"] = not all_finite(tensors)
 
 
 def _tensors(inputs: Any) -> Iterator[Tensor]:

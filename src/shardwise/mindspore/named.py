@@ -36,7 +36,10 @@ WORDS = (
 
 def settings_of(function: Function) -> dict[str, Any]:
     """Return the keyword-only arguments of a function: name -> default, or ``...`` where there is none."""
-    parameters = inspect.signature(function).parameters.values()
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a C++ function
+        return {}
     return {p.name: ... if p.default is p.empty else p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
@@ -79,10 +82,12 @@ class WithSettings:
     required): ``class Normal(Initializer, sigma=0.01, mean=0.0)``. Each becomes an attribute, except the parameters of
     ``_settle``, which are passed to it.
 
-    ``_settle`` derives other attributes from the settings, and raises ValueError for invalid ones.
+    ``_settle`` derives other attributes from the settings, and raises ValueError for invalid ones. ``checks``: for some
+    settings a function of name and value, which returns the value to keep or raises an error.
     """
 
     settings: ClassVar[dict[str, Any]] = {}
+    checks: ClassVar[Mapping[str, Callable[[str, Any], Any]]] = {}
     _signature: ClassVar[inspect.Signature] = signature_of({})
     _handed: ClassVar[tuple[str, ...]] = ()  # settings passed to _settle
     __signature__: ClassVar[inspect.Signature | None] = None  # for inspect and help; None: that of __init__
@@ -96,6 +101,7 @@ class WithSettings:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         values = _bound(type(self).__name__, self._signature, args, kwargs)
+        values.update({name: check(name, values[name]) for name, check in self.checks.items() if name in values})
         handed = {name: values.pop(name) for name in self._handed}
         self._take(values)
         self._settle(**handed)
@@ -122,13 +128,14 @@ class WithSettings:
 
 def classes_of(table: Mapping[str, Any], base: type[Any], module: str, **body: Any) -> dict[str, type[Any]]:
     """Return a class per function of a table, derived from ``base``, with the function as ``function`` and its
-    settings. An entry is a function, or the class's documentation and a function. (A function may have its own.)"""
+    settings. An entry is a function, or the class's documentation, a function and attributes. (A function may have its
+    own documentation.)"""
 
     def make_class(name: str, entry: Any) -> type[Any]:
-        own = entry.__doc__ if isinstance(entry, FunctionType) else None
-        doc, function = entry if isinstance(entry, tuple) else (own or f"The reference's {name}.", entry)
+        doc, function, *own = entry if isinstance(entry, tuple) else (None, entry)
+        doc = doc or (function.__doc__ if isinstance(function, FunctionType) else None) or f"The reference's {name}."
         about = {"__module__": module, "__doc__": doc, "function": staticmethod(function)}
-        return type(name, (base,), {**about, **body}, **settings_of(function))
+        return type(name, (base,), {**about, **body, **(own[0] if own else {})}, **settings_of(function))
 
     return {name: make_class(name, entry) for name, entry in table.items()}
 

@@ -157,31 +157,23 @@ _OWN: dict[str, Callable[..., Any]] = {
 _OWN = {name: ours(name, function) for name, function in _OWN.items()}
 _LISTS = {"concatenate": "cat", "stack": "stack", "vstack": "vstack", "hstack": "hstack", "dstack": "dstack",
           "column_stack": "column_stack"}  # fmt: skip
-_SAME = {
-    "power": "pow", "divide": "div", "true_divide": "div", "mod": "remainder", "multiply": "mul", "subtract": "sub",
-    "negative": "neg", "max": "amax", "min": "amin", "invert": "logical_not", "ravel": "ravel", "repeat":
-    "repeat_interleave", "identity": "eye", "arccosh": "acosh", "arcsinh": "asinh", "arctanh": "atanh", "fabs": "abs",
-    "fix": "trunc", "rint": "round", "radians": "deg2rad", "degrees": "rad2deg",
-}  # fmt: skip
-_NAMES = [
-    "abs", "absolute", "add", "all", "amax", "amin", "any", "arange", "arccos", "arcsin", "arctan", "arctan2",
-    "argmax", "argmin", "argsort", "atleast_1d", "atleast_2d", "atleast_3d", "bincount", "bitwise_and",
-    "bitwise_or", "bitwise_xor", "broadcast_to", "ceil", "clip", "copysign", "corrcoef", "cos", "cosh",
-    "count_nonzero", "cov", "cross", "cumprod", "cumsum", "deg2rad", "diag", "diagflat", "diagonal", "diff",
-    "dsplit", "eq", "equal", "exp", "exp2", "expand_dims", "expm1", "eye", "flip", "fliplr", "flipud",
-    "float_power", "floor", "floor_divide", "fmax", "fmin", "fmod", "full_like", "gcd", "greater", "greater_equal",
-    "heaviside", "hsplit", "hypot", "inner", "isclose", "isfinite", "isinf", "isnan", "isneginf", "isposinf",
-    "kron", "lcm", "less", "less_equal", "log", "log10", "log1p", "log2", "logaddexp", "logaddexp2", "logical_and",
-    "logical_not", "logical_or", "logical_xor", "logspace", "matmul", "maximum", "meshgrid", "minimum", "moveaxis",
-    "nan_to_num", "nanmean", "nansum", "norm", "not_equal", "ones", "ones_like", "outer", "positive", "prod",
-    "rad2deg", "rand", "randint", "randn", "ravel", "reciprocal", "remainder", "reshape", "roll", "rot90",
-    "searchsorted", "sign", "signbit", "sin", "sinc", "sinh", "sqrt", "square", "squeeze", "std", "swapaxes", "tan",
-    "tanh", "tile", "trace", "trapz", "tril", "triu", "trunc", "vander", "var", "vsplit", "where", "zeros",
-    "zeros_like",
-]  # fmt: skip
+_SAME = """
+    power=pow divide=div true_divide=div mod=remainder multiply=mul subtract=sub negative=neg max=amax min=amin
+    invert=logical_not ravel=ravel repeat=repeat_interleave identity=eye arccosh=acosh arcsinh=asinh arctanh=atanh
+    fabs=abs fix=trunc rint=round radians=deg2rad degrees=rad2deg"""
+_NAMES = """
+    abs absolute add all amax amin any arange arccos arcsin arctan arctan2 argmax argmin argsort atleast_1d atleast_2d
+    atleast_3d bincount bitwise_and bitwise_or bitwise_xor broadcast_to ceil clip copysign corrcoef cos cosh
+    count_nonzero cov cross cumprod cumsum deg2rad diag diagflat diagonal diff dsplit eq equal exp exp2 expand_dims
+    expm1 eye flip fliplr flipud float_power floor floor_divide fmax fmin fmod full_like gcd greater greater_equal
+    heaviside hsplit hypot inner isclose isfinite isinf isnan isneginf isposinf kron lcm less less_equal log log10
+    log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logspace matmul maximum meshgrid
+    minimum moveaxis nan_to_num nanmean nansum norm not_equal ones ones_like outer positive prod rad2deg rand randint
+    randn ravel reciprocal remainder reshape roll rot90 searchsorted sign signbit sin sinc sinh sqrt square squeeze std
+    swapaxes tan tanh tile trace trapz tril triu trunc vander var vsplit where zeros zeros_like"""
 FUNCTIONS_HERE: dict[str, Callable[..., Any]] = {
-    **{name: _in_words(FUNCTIONS[name]) for name in _NAMES},
-    **{name: _in_words(FUNCTIONS[same]) for name, same in _SAME.items()},
+    **{name: _in_words(FUNCTIONS[name]) for name in _NAMES.split()},
+    **{name: _in_words(FUNCTIONS[same]) for name, _, same in (row.partition("=") for row in _SAME.split())},
     **{name: FUNCTIONS[same] for name, same in _LISTS.items()},
     **{name: _in_words(function) for name, function in _OWN.items()},
     **dict.fromkeys(("array", "asarray"), _as_tensor),

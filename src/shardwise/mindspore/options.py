@@ -1,6 +1,6 @@
 """The options of ``set_auto_parallel_context`` and ``set_algo_parameters``: defaults, checks and meaning.
 
-An option either works, or accepts only its default (``later``: not yet supported; ``meaningless``: never will be).
+An option either works, or accepts only its default (``checks.option``).
 """
 
 from __future__ import annotations
@@ -19,28 +19,23 @@ from shardwise.mindspore.checks import (
     entries,
     flag,
     fraction,
-    idle,
-    later,
-    meaningless,
     one_of,
     option,
     text,
     whole,
-)
+)  # fmt: skip
 from shardwise.mindspore.library import BUCKET_BYTES
 from shardwise.mindspore.notes import note
 
 DATA_PARALLEL, FULL_BATCH = "data_parallel", "full_batch"  # values of dataset_strategy
 DatasetStrategy = str | tuple[tuple[int, ...], ...]
 MEGABYTE = 2**20
-
+SEARCH_MODES = ("sharding_propagation", "dynamic_programming", "recursive_programming")
 PIPELINE_CONFIG = {"pipeline_interleave": False, "pipeline_scheduler": "1f1b"}
 OPTIMIZER_CONFIG = {
-    "gradient_accumulation_shard": False,
-    "parallel_optimizer_threshold": 64,
-    "optimizer_weight_shard_size": -1,
+    "gradient_accumulation_shard": False, "parallel_optimizer_threshold": 64, "optimizer_weight_shard_size": -1,
     "optimizer_level": "level1",
-}
+}  # fmt: skip
 CKPT_CONFIG = {"load_file": "", "save_file": "", "only_trainable_params": True}  # a plan contains both
 
 
@@ -86,9 +81,8 @@ def _indices(name: str, value: Any) -> tuple[int, ...]:
 
 def _fusion(name: str, value: Any) -> dict[str, Any]:
     """Check one entry of comm_fusion: {"mode": "auto" | "size" | "index", "config": None, MiB or indices}."""
-    setting = entries({"mode": one_of("auto", "size", "index"), "config": lambda _, setting_of_mode: setting_of_mode})(
-        name, value
-    )
+    checks: dict[str, Check] = {"mode": one_of("auto", "size", "index"), "config": lambda _, config: config}
+    setting = entries(checks)(name, value)
     mode, config = setting.get("mode", "auto"), setting.get("config")
     if mode == "auto":
         if config is not None:
@@ -109,10 +103,8 @@ def _scheduler(name: str, value: Any) -> str:
 def _follow(name: str, value: Any) -> bool:
     """Keep the value, with a note: elementwise operators follow their neighbours unless that costs more."""
     if flag(name, value):
-        note(
-            "elementwise_op_strategy_follow=True: elementwise operators without a strategy follow their neighbours "
-            "here unless the search finds another split cheaper"
-        )
+        note("elementwise_op_strategy_follow=True: elementwise operators without a strategy follow their neighbours "
+             "here unless the search finds another split cheaper")  # fmt: skip
     return bool(value)
 
 
@@ -132,12 +124,10 @@ class Options:
     gradients_mean: bool = option(False, flag)
     gradient_fp32_sync: bool = option(True, flag)
     loss_repeated_mean: bool = option(
-        True, meaningless(flag, True, "a loss that several ranks hold is one loss, and its gradient is counted once")
+        True, flag, meaningless="a loss that several ranks hold is one loss, and its gradient is counted once"
     )
     parallel_mode: str = option(ParallelMode.STAND_ALONE, one_of(*ParallelMode.MODE_LIST))
-    search_mode: str = option(
-        "recursive_programming", one_of("sharding_propagation", "dynamic_programming", "recursive_programming")
-    )
+    search_mode: str = option("recursive_programming", one_of(*SEARCH_MODES))
     parameter_broadcast: bool = option(False, flag)
     strategy_ckpt_load_file: str = option("", text)
     strategy_ckpt_save_file: str = option("", text)
@@ -146,34 +136,22 @@ class Options:
     enable_parallel_optimizer: bool = option(False, flag)
     force_fp32_communication: bool = option(False, flag)
     enable_alltoall: bool = option(
-        True, idle(flag, True, "an all-to-all moves less than gathering and slicing, on every machine")
+        True, flag, idle="an all-to-all moves less than gathering and slicing, on every machine"
     )
     all_reduce_fusion_config: tuple[int, ...] = option((), _indices)
     pipeline_stages: int = option(1, whole(1, 4096))
     pipeline_segments: int = option(
-        1,
-        meaningless(
-            whole(1, 4096),
-            1,
-            "cell.pipeline_segment, with pipeline_interleave, sets which of two segments a cell is in",
-        ),
-    )
+        1, whole(1, 4096),
+        meaningless="cell.pipeline_segment, with pipeline_interleave, sets which of two segments a cell is in",
+    )  # fmt: skip
     pipeline_result_broadcast: bool = option(False, flag)
     pipeline_config: dict[str, Any] = option(
         PIPELINE_CONFIG, entries({"pipeline_interleave": flag, "pipeline_scheduler": _scheduler}, PIPELINE_CONFIG)
     )
-    parallel_optimizer_config: dict[str, Any] = option(
-        OPTIMIZER_CONFIG,
-        entries(
-            {
-                "gradient_accumulation_shard": flag,
-                "parallel_optimizer_threshold": whole(0, 2**31),
-                "optimizer_weight_shard_size": whole(-1, 4096),
-                "optimizer_level": one_of("level1", "level2", "level3"),
-            },
-            OPTIMIZER_CONFIG,
-        ),
-    )
+    parallel_optimizer_config: dict[str, Any] = option(OPTIMIZER_CONFIG, entries({
+        "gradient_accumulation_shard": flag, "parallel_optimizer_threshold": whole(0, 2**31),
+        "optimizer_weight_shard_size": whole(-1, 4096), "optimizer_level": one_of("level1", "level2", "level3"),
+    }, OPTIMIZER_CONFIG))  # fmt: skip
     comm_fusion: dict[str, Any] = option(
         {}, entries({"openstate": flag, "allreduce": _fusion, "allgather": _fusion, "reducescatter": _fusion})
     )
@@ -182,10 +160,10 @@ class Options:
     )
     group_ckpt_save_file: str = option("", text)
     auto_pipeline: bool = option(False, flag)
-    dump_local_norm: bool = option(False, later(flag, False, _LATER_NORMS))
-    dump_local_norm_path: str = option("", later(text, "", _LATER_NORMS))
-    dump_device_local_norm: bool = option(False, later(flag, False, _LATER_NORMS))
-    grad_accumulation_step: int = option(1, later(whole(1, 2**31), 1, "accumulated gradients follow"))
+    dump_local_norm: bool = option(False, flag, later=_LATER_NORMS)
+    dump_local_norm_path: str = option("", text, later=_LATER_NORMS)
+    dump_device_local_norm: bool = option(False, flag, later=_LATER_NORMS)
+    grad_accumulation_step: int = option(1, whole(1, 2**31), later="accumulated gradients follow")
     strict: bool = option(True, flag)
     names_set: frozenset[str] = frozenset()
 
@@ -312,16 +290,14 @@ class AlgoParameters:
     numbers are kept without effect, as in the reference while their switches are off."""
 
     fully_use_devices: bool = option(
-        True, idle(flag, True, "the search prices splits over all devices and over fewer of them")
+        True, flag, idle="the search prices splits over all devices and over fewer of them"
     )
     elementwise_op_strategy_follow: bool = option(False, _follow)
     enable_algo_approxi: bool = option(
-        False, idle(flag, False, "the search keeps all candidates that may be best; a plan has its gap")
+        False, flag, idle="the search keeps all candidates that may be best; a plan has its gap"
     )
     algo_approxi_epsilon: float = option(0.1, fraction)
-    tensor_slice_align_enable: bool = option(
-        False, idle(flag, False, "no device here computes in units of one slice size")
-    )
+    tensor_slice_align_enable: bool = option(False, flag, idle="no device here computes in units of one slice size")
     tensor_slice_align_size: int = option(16, whole(1, 1024))
 
 

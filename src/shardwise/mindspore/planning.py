@@ -18,12 +18,11 @@ from shardwise import Mesh
 from shardwise.errors import problem
 from shardwise.mindspore import context, staged, strict
 from shardwise.mindspore.calls import inside
-from shardwise.mindspore.holding import holding_of, whole_shape
+from shardwise.mindspore.holding import holding_of, parameter_plans, shard_axes, whole_shape
 from shardwise.mindspore.layout import AXIS
 from shardwise.mindspore.library import capture, format_layout, leaf_name
 from shardwise.mindspore.ops.primitive import Primitive, host_operands
 from shardwise.mindspore.options import Options
-from shardwise.mindspore.storage import parameter_plans, shard_axes
 
 STRATEGIES = "_shardwise_strategies"  # the attribute of ms.shard's strategies
 PRICED = ("dynamic_programming", "recursive_programming")

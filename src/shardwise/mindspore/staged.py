@@ -12,8 +12,8 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.errors import listed, problem
-from shardwise.mindspore import context, strict
-from shardwise.mindspore.library import APART, rank_groups
+from shardwise.mindspore import context, rank_groups, strict
+from shardwise.mindspore.library import APART
 from shardwise.mindspore.options import FULL_BATCH, Options
 
 # The reference's name -> torch's schedule.

@@ -163,7 +163,7 @@ def whole(name: str, counts: tuple[int, ...], dims: Iterable[int], why: str, els
             raise failure(name, what, f"1 for that dim{else_}")
 
 
-def equal(name: str, strategy: Strategy, what: str = "the strategies of all inputs must be equal") -> None:
+def equal(name: str, strategy: Strategy, what: str) -> None:
     """Raise StrategyError unless all inputs have the same split counts."""
     for counts in strategy[1:]:
         if counts != strategy[0]:

@@ -230,10 +230,6 @@ def _resized(x: torch.Tensor, *shape: Any) -> torch.Tensor:
     return torch.nn.functional.pad(x.reshape(-1)[:count], (0, max(count - x.numel(), 0))).reshape(sizes)
 
 
-def _filled(x: torch.Tensor, value: Any) -> torch.Tensor:
-    return torch.full_like(x, number(value))
-
-
 def assigned_value(x: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Copy the value into ``x`` and return it. Raises ValueError for another shape."""
     if x.shape != value.shape:
@@ -246,56 +242,36 @@ def asnumpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
     return np.asarray(x.detach().as_subclass(torch.Tensor).numpy(force=True))
 
 
-_FUNCTIONS = (
-    "approximate_equal", "gather_elements", "gather_nd", "inv", "random_categorical", "reverse", "reverse_sequence",
-    "searchsorted", "unique_with_pad", "unsorted_segment_max",
-    "unsorted_segment_min", "unsorted_segment_prod", "xdivy", "addcdiv", "addcmul", "index_fill", "scatter",
-)  # fmt: skip
+_FUNCTIONS = """
+    approximate_equal gather_elements gather_nd inv random_categorical reverse reverse_sequence searchsorted
+    unique_with_pad unsorted_segment_max unsorted_segment_min unsorted_segment_prod xdivy addcdiv addcmul index_fill
+    scatter"""
 METHODS: dict[str, Any] = {
-    "size": property(size),
-    "__getitem__": indexed,
-    "__setitem__": assigned,
-    "transpose": transpose,
-    "split": split,
-    "repeat": repeated,
-    "gather": gathered,
-    "asnumpy": asnumpy,
-    "fill": _filled,
-    "assign_value": assigned_value,
-    "value": lambda x: x,
+    "size": property(size), "__getitem__": indexed, "__setitem__": assigned, "transpose": transpose, "split": split,
+    "repeat": repeated, "gather": gathered, "asnumpy": asnumpy, "assign_value": assigned_value, "take": taken,
+    "view": viewed, "item": single, "flatten": _flattened, "resize": _resized,
+    **dict.fromkeys(("value", "to_tensor"), lambda x: x),
+    "fill": lambda x, value: torch.full_like(x, number(value)),
     "astype": lambda x, dtype, copy=True: x.to(dtype_of(dtype), copy=copy),
     "diagonal": lambda x, offset=0, axis1=0, axis2=1, **words: TORCHS["diagonal"](
-        x, offset, **(words or {"dim1": axis1, "dim2": axis2})
-    ),
+        x, offset, **(words or {"dim1": axis1, "dim2": axis2})),
     "select": lambda x, condition, y: (
-        torch.where(condition, x, y) if isinstance(condition, torch.Tensor) else TORCHS["select"](x, condition, y)
-    ),
+        torch.where(condition, x, y) if isinstance(condition, torch.Tensor) else TORCHS["select"](x, condition, y)),
     "expand_dims": lambda x, axis: x.unsqueeze(axis),
-    "copy": lambda x: x.clone(),
-    "init_data": lambda x, *settings, **named: x,
-    "max": _extreme("max"),
-    "min": _extreme("min"),
-    "take": taken,
-    "view": viewed,
-    "item": single,
-    "argmax_with_value": _with_value("max"),
-    "argmin_with_value": _with_value("min"),
+    "copy": lambda x: x.clone(), "init_data": lambda x, *settings, **named: x,
+    **{name: _extreme(name) for name in ("max", "min")},
+    **{f"arg{name}_with_value": _with_value(name) for name in ("max", "min")},
     "ptp": lambda x, axis=None, keepdims=False: x.amax(dims_of(x, axis), keepdims) - x.amin(dims_of(x, axis), keepdims),
-    "top_k": lambda x, k, sorted=True: tuple(torch.topk(x, k, sorted=sorted)),
-    "invert": lambda x: torch.bitwise_not(x),
+    "top_k": lambda x, k, sorted=True: tuple(torch.topk(x, k, sorted=sorted)), "invert": lambda x: torch.bitwise_not(x),
     "strides": property(lambda x: tuple(x.element_size() * step for step in x.stride())),
-    "has_init": property(lambda x: False),
-    "to_tensor": lambda x: x,
-    "tobytes": lambda x: asnumpy(x).tobytes(),
+    "has_init": property(lambda x: False), "tobytes": lambda x: asnumpy(x).tobytes(),
     **{f"scatter_{kind}": _as_function(f"tensor_scatter_{kind}") for kind in ("sub", "mul", "div", "max", "min")},
-    **{name: _as_function(name) for name in _FUNCTIONS},
+    **{name: _as_function(name) for name in _FUNCTIONS.split()},
     **{name: _reduction(name, getattr(torch, name)) for name in ("mean", "sum", "all", "any")},
     "prod": _reduction("prod", product),
     **{name: _spread(name) for name in ("std", "var")},
-    "flatten": _flattened,
     "norm": lambda x, *args, **words: (TORCHS["norm"] if "p" in words else _as_function("norm"))(x, *args, **words),
-    "resize": _resized,
-}
+}  # fmt: skip
 TORCHS: dict[str, Callable[..., Any]] = {  # torch's own methods, before in_words replaces them
     name: getattr(torch.Tensor, name) for name in (*METHODS, "clone") if hasattr(torch.Tensor, name)
 }

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 
 from shardwise.costs.cluster import Cluster
-from shardwise.costs.collectives import Links
 from shardwise.costs.optimizers import is_on_host
-from shardwise.costs.prices import Prices
-from shardwise.errors import PlanError, PlanWarning, warn_user
+from shardwise.errors import PlanWarning, warn_user
 from shardwise.garbage_collector import with_rare_gc
 from shardwise.graph.autocast import no_autocast
 from shardwise.graph.batch import batch_size
@@ -21,31 +19,24 @@ from shardwise.graph.step_precision import Precision
 from shardwise.graph.trees import constants_of
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.auto_stages import LowerBound, StageConfig, check_joint, joint_search, settings_of, tries_of
-from shardwise.plans.axis_names import AxisUsage, name_axes_by_role
+from shardwise.plans.axis_names import AxisUsage, mesh_by_roles
 from shardwise.plans.bind_stages import step_graph
+from shardwise.plans.entries import PricingEntry
 from shardwise.plans.listing import stage_of
-from shardwise.plans.micro_batch_search import Captures, Example, MicroBatchSearch
-from shardwise.plans.pipelines import plan_captured_pipeline
-from shardwise.plans.plan import Plan, PricingEntry
-from shardwise.plans.refusal import nothing_fits
+from shardwise.plans.micro_batch_search import Example, batches_of, best_micro_batch
+from shardwise.plans.pipelines import pipeline_config, plan_pipeline
+from shardwise.plans.plan import Plan
 from shardwise.plans.request import PlanRequest, SearchName
 from shardwise.plans.result import PlanningResult
 from shardwise.plans.stage_estimator import StageEstimator, estimated_policies_of
+from shardwise.plans.stage_planner import PipelineConfig, choose_stage, nothing_fits
 from shardwise.programs.micro_batches import Passes
-from shardwise.programs.vjp import VjpCache
 from shardwise.progress import report_progress
 from shardwise.report.search_reports import MeshReport, PipelineReport
 from shardwise.runtime.agree import report_alive, show_progress_once
 from shardwise.search.auto import PRICED_SEARCHES, MeshSearch
-from shardwise.search.config import SearchConfig
-from shardwise.search.decide import decide
-from shardwise.search.fit_memory import fit_memory
-from shardwise.search.memory_policy import MemoryPolicy
-from shardwise.search.mesh_shapes import candidate_meshes
-from shardwise.search.micro_batch import batches_of
-from shardwise.search.planner import Planner
-from shardwise.search.stored_program import build_program
-from shardwise.search.user_layouts import apply_layouts
+from shardwise.search.decide import check_layout_names
+from shardwise.search.stored_program import SearchConfig
 
 
 def execute(request: PlanRequest, *, exact_refusal: bool = True) -> PlanningResult:
@@ -95,12 +86,11 @@ class Planning:
         if search is None:
             is_free = not captured.annotations and not captured.graph.constraints
             search = "dynamic_programming" if is_free and request.search.mode == "auto" else "sharding_propagation"
-        call = Example(request.module, arguments, request.loss, strategies, precision, Captures())
+        call = Example(request.module, arguments, request.loss, strategies, precision)
         return Planning(request, call, captured, search, exact_refusal=exact_refusal)
 
     @property
     def by_price(self) -> bool:
-        """Whether layouts are searched by price."""
         return self.request.search.mode == "auto" and self.search in PRICED_SEARCHES
 
     @cached_property
@@ -121,48 +111,34 @@ class Planning:
             parallel.layouts or {}, zero=parallel.zero_config, known=self.known,
         )  # fmt: skip
 
-    def meshes(self, cluster: Cluster) -> tuple[Mesh, ...]:
-        """Return the meshes to try on some devices."""
-        mesh = self.request.parallel.mesh
-        return candidate_meshes(cluster, self.request.search.max_mesh_axes) if mesh is None else (mesh,)
-
     # -- one setting of stages -----------------------------------------------------------------------------------------
 
     def one_setting(self) -> PlanningResult:
-        """Plan with the number of stages and the schedule of the request."""
-        parallel = self.request.parallel
-        if parallel.stages is None and parallel.schedule is None:
-            return self.without_stages()
-        pipeline = plan_captured_pipeline(
-            self.call, self.captured, self.request, self.config, self.template,
-            by_price=self.by_price, exact_refusal=self.exact_refusal,
-        )  # fmt: skip
-        return PlanningResult(pipeline.plan, PipelineReport.of(pipeline))
-
-    def without_stages(self) -> PlanningResult:
-        """Plan without a pipeline; of several micro-batches take the one whose step is predicted to be the shortest."""
-        request, graph = self.request, self.captured.graph
-        training, chooses = request.training, self.by_price and graph.loss is not None
-        batches = batches_of(
-            request.example_samples, training.global_batch, training.micro_batch, request.cluster.num_devices,
-            chooses=chooses,
-        )  # fmt: skip
-        parallel, zero = request.parallel, request.parallel.zero_config
-        recompute = None if parallel.recompute == "auto" else parallel.recompute
-        memory_policy = MemoryPolicy.of(
-            graph, self.captured.segments, recompute, "held" if zero is None else zero.reshard_mode, parallel.offload
-        )
+        """Plan with the number of stages and the schedule of the request; of several micro-batch sizes take the one
+        whose step is predicted to be the shortest."""
+        request, parallel, by_price = self.request, self.request.parallel, self.by_price
+        check_layout_names(parallel.layouts or {}, self.captured.graph)
+        is_staged = parallel.stages is not None or parallel.schedule is not None
+        if is_staged:
+            config = pipeline_config(request, self.captured, self.config, by_price=by_price)
+        else:
+            meshes = request.meshes(request.cluster, by_price=by_price)
+            config = PipelineConfig(request, self.captured, by_price, self.config, request.cluster, meshes)
+        memory_policy = parallel.memory_policy(self.captured.graph, self.captured.segments)  # raises if impossible
+        if is_staged:
+            pipeline = plan_pipeline(config, self.call, self.template, exact_refusal=self.exact_refusal)
+            return PlanningResult(pipeline.plan, PipelineReport.of(pipeline))
         if memory_policy.moves_to_host:
             _announce_one_memory(request.cluster)
-        config = replace(self.config, memory_policy=memory_policy)
-        trials = MicroBatchSearch(self.call, graph, batches)
-        for pass_graph, passes in trials:
-            try:
-                choose = self._searched if self.by_price else self._by_mode
-                trials.add(choose(pass_graph, replace(config, passes=passes)))
-            except PlanError as error:
-                trials.refuse(error)
-        best = trials.best()
+        training, graph = request.training, self.captured.graph
+        batches = batches_of(
+            request.example_samples, training.global_batch, training.micro_batch, request.cluster.num_devices,
+            chooses=by_price and graph.loss is not None,
+        )  # fmt: skip
+        whole = graph if batches is None or request.example_samples == batches.step else self.call.graph(batches.step)
+        best, tried, _ = best_micro_batch(
+            self.call, whole, batches, partial(self._plan_passes, config), staged=False
+        )  # fmt: skip
         if memory_policy.moves_to_host and not any(entry.offloaded for entry in best.plan.operators):
             warn_user(
                 "nothing is offloaded to the host: what backward needs of these parts is recomputed, is smaller than "
@@ -170,51 +146,33 @@ class Planning:
                 PlanWarning,
             )
         report = best.search_report
-        if isinstance(report, MeshReport):
-            best = replace(best, search_report=replace(report, tried=trials.choices))
-        return best
+        return replace(best, search_report=replace(report, tried=tried)) if isinstance(report, MeshReport) else best
 
-    def _by_mode(self, graph: Graph, config: SearchConfig) -> PlanningResult:
-        """Plan as the mode completes the strategies, on one mesh."""
-        request = self.request
-        cluster, mode = request.cluster, request.search.mode
-        mesh = request.parallel.mesh or Mesh(dp=cluster.num_devices)
-        if mode == "data_parallel":
-            _announce_repeated(graph, mesh)
-        factored, choice = decide(graph, self.captured.annotations, mesh, mode)
-        choice = apply_layouts(choice, config.layouts, graph, factored, mesh)
-        program = build_program(graph, factored.rules, choice, mesh, config, VjpCache())
-        stages = (stage_of(graph, factored.rules, program.choice, program.spmd),)
-        prices = Prices(Links(cluster, mesh), config.optimizer, config.passes)
-        prediction = program.prediction(prices.with_buckets(graph, config.bucket_bytes))
-        pricing = PricingEntry.of(cluster, config.memory_bytes)
-        return PlanningResult(
-            replace(self.template, stages=stages, pricing=pricing, predicted=prediction, micro_batches=config.passes)
+    def _plan_passes(self, config: PipelineConfig, passes: Passes) -> PlanningResult:
+        """Plan a step without a pipeline."""
+        graph, settings = passes.graphs[passes.sizes[0]], replace(self.config, passes=len(passes.sizes))
+        if self.request.search.mode == "data_parallel":
+            _announce_repeated(graph, config.meshes[0])
+        planned = choose_stage(
+            replace(config, settings=settings), graph, self.captured.annotations, config.limit, self.call.vjp_cache
         )
-
-    def _searched(self, graph: Graph, config: SearchConfig) -> PlanningResult:
-        """Plan by price, on the best of the meshes."""
-        parallel, cluster = self.request.parallel, self.request.cluster
-        planner = Planner.of(graph, self.captured.annotations, cluster, self.meshes(cluster), config)
-        if self.call.known is not None:
-            planner = replace(planner, vjp_cache=self.call.known.vjp_cache)
-        if parallel.recompute == "auto":
-            zero = parallel.zero_config
-            reshard_mode = None if zero is None else zero.reshard_mode
-            searched = fit_memory(planner, self.captured.segments, reshard_mode, parallel.offload)
-        else:
-            searched = planner.plan()
-        if searched.ranking.excess:
-            raise nothing_fits(searched.ranking)
-        rules, choice = searched.factored.rules, searched.choice
-        stage = stage_of(graph, rules, choice, searched.spmd)
-        if parallel.mesh is None:
-            (stage,) = name_axes_by_role((stage,), (AxisUsage(graph, rules, choice.strategies),))
-        pricing = _pricing(cluster, config.memory_bytes, searched.search, stage.mesh)
+        if planned.excess(config.limit):
+            assert planned.ranking is not None, "its bytes are known"
+            raise nothing_fits(planned.ranking)
+        rules, choice = planned.factored.rules, planned.choice
+        mesh = planned.mesh
+        if config.chooses_mesh:
+            mesh = mesh_by_roles(mesh, (AxisUsage(graph, rules, choice.strategies),))
+        stage = stage_of(graph, rules, choice, planned.spmd, mesh)
+        search = None if planned.searched is None else planned.searched.search
+        separate = () if search is None else _separate_axes(search, stage.mesh)
+        pricing = PricingEntry.of(self.request.cluster, settings.memory_bytes, separate)
         plan = replace(
-            self.template, stages=(stage,), pricing=pricing, predicted=searched.prediction, micro_batches=config.passes
+            self.template, stages=(stage,), pricing=pricing, predicted=planned.prediction, micro_batches=settings.passes
         )
-        return PlanningResult(plan, MeshReport.of(plan, searched.search, searched.ranking.best.peak))
+        if search is None or planned.ranking is None:
+            return PlanningResult(plan)
+        return PlanningResult(plan, MeshReport.of(plan, search, planned.ranking.best.peak))
 
     # -- stages="auto" -------------------------------------------------------------------------------------------------
 
@@ -251,22 +209,11 @@ class Planning:
     @cached_property
     def _estimator(self) -> StageEstimator:
         """The estimator of pipelines over a step of the request; it takes seconds to make."""
-        request, graph = self.request, self.captured.graph
-        step, zero = request.step_samples, request.parallel.zero_config
-
-        def graph_of_pass(short: Graph, size: int) -> Graph:
-            if size == step:
-                return short
-            return Passes.over(request.module, short, size, self.call.graph).graphs[size]
-
+        request, graph, step = self.request, self.captured.graph, self.request.step_samples
         whole = step_graph(graph if request.example_samples == step else self.call.graph(step))
-        config = SearchConfig(
-            self.search, request.training.optimizer, 1, request.search.memory_bytes, request.parallel.bucket_bytes
-        )
-        policies = estimated_policies_of(request.parallel.recompute, None if zero is None else zero.reshard_mode)
-        return StageEstimator(
-            whole, graph_of_pass, self.meshes, request.cluster, config, self.captured.segments, policies
-        )
+        settings = replace(self.config, layouts={}, zero=None, known=inf)
+        policies = estimated_policies_of(request.parallel.recompute, request.parallel.reshard_mode)
+        return StageEstimator(whole, request, self.call, settings, self.captured.segments, policies)
 
 
 def _announce_one_memory(cluster: Cluster) -> None:
@@ -288,12 +235,12 @@ def _announce_repeated(graph: Graph, mesh: Mesh) -> None:
         )
 
 
-def _pricing(cluster: Cluster, memory_bytes: float | None, search: MeshSearch, called: Mesh) -> PricingEntry:
-    """Return the plan's record of its prices. ``called``: the mesh of the search with the axis names of the plan."""
+def _separate_axes(search: MeshSearch, called: Mesh) -> tuple[str, ...]:
+    """Return the axes whose parts the search treated differently. ``called``: its mesh with the axis names of the
+    plan."""
     mesh, groups = search.mesh, search.cost.domains.axes.groups
-    separate = tuple(
+    return tuple(
         called_name
         for (name, _), (called_name, _) in zip(mesh.axes, called.axes, strict=True)
         if len(mesh.expand(name)) > 1 and mesh.expand(name) not in groups
     )
-    return PricingEntry.of(cluster, memory_bytes, separate)

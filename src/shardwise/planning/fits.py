@@ -22,11 +22,16 @@ from shardwise.graph.ir import Graph
 from shardwise.graph.trees import flatten
 from shardwise.planning.suggestions import NUM_SHOWN, Option, plan_variants, suggest_changes, suggest_fixes, try_request
 from shardwise.plans.bind import program_of
-from shardwise.plans.format_intervals import format_bytes_interval, format_interval_seconds, format_step_interval
 from shardwise.plans.micro_batch_search import Example, planned_graph
 from shardwise.plans.plan import Plan
-from shardwise.plans.price_scope import prices_of
-from shardwise.plans.quantities import format_bytes, format_seconds
+from shardwise.plans.price_scope import format_step_interval, prices_of
+from shardwise.plans.quantities import (
+    format_bytes,
+    format_bytes_interval,
+    format_interval_seconds,
+    format_parts,
+    format_seconds,
+)
 from shardwise.plans.request import PlanRequest
 from shardwise.plans.result import PlanningResult
 from shardwise.report.search_reports import MeshReport, PipelineReport
@@ -120,7 +125,7 @@ class Fits:
                 f"  step {format_interval_seconds(took)}, {self.rate:,.0f} {unit}/s{between}, "
                 f"{self.utilisation:.1%} of the devices' peak",
                 f"  peak {format_bytes_interval(peak.num_bytes, asked.cluster)}{limit} a device, in {peak.where}: "
-                f"{_parts(peak)}",
+                f"{format_parts(peak)}",
                 *_stages(asked.plan, self.step.stages),
             ]
             if self.price is not None:
@@ -194,7 +199,6 @@ class Fits:
 
 
 def _split(plan: Plan) -> str:
-    """Format the mesh, or the stages with their meshes."""
     if plan.pipeline is None:
         passes = f", {plan.micro_batches} micro-batches of {plan.micro_batch} samples" if plan.micro_batches > 1 else ""
         return f"{plan.mesh}{passes}"
@@ -205,16 +209,12 @@ def _split(plan: Plan) -> str:
     )
 
 
-def _parts(peak: Peak) -> str:
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in peak.parts.items() if size)
-
-
 def _stages(plan: Plan, peaks: Sequence[Peak]) -> list[str]:
     """Return a line per stage (one for equal neighbours): times per micro-batch, and the peak with all in flight."""
     texts = [
         f"forward {format_seconds(times.forward)}, backward {format_seconds(times.backward)}, bubble "
         f"{times.bubble:.1%}, peak {format_bytes(peak.num_bytes)} in {peak.phase}"
-        + (f": {_parts(peak)}" if len(peaks) <= _FEW else "")
+        + (f": {format_parts(peak)}" if len(peaks) <= _FEW else "")
         for times, peak in zip(() if plan.pipeline is None else plan.pipeline.stages, peaks, strict=True)
     ]
     lines = []
@@ -293,7 +293,6 @@ def fits(
 
 
 def _step(request: PlanRequest, found: PlanningResult) -> StepSummary:
-    """Return the time and memory of a step of the plan."""
     plan, report, cluster = found.plan, found.search_report, request.cluster
     if isinstance(report, PipelineReport):
         passes = report.passes()
@@ -311,7 +310,6 @@ def _step(request: PlanRequest, found: PlanningResult) -> StepSummary:
 
 
 def _arithmetic(graph: Graph, plan: Plan, cluster: Cluster) -> tuple[float, float]:
-    """Return the FLOPs of a step, forward and backward, and the FLOP/s of all devices. ``graph``: one pass."""
     flops = peak = 0.0
     for op in graph.ops:
         operands, results = (tuple(tuple(graph.by_name[n].shape) for n in names) for names in (op.operands, op.results))

@@ -19,9 +19,9 @@ from shardwise.errors import NothingFits, PlanError, ShardwiseError
 from shardwise.graph.step_precision import Precision
 from shardwise.layouts.mesh import Mesh
 from shardwise.planning.execute import execute
-from shardwise.plans.auto_stages import figures
 from shardwise.plans.plan import Plan
-from shardwise.plans.printing import format_bytes, format_seconds
+from shardwise.plans.price_scope import figures
+from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.plans.request import PlanRequest
 from shardwise.plans.result import PlanningResult
 from shardwise.plans.schedule import schedule_of
@@ -47,22 +47,18 @@ class Option:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan, if there is one."""
         return None if self.found is None else self.found.plan
 
     @property
     def cluster(self) -> Cluster:
-        """The devices of the request."""
         return self.request.cluster
 
     @property
     def samples(self) -> int | None:
-        """The samples of a step."""
         return self.request.step_samples
 
     @property
     def fits(self) -> bool:
-        """Whether there is a plan."""
         return self.found is not None
 
     @property
@@ -82,8 +78,7 @@ class Option:
 
     @property
     def _figures(self) -> tuple[float, float]:
-        plan = self.plan
-        return (0.0, 0.0) if plan is None or (plan.predicted is None and plan.pipeline is None) else figures(plan)
+        return (self.plan and figures(self.plan)) or (0.0, 0.0)
 
     @property
     def price(self) -> float:

@@ -29,9 +29,10 @@ from shardwise.graph.ir import Graph, Op, Ref
 from shardwise.graph.schema import arguments, operator_name
 from shardwise.graph.stage_marks import marks_of
 from shardwise.layouts.text import format_dtype
-from shardwise.plans.format_intervals import format_bytes_interval, format_step_interval
+from shardwise.plans.micro_batch_search import MicroBatchOptions
 from shardwise.plans.plan import Plan
-from shardwise.plans.quantities import format_bytes, format_seconds
+from shardwise.plans.price_scope import figures, format_step_interval
+from shardwise.plans.quantities import format_bytes, format_bytes_interval, format_seconds
 from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.plans.schedule import Schedule, schedule_of
 from shardwise.progress import report_progress
@@ -45,7 +46,6 @@ from shardwise.search.constants import (
     ROUGH_STEP_FACTOR,
 )
 from shardwise.search.memory_policy import blocks_of, ends_of
-from shardwise.search.micro_batch import MicroBatchOptions
 
 SCHEDULES = (  # if the user names none
     "1F1B",
@@ -116,15 +116,12 @@ class SettingOutcome:
             what = self.text or f"step {format_seconds(self.step_seconds)}, memory {format_bytes(int(self.num_bytes))}"
         elif self.pruned:
             what = f"not planned: no step below {format_seconds(self.bound)}, {format_seconds(self.pruned)} was found"
+        elif self.refused:
+            what = self.refused
         else:
-            what = self.refused or f"left out: {self._about}no step below {format_seconds(self.bound)}"
+            about = "nothing seems to fit" if self.estimate == inf else f"about {format_seconds(self.estimate)}"
+            what = f"left out: {about + ', ' if self.estimate else ''}no step below {format_seconds(self.bound)}"
         return f"{self.setting}: {what}"
-
-    @property
-    def _about(self) -> str:
-        if not self.estimate:
-            return ""
-        return "nothing seems to fit, " if self.estimate == inf else f"about {format_seconds(self.estimate)}, "
 
 
 @dataclass(frozen=True)
@@ -382,7 +379,7 @@ def joint_search(
             failure = failure or error
             seen.append(replace(trial, refused=str(error).partition("\n")[0]))
             continue
-        seconds, num_bytes = figures(plan)
+        seconds, num_bytes = figures(plan_of(plan)) or (0.0, 0.0)
         told = f"step {format_step_interval(plan_of(plan))}, memory {format_bytes_interval(num_bytes, cluster)}"
         seen.append(replace(trial, step_seconds=seconds, num_bytes=num_bytes, text=told))
         if best is None or seconds < best[0]:
@@ -484,26 +481,3 @@ class _Queue:
 
     def _size_of_device(self, setting: StageConfig) -> tuple[int, float]:
         return setting.places, setting.micro_batch * setting.places / self.num_devices
-
-
-def figures(planned: Plan | PlanningResult) -> tuple[float, float]:
-    """Return the predicted seconds of a step, and the bytes of the device that holds most."""
-    plan: Plan = plan_of(planned)
-    if plan.pipeline is not None:
-        return plan.pipeline.step_seconds, plan.pipeline.memory_bytes
-    assert plan.predicted is not None, "plans by price are predicted"
-    return plan.predicted.planned_seconds, plan.predicted.memory_bytes
-
-
-__all__ = [
-    "MAX_PLANNED_SETTINGS",
-    "AutoStagesReport",
-    "LowerBound",
-    "SettingOutcome",
-    "StageConfig",
-    "check_joint",
-    "figures",
-    "joint_search",
-    "settings_of",
-    "tries_of",
-]

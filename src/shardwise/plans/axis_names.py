@@ -19,15 +19,12 @@ and its search, which has the old ones, is shown under the new names.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.mesh import Mesh
-from shardwise.layouts.renaming import Renaming
 from shardwise.layouts.strategy import Strategy
-from shardwise.layouts.text import format_move, parse_layout, parse_move
-from shardwise.plans.entries import CollectiveEntry, ConversionEntry, SharedEntry, Stage, TensorEntry
 from shardwise.rules.rule import OpRule
 
 _ROLES = ("dp", "cp", "ep", "tp")
@@ -97,80 +94,8 @@ def _roles_in(op: Op, weights: set[str], rule: OpRule, strategy: Strategy) -> It
         yield from ((axis, roles.get(factor, "other")) for axis in axes)
 
 
-@dataclass(frozen=True)
-class _RenamedEntries:
-    """The entries of a plan under new axis names. ``known``: cache from (kind: layout, move or strategy; text) to the
-    renamed text, as stages have many texts in common."""
-
-    names: Renaming
-    known: dict[tuple[str, str], str] = field(default_factory=dict)
-
-    def stage(self, stage: Stage) -> Stage:
-        """Return a stage under the new names."""
-
-        def tensors(entries: tuple[TensorEntry, ...]) -> tuple[TensorEntry, ...]:
-            return tuple(replace(entry, layout=self._layout_text(entry.layout)) for entry in entries)
-
-        return replace(
-            stage,
-            placement=replace(stage.placement, mesh=self.names.target),
-            inputs=tensors(stage.inputs),
-            parameters=tuple(replace(entry, layout=self._layout_text(entry.layout)) for entry in stage.parameters),
-            buffers=tensors(stage.buffers),
-            operators=tuple(
-                replace(entry, strategy=self._renamed("strategy", entry.strategy, self._strategy_text))
-                for entry in stage.operators
-            ),
-            conversions=None if stage.conversions is None else tuple(map(self._conversion, stage.conversions)),
-            shared=tuple(SharedEntry(entry.name, self._layout_text(entry.layout)) for entry in stage.shared),
-            receives=tensors(stage.receives),
-            sends=tensors(stage.sends),
-        )
-
-    def _conversion(self, entry: ConversionEntry) -> ConversionEntry:
-        return replace(
-            entry,
-            source=self._layout_text(entry.source),
-            target=self._layout_text(entry.target),
-            forward=tuple(map(self._collective, entry.forward)),
-            backward=tuple(map(self._collective, entry.backward)),
-            path=tuple(map(self._move_text, entry.path)),
-        )
-
-    def _collective(self, entry: CollectiveEntry) -> CollectiveEntry:
-        return replace(
-            entry, axes=self.names.target.format_axes(self.names.axes(self.names.source.parse_axes(entry.axes)))
-        )
-
-    def _renamed(self, kind: str, text: str, renamed: Callable[[str], str]) -> str:
-        if (kind, text) not in self.known:
-            self.known[kind, text] = renamed(text)
-        return self.known[kind, text]
-
-    def _layout_text(self, text: str) -> str:
-        return self._renamed("layout", text, self._other_layout)
-
-    def _move_text(self, text: str) -> str:
-        return self._renamed("move", text, self._other_move)
-
-    def _strategy_text(self, text: str) -> str:
-        strategy = Strategy.parse(text, self.names.source)
-        return self.names.strategy(strategy).format(self.names.target)
-
-    def _other_layout(self, text: str) -> str:
-        dtype = text[: text.index("[")]
-        return dtype + self.names.layout(parse_layout(text, self.names.source)).text
-
-    def _other_move(self, text: str) -> str:
-        move = parse_move(text, self.names.source)
-        ends = {"source": self.names.layout(move.source), "target": self.names.layout(move.target)}
-        return format_move(replace(move, **ends, axes=self.names.axes(move.axes)))
-
-
-def name_axes_by_role(stages: Sequence[Stage], of: Sequence[AxisUsage]) -> tuple[Stage, ...]:
-    """Return the stages with mesh axes named by role. Equal meshes get equal names."""
-    renamed_entries: dict[Mesh, _RenamedEntries] = {}
-    for mesh in dict.fromkeys(stage.mesh for stage in stages):
-        usages = (usage for stage, usage in zip(stages, of, strict=True) if stage.mesh == mesh)
-        renamed_entries[mesh] = _RenamedEntries(Renaming(mesh, mesh_by_roles(mesh, usages)))
-    return tuple(renamed_entries[stage.mesh].stage(stage) for stage in stages)
+def meshes_by_roles(meshes: Sequence[Mesh], of: Sequence[AxisUsage]) -> list[Mesh]:
+    """Return the meshes of stages with their axes named by role. Equal meshes get equal names."""
+    pairs = list(zip(meshes, of, strict=True))
+    named = {mesh: mesh_by_roles(mesh, (usage for other, usage in pairs if other == mesh)) for mesh in {*meshes}}
+    return [named[mesh] for mesh in meshes]

@@ -2,34 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import TypeVar
 
 import torch
 
 from shardwise.errors import LayoutError, PlanError, ShardwiseError, problem
-from shardwise.graph.ir import Graph
+from shardwise.graph.ir import Graph, Value
 from shardwise.graph.naming import value_name
 from shardwise.layouts.choice import INVARIANT, AxisChoice, Choices, Split, Where, where_of
-from shardwise.layouts.layout import Layout
+from shardwise.layouts.conversions import Move
+from shardwise.layouts.layout import Atom, Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, check_strategy, parse_choices, parse_cuts
-from shardwise.layouts.text import format_dtype, format_layout, parse_layout
+from shardwise.layouts.text import format_dtype, format_layout, parse_layout, parse_move
 from shardwise.plans.entries import ConversionEntry, Stage
 from shardwise.plans.listing import check_program
-from shardwise.plans.paths import ListedPaths
 from shardwise.plans.plan import Plan
 from shardwise.programs.buckets import Bucket
 from shardwise.programs.grad_accum_program import converted_once
 from shardwise.programs.lower import lowered_operators
-from shardwise.programs.spmd import Choice, Lifetimes, SpmdProgram, fill, insert_conversions, place_ops, with_buckets
+from shardwise.programs.spmd import (
+    Choice,
+    Lifetimes,
+    SpmdProgram,
+    fewest_bytes,
+    fill,
+    insert_conversions,
+    place_ops,
+    with_buckets,
+)
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import OpRule
 from shardwise.search.decide import with_cuts
 from shardwise.search.modes import choose, spread_axes
-from shardwise.search.rules import rules_of, variant
+from shardwise.search.user_choices import rules_of, variant
 from shardwise.search.user_strategies import splittable
 
 _NUM_SHOWN = 8  # faults in one message
@@ -188,7 +197,6 @@ def _with_once(stage: Stage, spmd: SpmdProgram, graph: Graph, *, listed: bool) -
 
 
 def _check_strategies(stage: Stage, graph: Graph, choice: Choice) -> None:
-    """Raise PlanError unless every operator has the strategy that the stage lists."""
     faults = []
     for op in graph.ops:
         text = choice.strategies[op.name].format(stage.mesh)
@@ -345,7 +353,6 @@ def _check_sources(plan: Plan, graph: Graph, widened: bool) -> None:
 
 
 def _check_operators(plan: Plan, graph: Graph) -> None:
-    """Raise PlanError unless the graph has exactly the plan's operators, by name and target."""
     have = {op.name: op for op in graph.ops}
     want = {entry.name: entry for entry in plan.operators}
     near, others = _Near(), have.keys() - want.keys()
@@ -430,3 +437,78 @@ def _storage(
             spread = spread_axes(atoms, dim, axes, plan.mesh)
             where = spread | {axis: where_kept for axis, where_kept in where.items() if axis not in spread}
     return where
+
+
+@dataclass(frozen=True)
+class ListedPaths:
+    """The route (``programs.spmd.Route``) of a stage for a lowered graph of its model. For another batch size than the
+    plan's the same values take the same paths: layouts get the actual sizes, and the axes of moves stay. ``moves``: by
+    the value's name and its layouts before and after; for other sizes (``sizes_match`` is false), by these layouts
+    without sizes. What the stage does not list takes the path that sends the fewest bytes."""
+
+    graph: Graph
+    moves: dict[Hashable, tuple[Move, ...]]
+    sizes_match: bool
+
+    @staticmethod
+    def of(stage: Stage, graph: Graph, *, sizes_match: bool) -> ListedPaths:
+        moves: dict[Hashable, tuple[Move, ...]] = {}
+        for entry in stage.conversions or ():
+            if entry.path:
+                ends = (parse_layout(text, stage.mesh) for text in (entry.source, entry.target))
+                listed = tuple(parse_move(text, stage.mesh) for text in entry.path)
+                moves.setdefault(_key(entry.value, *ends, sizes_match=sizes_match), listed)
+        return ListedPaths(graph, moves, sizes_match)
+
+    def __call__(self, value: Value, source: Layout, target: Layout) -> tuple[Move, ...]:
+        """Return the moves that turn ``source`` into ``target``."""
+        key = _key(value_name(value.name, self.graph), source, target, sizes_match=self.sizes_match)
+        moves = self.moves.get(key)
+        if moves is not None and not self.sizes_match:
+            moves = resize_moves(moves, source, target)
+        return fewest_bytes(value, source, target) if moves is None else moves
+
+
+def _key(name: str, source: Layout, target: Layout, *, sizes_match: bool) -> Hashable:
+    describe = format_layout if sizes_match else split_dims
+    return name, describe(source), describe(target)
+
+
+def split_dims(layout: Layout) -> Hashable:
+    """Return a layout without sizes: the axes that split each dim, and the states of the others."""
+    return tuple(tuple(axis for atom in dim for axis in atom.axes) for dim in layout.dims), layout.states
+
+
+def resize_moves(moves: tuple[Move, ...], source: Layout, target: Layout) -> tuple[Move, ...] | None:
+    """Return the moves between two layouts of a value of another size, or None. A dim of another size must be one atom
+    all the way, and every device must have a share of what is split on the way. Splits by hand do not follow."""
+    if source.shape == moves[0].source.shape:
+        path = moves
+    elif any(layout.windows for move in moves for layout in (move.source, move.target)):
+        return None
+    else:
+        written = [_written(move, source.shape) for move in moves]
+        path = tuple(move for move in written if move is not None)
+        if len(path) < len(moves):
+            return None
+    stations = [source, *(end for move in path for end in (move.source, move.target)), target]
+    meets = all(a.canonical() == b.canonical() for a, b in zip(stations[::2], stations[1::2], strict=True))
+    return path if meets and all(_has_shares(move.target) for move in path[:-1]) else None
+
+
+def _written(move: Move, shape: tuple[int, ...]) -> Move | None:
+    """Return the move with the sizes of ``shape``, or None if a dim of another size has several atoms."""
+    ends = []
+    for layout in (move.source, move.target):
+        if any(size != new and len(dim) > 1 for dim, size, new in zip(layout.dims, layout.shape, shape, strict=True)):
+            return None
+        dims = (
+            dim if size == new else (Atom(new, dim[0].axes),)
+            for dim, size, new in zip(layout.dims, layout.shape, shape, strict=True)
+        )
+        ends.append(Layout(layout.mesh, tuple(dims), layout.states))
+    return Move(ends[0], ends[1], move.axes)
+
+
+def _has_shares(layout: Layout) -> bool:
+    return all(layout.mesh.size_of(atom.axes) <= atom.size for dim in layout.dims for atom in dim)

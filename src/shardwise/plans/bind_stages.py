@@ -137,7 +137,6 @@ def _bound(
 
 
 def _check_sends(stage: Stage, number: int, cut: GraphCut, spmd: SpmdProgram) -> None:
-    """Raise PlanError unless a stage sends the values that it lists, in the listed layouts."""
     delivered = delivered_layouts(cut.parts[number], spmd)
     listed = {entry.name: parse_layout(entry.layout, stage.mesh).canonical() for entry in stage.sends}
     sent = {name: delivered[name].canonical() for name in cut.sends(number)}

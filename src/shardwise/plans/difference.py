@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from shardwise.plans.format_intervals import format_step_interval
-from shardwise.plans.plan_precision import format_precision
-from shardwise.plans.printing import format_totals
-
-if TYPE_CHECKING:
-    from shardwise.plans.plan import Plan
+from shardwise.plans.plan_data import PlanData
+from shardwise.plans.price_scope import format_step_interval
+from shardwise.plans.printing import format_communication, format_precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +35,14 @@ class PlanDifference:
         return "\n".join(lines)
 
 
-def compare_plans(plan: Plan, after: Plan) -> PlanDifference:
+def compare_plans(plan: PlanData, after: PlanData) -> PlanDifference:
     """Return what ``after`` does differently than ``plan``."""
     return PlanDifference(
         _changed(_settings(plan), _settings(after)),
         _changed(_layouts(plan), _layouts(after)),
         _changed(_strategies(plan), _strategies(after)),
         _changed(_stage_of(plan), _stage_of(after)) if plan.is_pipeline and after.is_pipeline else (),
-        _changed(_communication(plan), _communication(after)),
+        _changed(format_communication(plan), format_communication(after)),
     )
 
 
@@ -56,7 +52,7 @@ def _changed(before: dict[str, str], after: dict[str, str]) -> tuple[tuple[str, 
     return tuple(entry for entry in pairs if entry[1] != entry[2])
 
 
-def _settings(plan: Plan) -> dict[str, str]:
+def _settings(plan: PlanData) -> dict[str, str]:
     settings = {"mesh": ", ".join(str(stage.mesh) for stage in plan.stages)}
     settings |= {name: str(getattr(plan, name)) for name in ("mode", "search", "optimizer", "bucket_bytes")}
     settings["precision"] = format_precision(plan.precision)
@@ -71,23 +67,15 @@ def _settings(plan: Plan) -> dict[str, str]:
     return settings
 
 
-def _stage_of(plan: Plan) -> dict[str, str]:
-    """Return the stage of each operator of a pipeline."""
+def _stage_of(plan: PlanData) -> dict[str, str]:
     if not plan.is_pipeline:
         return {}
     return {entry.name: str(number) for number, stage in enumerate(plan.stages) for entry in stage.operators}
 
 
-def _layouts(plan: Plan) -> dict[str, str]:
+def _layouts(plan: PlanData) -> dict[str, str]:
     return {entry.name: entry.layout for entry in (*plan.inputs, *plan.parameters, *plan.buffers)}
 
 
-def _strategies(plan: Plan) -> dict[str, str]:
+def _strategies(plan: PlanData) -> dict[str, str]:
     return {e.name: ", ".join(filter(None, (e.strategy or "whole", e.backward))) for e in plan.operators}
-
-
-def _communication(plan: Plan) -> dict[str, str]:
-    return {
-        name: format_totals(tuple(plan.collectives(backward=backward)))
-        for name, backward in (("forward", False), ("backward", True))
-    }

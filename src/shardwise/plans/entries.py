@@ -163,7 +163,6 @@ class Stage:
 
     @cached_property
     def strategies(self) -> dict[str, str]:
-        """Return the strategy of each operator."""
         return {entry.name: entry.strategy for entry in self.operators}
 
     @cached_property
@@ -223,7 +222,6 @@ class Stage:
 
 
 def _layout_fault(entry: TensorEntry, kind: str, mesh: Mesh) -> str:
-    """Return what is wrong with the layout of a source; empty if nothing is."""
     try:
         layout = parse_layout(entry.layout, mesh)
     except ShardwiseError as error:
@@ -239,7 +237,6 @@ def _layout_fault(entry: TensorEntry, kind: str, mesh: Mesh) -> str:
 
 
 def _path_fault(entry: ConversionEntry, mesh: Mesh) -> str:
-    """Return what is wrong with the path of a conversion; empty if nothing is."""
     try:
         moves = [parse_move(text, mesh) for text in entry.path]
         stations = [parse_layout(entry.source, mesh)]

@@ -13,17 +13,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from itertools import chain
 from math import isfinite
 from typing import Any
 
+import torch
+
 from shardwise.costs.pipeline_simulation import PipelinePrediction, StagePrediction
 from shardwise.costs.prediction import PassedOver, Prediction
 from shardwise.errors import PlanError, ShardwiseError
+from shardwise.graph.autocast import DEVICES, Autocast
+from shardwise.graph.step_precision import DTYPES, MODELS_OWN, Precision
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
+from shardwise.layouts.text import format_dtype, parse_dtype
 from shardwise.plans.entries import (
     CollectiveEntry,
     ConversionEntry,
@@ -34,7 +39,7 @@ from shardwise.plans.entries import (
     Stage,
     TensorEntry,
 )
-from shardwise.plans.plan_precision import precision_of
+from shardwise.plans.quantities import format_ranges
 from shardwise.plans.schedule import check_order, schedule_of
 from shardwise.untrusted_text import MAX_DEVICES, MAX_NOTATION, is_line, read_json, shorten_repr, whole_number
 
@@ -51,12 +56,11 @@ _MOST_DIMS = 64
 _MOST_STAGES = 2**10
 _MOST_PASSES = 2**20
 _LINES = "pricing.cluster"  # the only text of several lines
-_SETTINGS = (
-    "mode",
-    "search",
-    "optimizer",
-    "training",
-    "bucket_bytes",
+_NAMES: dict[type, str] = {
+    str: "a text", int: "a whole number", float: "a number", bool: "true or false", list: "a list", dict: "an object",
+}  # fmt: skip
+_SETTINGS: dict[str, type] = {"mode": str, "search": str, "optimizer": str, "training": bool, "bucket_bytes": int}
+_OTHERS = (
     "micro_batches",
     "constants",
     "stages",
@@ -88,9 +92,12 @@ def stage_body(stage: Stage) -> dict[str, Any]:
     conversions = stage.conversions
     return {
         "mesh": dict(stage.mesh.axes),
-        "ranks": format_ranks(stage.placement.ranks),
+        "ranks": format_ranges(stage.placement.ranks),
         "inputs": _table(stage.inputs),
-        "parameters": _without_false(_table(stage.parameters), "once"),
+        "parameters": {  # most plans have ``once`` nowhere
+            name: {key: value for key, value in entry.items() if key != "once" or value}
+            for name, entry in _table(stage.parameters).items()
+        },
         "buffers": _table(stage.buffers),
         "operators": _table(stage.operators),
         "conversions": None if conversions is None else [asdict(entry) for entry in conversions],
@@ -101,28 +108,11 @@ def stage_body(stage: Stage) -> dict[str, Any]:
 
 
 def _table(entries: Sequence[Any]) -> dict[str, Any]:
-    """Return entries keyed by name."""
     return {entry.name: {key: value for key, value in asdict(entry).items() if key != "name"} for entry in entries}
 
 
-def _without_false(table: dict[str, Any], key: str) -> dict[str, Any]:
-    """Return the entries without a key where it is false: most plans have it nowhere."""
-    return {name: {k: v for k, v in entry.items() if k != key or v} for name, entry in table.items()}
-
-
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Format ranks in their order: ``(0, 1, 2, 3, 8)`` -> ``0-3,8``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and runs[-1][1] == rank - 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-
-
 def parse_ranks(text: str) -> tuple[int, ...]:
-    """Parse what ``format_ranks`` wrote. Raises PlanError."""
+    """Parse what ``format_ranges`` wrote. Raises PlanError."""
     runs: list[range] = []
     for run in text.split(","):
         first, dash, last = run.partition("-")
@@ -218,7 +208,7 @@ def _with_stages(body: dict[str, Any], name: str, edited: bool) -> dict[str, Any
 
 def settings_of(body: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a plan. Raises PlanError naming the entry that is missing or has the wrong form."""
-    unknown = body.keys() - set(_SETTINGS)
+    unknown = body.keys() - {*_SETTINGS, *_OTHERS}
     if unknown:
         raise PlanError(f"unknown entry {_listed(unknown)}")
     stages = _field(body, "stages", list, "stages")
@@ -234,11 +224,7 @@ def settings_of(body: dict[str, Any]) -> dict[str, Any]:
             raise PlanError(f"stages 0 to {i} name {places:,} ranks together, more than {_MOST_STAGES + MAX_DEVICES:,}")
     return {
         "stages": tuple(read),
-        "mode": _field(body, "mode", str, "mode"),
-        "search": _field(body, "search", str, "search"),
-        "optimizer": _field(body, "optimizer", str, "optimizer"),
-        "training": _field(body, "training", bool, "training"),
-        "bucket_bytes": _field(body, "bucket_bytes", int, "bucket_bytes"),
+        **{key: _field(body, key, kind, key) for key, kind in _SETTINGS.items()},
         "micro_batches": _micro_batches(body),
         "constants": _constants(body),
         "pricing": _pricing(body.get("pricing")),
@@ -346,7 +332,6 @@ def _prediction(data: Any) -> Any:
 
 
 def _pipeline(body: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
-    """Return the schedule of a plan of several stages, and its prediction."""
     if "schedule" not in body:
         for key, says in (("pipeline", "says what is predicted for one"), ("order", "is that of one")):
             if key in body:
@@ -383,7 +368,6 @@ def _pipeline(body: dict[str, Any], stages: Sequence[Stage]) -> dict[str, Any]:
 
 
 def _optional(kind: Any, data: Any, where: str) -> Any:
-    """Return an entry that may be absent."""
     return None if data is None else _entry(kind, data, where)
 
 
@@ -394,11 +378,57 @@ def pricing_body(entry: PricingEntry) -> dict[str, Any]:
 
 
 def _pricing(data: Any) -> PricingEntry | None:
-    """Return the entry that ``pricing_body`` wrote, or None if there are no prices."""
     if data is None:
         return None
     entry: PricingEntry = _entry(PricingEntry, {"limit": "", **data} if isinstance(data, dict) else data, "pricing")
     return entry
+
+
+def precision_body(precision: Precision) -> dict[str, Any]:
+    """Return the entry of a file; empty if all dtypes are the model's."""
+    if precision.is_models:
+        return {}
+    autocast = precision.autocast
+    dtypes = {name: _text(getattr(precision, name)) for name in DTYPES}
+    return {
+        "precision": dtypes | ({} if autocast is None else {"autocast": f"{autocast.device} {_text(autocast.dtype)}"})
+    }
+
+
+def precision_of(data: Any) -> Precision:
+    """Return the precision that ``precision_body`` wrote (``data`` is None if there is no entry). Raises PlanError."""
+    if data is None:
+        return MODELS_OWN
+    if not isinstance(data, Mapping) or sorted({"autocast", *data}) != sorted(("autocast", *DTYPES)):
+        raise PlanError(f"precision is {shorten_repr(data)}, not an object of {', '.join(DTYPES)}, and autocast if any")
+    try:
+        compute, parameter, reduce = (_dtype(data[name]) for name in DTYPES)
+        precision = Precision(compute, parameter, reduce, _autocast(data.get("autocast", "")))
+    except ShardwiseError as error:
+        raise PlanError(f"precision: {error}") from error
+    if precision.is_models:
+        raise PlanError("precision is empty: leave the entry out for the dtypes of the model")
+    return precision
+
+
+def _autocast(text: Any) -> Autocast | None:
+    """Parse the text in a file (empty: no autocast)."""
+    if not text:
+        return None
+    device, _, dtype = text.partition(" ") if isinstance(text, str) else ("", "", "")
+    if device not in DEVICES:
+        raise PlanError(f"{shorten_repr(text)} is no autocast: it reads cpu bf16")
+    return Autocast(device, parse_dtype(dtype))
+
+
+def _text(dtype: torch.dtype | None) -> str:
+    return "" if dtype is None else format_dtype(dtype)
+
+
+def _dtype(text: Any) -> torch.dtype | None:
+    if not isinstance(text, str):
+        raise PlanError(f"{shorten_repr(text)} is no dtype")
+    return parse_dtype(text) if text else None
 
 
 def _entry(kind: Any, data: Any, where: str, **known: Any) -> Any:
@@ -424,7 +454,6 @@ def _entry(kind: Any, data: Any, where: str, **known: Any) -> Any:
 
 
 def _field(data: dict[str, Any], key: str, form: type, where: str) -> Any:
-    """Return ``data[key]``, which must be there and of type ``form``."""
     if key not in data:
         raise PlanError(f"{where} is missing")
     value = data[key]
@@ -435,18 +464,9 @@ def _field(data: dict[str, Any], key: str, form: type, where: str) -> Any:
 
 
 def _check_form(value: Any, form: type, where: str) -> None:
-    """Raise PlanError unless the value is of type ``form``, and within bounds."""
     fits: bool = isinstance(value, form) and (form is bool or not isinstance(value, bool))
     if not fits:
-        named = {
-            str: "a text",
-            int: "a whole number",
-            float: "a number",
-            bool: "true or false",
-            list: "a list",
-            dict: "an object",
-        }[form]
-        raise PlanError(f"{where} is {_shown(value)}, not {named}")
+        raise PlanError(f"{where} is {_shown(value)}, not {_NAMES[form]}")
     if form is str and not (is_line(value) or where.endswith(_LINES)):
         what = f"not a line of at most {MAX_NOTATION:,} characters, without control characters"
         raise PlanError(f"{where} is {_shown(value)}, {what}")

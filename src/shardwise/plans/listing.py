@@ -10,7 +10,9 @@ from shardwise.graph.ir import Graph, Source
 from shardwise.graph.naming import value_name
 from shardwise.graph.normalize_random import SEED
 from shardwise.layouts.conversions import Collective
+from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
+from shardwise.layouts.renaming import Renaming
 from shardwise.layouts.text import format_dtype, format_layout, format_move
 from shardwise.plans.entries import (
     CollectiveEntry,
@@ -30,12 +32,16 @@ from shardwise.rules.rule import OpRule
 _LONGEST = 2000  # characters of a conversion in a message: texts of a file may have any length
 
 
-def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: SpmdProgram) -> Stage:
-    """Return a program's stage. ``graph``: the model's (not lowered); ``choice``: what the program was built for."""
+def stage_of(
+    graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: SpmdProgram, called: Mesh | None = None
+) -> Stage:
+    """Return a program's stage. ``graph``: the model's (not lowered); ``choice``: what the program was built for;
+    ``called``: its mesh under the axis names of the plan, if these differ."""
+    names = Renaming(spmd.mesh, called or spmd.mesh)
 
     def described(source: Source) -> tuple[str, str, tuple[int, ...], str]:
         value = graph.by_name[source.value]
-        layout = format_layout(choice.sources[source.value], value.kept_dtype)
+        layout = format_layout(names.layout(choice.sources[source.value]), value.kept_dtype)
         return source.names[0], format_dtype(value.kept_dtype), value.shape, layout
 
     def tensors(kind: str) -> tuple[TensorEntry, ...]:
@@ -45,7 +51,7 @@ def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: Sp
     recomputed = model_operators(spmd.lifetimes.operators, graph)
     offloaded = model_operators(spmd.lifetimes.offloaded, graph)
     return Stage(
-        placement=Placement.whole(spmd.mesh),
+        placement=Placement.whole(names.target),
         inputs=tensors("input"),
         parameters=tuple(
             ParameterEntry(*described(source), source.value in gathered, source.value in spmd.lifetimes.once)
@@ -58,21 +64,22 @@ def stage_of(graph: Graph, rules: Mapping[str, OpRule], choice: Choice, spmd: Sp
                 op.name,
                 str(op.target),
                 str(rules[op.name]),
-                choice.strategies[op.name].format(spmd.mesh),
+                names.strategy(choice.strategies[op.name]).format(names.target),
                 op.source,
                 op.name in recomputed,
                 op.name in offloaded,
             )
             for op in graph.ops
         ),
-        conversions=conversion_entries(spmd),
+        conversions=conversion_entries(spmd, names),
         shared=tuple(
-            SharedEntry(value_name(name, graph), format_layout(layout)) for name, layout in choice.shared.items()
+            SharedEntry(value_name(name, graph), format_layout(names.layout(layout)))
+            for name, layout in choice.shared.items()
         ),
     )
 
 
-def conversion_entries(spmd: SpmdProgram) -> tuple[ConversionEntry, ...]:
+def conversion_entries(spmd: SpmdProgram, names: Renaming) -> tuple[ConversionEntry, ...]:
     """Return all conversions of a program in order; buckets of several are numbered from 1."""
     entries: list[ConversionEntry] = []
     number = 0
@@ -81,27 +88,31 @@ def conversion_entries(spmd: SpmdProgram) -> tuple[ConversionEntry, ...]:
         number += shares
         bucket = number if shares else 0
         overlaps = isinstance(step, Bucket) and step.of_parameters
-        entries += [_conversion_entry(conversion, spmd, bucket, overlaps) for conversion in conversions_of(step)]
+        entries += [_conversion_entry(conversion, spmd, bucket, overlaps, names) for conversion in conversions_of(step)]
     return tuple(entries)
 
 
-def _conversion_entry(conversion: Conversion, spmd: SpmdProgram, bucket: int, overlaps: bool) -> ConversionEntry:
+def _conversion_entry(
+    conversion: Conversion, spmd: SpmdProgram, bucket: int, overlaps: bool, names: Renaming
+) -> ConversionEntry:
     dtype = spmd.graph.by_name[conversion.origin].dtype
 
     def entries(collectives: tuple[Collective, ...]) -> tuple[CollectiveEntry, ...]:
-        return tuple(CollectiveEntry(c.kind, spmd.mesh.format_axes(c.axes), c.num_bytes) for c in collectives)
+        return tuple(
+            CollectiveEntry(c.kind, names.target.format_axes(names.axes(c.axes)), c.num_bytes) for c in collectives
+        )
 
     backward = conversion.collectives(backward=True) if spmd.receives_gradient(conversion) else ()
     return ConversionEntry(
         value_name(conversion.origin, spmd.graph),
         conversion.op,
-        format_layout(conversion.source, dtype),
-        format_layout(conversion.target, dtype),
+        format_layout(names.layout(conversion.source), dtype),
+        format_layout(names.layout(conversion.target), dtype),
         entries(conversion.collectives()),
         entries(backward),
         bucket,
         overlaps,
-        tuple(map(format_move, conversion.moves)),
+        tuple(format_move(names.move(move)) for move in conversion.moves),
         conversion.result in spmd.lifetimes.conversions,
     )
 
@@ -109,7 +120,7 @@ def _conversion_entry(conversion: Conversion, spmd: SpmdProgram, bucket: int, ov
 def check_program(stage: Stage, spmd: SpmdProgram, *, widened: bool) -> None:
     """Raise PlanError if the program of a stage is not the one that the stage lists. ``widened``: the program computes
     in float64, whatever the stage says, so dtypes and bytes are not compared."""
-    listed, emitted = stage.conversions or (), conversion_entries(spmd)
+    listed, emitted = stage.conversions or (), conversion_entries(spmd, Renaming(spmd.mesh, spmd.mesh))
     if not stage.has_paths:  # of an older file, which lists neither paths nor what overlaps
         emitted = tuple(replace(entry, overlaps=False, path=()) for entry in emitted)
         listed = tuple(replace(entry, overlaps=False, path=()) for entry in listed)

@@ -13,7 +13,7 @@ to agree. A value crosses in the receiver's layout. A parameter of several stage
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, inf
@@ -37,31 +37,38 @@ from shardwise.graph.ir import Graph
 from shardwise.graph.stage_marks import check_marks, marked_parts, marks_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.renaming import Renaming
 from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.layouts.transfer import on_mesh
-from shardwise.plans.axis_names import AxisUsage, name_axes_by_role
+from shardwise.plans.axis_names import AxisUsage, meshes_by_roles
 from shardwise.plans.bind_stages import check_last, cut_for_stages, delivered_layouts, meeting, refined, step_graph
 from shardwise.plans.entries import PricingEntry, Stage, TensorEntry
 from shardwise.plans.listing import stage_of
-from shardwise.plans.micro_batch_search import Example, announce_statistics
-from shardwise.plans.pipeline_config import PipelineConfig
+from shardwise.plans.micro_batch_search import (
+    Example,
+    MicroBatchOptions,
+    announce_statistics,
+    batches_of,
+    best_micro_batch,
+)
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes
-from shardwise.plans.request import PlanRequest, TrainingConfig
+from shardwise.plans.request import PlanRequest
 from shardwise.plans.schedule import SCHEDULES, Schedule, format_order, order_of, schedule_of
 from shardwise.plans.stage_planner import (
     KnownStages,
+    PipelineConfig,
     StagePlan,
     StagePlanner,
     StagesDoNotFit,
     StageSearchResult,
+    StageTiming,
     annotated_in_parts,
+    timed_stages,
 )
-from shardwise.plans.stage_timing import StageTiming, timed_stages
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.spmd import Choice, SpmdProgram, build_spmd
 from shardwise.programs.vjp import VjpCache
-from shardwise.search.config import SearchConfig
 from shardwise.search.constants import (
     MAX_BOUNDARY_TRIES,
     MAX_FASTER_CUTS,
@@ -69,30 +76,19 @@ from shardwise.search.constants import (
     OVER_LIMIT_PENALTY,
     PARTITION_TOLERANCE,
 )
-from shardwise.search.memory_policy import MemoryPolicy
-from shardwise.search.mesh_shapes import candidate_meshes
-from shardwise.search.micro_batch import batches_of
 from shardwise.search.orders import OrderProblem, least_seconds, solve_order
 from shardwise.search.stage_partition import StageCut, StagePartition
-from shardwise.search.stored_program import as_grad_accum
+from shardwise.search.stored_program import SearchConfig, as_grad_accum
 
 
-def plan_captured_pipeline(
-    call: Example,
-    captured: Capture,
-    request: PlanRequest,
-    settings: SearchConfig,
-    template: Plan,
-    *,
-    by_price: bool,
-    exact_refusal: bool,
-) -> PipelineResult:
-    """Return the plan of a pipeline for a captured call; of several micro-batch sizes the one with the shortest
-    predicted step. ``template``: a plan with all settings. Raises PlanError for what cannot be cut, divided or
-    scheduled; NothingFits names the least memory over all cuts if ``exact_refusal``, which takes longer."""
+def pipeline_config(
+    request: PlanRequest, captured: Capture, settings: SearchConfig, *, by_price: bool
+) -> PipelineConfig:
+    """Return the configuration of a request's pipeline. Raises PlanError for stages that the schedule, the marks of the
+    module or the devices do not allow."""
     parallel, cluster = request.parallel, request.cluster
     schedule = schedule_of(parallel.schedule or "1F1B")
-    marks = marks_of(call.module)
+    marks = marks_of(request.module)
     num_stages = _num_stages(parallel.stages, marks)
     stage_cluster = _stage_cluster(cluster, num_stages, schedule)
     if parallel.mesh is not None and parallel.mesh.num_devices != stage_cluster.num_devices:
@@ -101,62 +97,40 @@ def plan_captured_pipeline(
             f"the cluster's {cluster.num_devices}",
             fix="with stages, mesh is that of a stage",
         )
-    meshes: tuple[Mesh, ...] = (Mesh(dp=stage_cluster.num_devices),)
-    if parallel.mesh is not None:
-        meshes = (parallel.mesh,)
-    elif by_price:
-        meshes = candidate_meshes(stage_cluster, request.search.max_mesh_axes)
-    config = PipelineConfig(
-        num_stages,
-        schedule,
-        marks or None,
-        cluster,
-        stage_cluster,
-        meshes,
-        captured.annotations,
-        captured.segments,
-        template.mode,
-        by_price,
-        settings,
-        parallel.recompute == "auto" and by_price,
-        None if parallel.recompute == "auto" else parallel.recompute,
-        None if parallel.zero_config is None else parallel.zero_config.reshard_mode,
-        parallel.offload,
-        by_price and parallel.mesh is None,
-    )
-    MemoryPolicy.of(
-        captured.graph, captured.segments, config.recompute, config.reshard_mode or "held", config.offload
-    )  # raises if the policy is impossible
-    vjp_cache = VjpCache() if call.known is None else call.known.vjp_cache
-    best: PipelineResult | None = None
-    others: list[Plan] = []
-    failure: PlanError | None = None
-    refused: PipelinePlanner | None = None
-    for passes in _divided(call, captured.graph, request.training, config):
+    meshes = request.meshes(stage_cluster, by_price=by_price)
+    return PipelineConfig(
+        request, captured, by_price, settings, stage_cluster, meshes, num_stages, schedule, marks
+    )  # fmt: skip
+
+
+def plan_pipeline(config: PipelineConfig, call: Example, template: Plan, *, exact_refusal: bool) -> PipelineResult:
+    """Return the plan of a pipeline for a captured call; of several micro-batch sizes the one with the shortest
+    predicted step. ``template``: a plan with all settings. Raises PlanError for what cannot be cut, divided or
+    scheduled; NothingFits names the least memory over all cuts if ``exact_refusal``, which takes longer."""
+    refused: list[PipelinePlanner] = []
+
+    def plan_passes(passes: Passes) -> PipelineResult:
         num_passes = len(passes.sizes)
-        config_of_size = replace(config, settings=replace(settings, passes=num_passes))
-        planner = PipelinePlanner(config_of_size, passes, replace(template, micro_batches=num_passes), vjp_cache)
+        config_of_size = replace(config, settings=replace(config.settings, passes=num_passes))
+        planner = PipelinePlanner(config_of_size, passes, replace(template, micro_batches=num_passes), call.vjp_cache)
         try:
-            planned = planner.plan()
-        except PlanError as error:
-            failure = failure or error
-            refused = planner if isinstance(error, NothingFits) else refused
-        else:
-            if best is not None and step_seconds(planned.plan) >= step_seconds(best.plan):
-                others.append(planned.plan)
-                break
-            others += [] if best is None else [best.plan]
-            best = planned
-        if not by_price:
-            break
-    if best is None:
-        assert failure is not None, "something was tried"
-        if refused is None or not exact_refusal:
-            raise failure
-        best = refused.plan(exact_refusal=True)
-    statistics = best.planner.passes.statistics
-    announce_statistics(sorted(statistics))
-    return replace(best, others=tuple(others))
+            return planner.plan()
+        except NothingFits:
+            refused.append(planner)
+            raise
+
+    graph, batches = config.captured.graph, _batches(call, config)
+    whole = step_graph(
+        graph if batches is None or num_samples(call.arguments) == batches.step else call.graph(batches.step)
+    )
+    try:
+        best, _, others = best_micro_batch(call, whole, batches, plan_passes, staged=True)
+    except PlanError:
+        if not refused or not exact_refusal:
+            raise
+        best, others = refused[-1].plan(exact_refusal=True), ()
+        announce_statistics(sorted(best.planner.passes.statistics))
+    return replace(best, others=others)
 
 
 def step_seconds(plan: Plan) -> float:
@@ -179,7 +153,6 @@ def _checked(stages: int | str) -> int:
 
 
 def _stage_cluster(cluster: Cluster, num_stages: int, schedule: Schedule) -> Cluster:
-    """Return the devices of one stage."""
     places, rest = divmod(num_stages, schedule.stages_per_place)
     if rest or places < 2:
         raise PlanError(
@@ -196,19 +169,17 @@ def _stage_cluster(cluster: Cluster, num_stages: int, schedule: Schedule) -> Clu
     return cluster.with_devices(cluster.num_devices // places)
 
 
-def _divided(call: Example, graph: Graph, training: TrainingConfig, config: PipelineConfig) -> Iterator[Passes]:
-    """Yield the steps to try, the largest micro-batch first."""
-    samples = num_samples(call.arguments)
+def _batches(call: Example, config: PipelineConfig) -> MicroBatchOptions | None:
+    """Return the micro-batches to try: those that fill the schedule, else the smallest; without prices the largest."""
+    samples, training = num_samples(call.arguments), config.request.training
     if samples is None and training.micro_batch is None and training.global_batch is None:
-        yield Passes.single(step_graph(graph))
-        return
+        return None
     step = samples if training.global_batch is None else training.global_batch
     batches = batches_of(samples, step, training.micro_batch, config.stage_cluster.num_devices, chooses=True)
     assert batches is not None, "a global batch was given"
-    full = [size for size in batches.candidates if not config.schedule.fault(config.num_places, batches.step // size)]
-    whole = step_graph(graph if samples == batches.step else call.graph(batches.step))
-    for size in full or batches.candidates[-1:]:
-        yield Passes.single(whole) if size == batches.step else call.passes(whole, size, staged=True)
+    filling = [s for s in batches.candidates if not config.schedule.fault(config.num_places, batches.step // s)]
+    candidates = tuple(filling) or batches.candidates[-1:]
+    return replace(batches, candidates=candidates if config.by_price else candidates[:1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,14 +234,25 @@ class PipelinePlanner:
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        return _in_flight(self.config, self.order)
+        """Return, for every stage, how many micro-batches it keeps at once if all took equally long. The inner stages
+        of a pipeline rank are about equal and share its memory: each counts as many as they keep on average."""
+        config, stages = self.config, range(self.config.num_stages)
+        in_flight = simulate_pipeline(self.order, [StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)] * len(stages)).in_flight
+        of_place: dict[int, list[int]] = {}
+        for stage in stages[1:-1]:
+            of_place.setdefault(config.schedule.place_of(stage, config.num_places), []).append(in_flight[stage])
+        return (
+            in_flight[0],
+            *(ceil(fmean(of_place[config.schedule.place_of(stage, config.num_places)])) for stage in stages[1:-1]),
+            in_flight[-1],
+        )
 
     def plan(self, *, exact_refusal: bool = False) -> PipelineResult:
         """Return the plan of the best cut (``search.stage_partition``), or of the marked one. Raises PlanError if there
         is none. If no cut fits, the error has the least memory over all cuts if ``exact_refusal``, which takes longer,
         else that of some."""
         config = self.config
-        if config.marks is not None:
+        if config.marks:
             parts = marked_parts(self.graph, dict(config.marks), config.num_stages)
             try:
                 return self.of_cut(parts)[0]
@@ -335,24 +317,25 @@ class PipelinePlanner:
         cut = cut_for_stages(self.graph, parts, self.passes.prelude)
         check_last(cut, self.graph)
         _check_parameters(cut)
-        meant = annotated_in_parts(self.graph, cut.parts, config.annotations)
+        meant = annotated_in_parts(self.graph, cut.parts, config.captured.annotations)
         stage_planner = StagePlanner(config, self.vjp_cache, meant, self.known)
         chosen, choices, spmds, timed = self._joined(cut, stage_planner)
-        ends = zip(chosen, choices, spmds, strict=True)
-        stages = tuple(_listed(config, cut, number, *end) for number, end in enumerate(ends))
+        meshes = [stage.mesh for stage in chosen]
         if config.chooses_mesh:
             usages = [
                 AxisUsage(part, stage.factored.rules, choice.strategies)
                 for part, stage, choice in zip(cut.parts, chosen, choices, strict=True)
             ]
-            stages = name_axes_by_role(stages, usages)
+            meshes = meshes_by_roles(meshes, usages)
+        ends = zip(chosen, choices, spmds, meshes, strict=True)
+        stages = tuple(_listed(config, cut, number, *end) for number, end in enumerate(ends))
         schedule, order, pipeline, pricing = config.schedule, self.order, None, None
         if schedule.is_solved:
             schedule = _solved(config, timed, self.num_passes)
             order = schedule.actions
         if config.by_price:
             pipeline = _predicted(config, timed, order, self.num_passes)
-            pricing = PricingEntry.of(config.cluster, config.settings.memory_bytes)
+            pricing = PricingEntry.of(config.request.cluster, config.settings.memory_bytes)
         lines = format_order(schedule.actions)
         plan = replace(
             self.template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing
@@ -394,21 +377,6 @@ class PipelinePlanner:
                 following = chosen[number + 1] if number + 1 < len(chosen) else None
                 chosen[number] = stage_planner.of(cut.parts[number], flying[number], limits[number], following)
         return chosen, choices, spmds, timed
-
-
-def _in_flight(config: PipelineConfig, order: Order) -> tuple[int, ...]:
-    """Return, for every stage, how many micro-batches it keeps at once if all took equally long. The inner stages of a
-    pipeline rank are about equal and share its memory: each counts as many as they keep on average."""
-    stages = range(config.num_stages)
-    in_flight = simulate_pipeline(order, [StageSeconds(1.0, 1.0, 1.0, 0.0, 0.0)] * len(stages)).in_flight
-    of_place: dict[int, list[int]] = {}
-    for stage in stages[1:-1]:
-        of_place.setdefault(config.schedule.place_of(stage, config.num_places), []).append(in_flight[stage])
-    return (
-        in_flight[0],
-        *(ceil(fmean(of_place[config.schedule.place_of(stage, config.num_places)])) for stage in stages[1:-1]),
-        in_flight[-1],
-    )
 
 
 def _check_parameters(cut: GraphCut) -> None:
@@ -471,21 +439,29 @@ def _rebuilt(part: Graph, part_choice: StagePlan, choice: Choice, settings: Sear
 
 
 def _listed(
-    config: PipelineConfig, cut: GraphCut, number: int, part_choice: StagePlan, choice: Choice, spmd: SpmdProgram
+    config: PipelineConfig,
+    cut: GraphCut,
+    number: int,
+    part_choice: StagePlan,
+    choice: Choice,
+    spmd: SpmdProgram,
+    called: Mesh,
 ) -> Stage:
-    """Return a part as a stage of the plan."""
-    part = cut.parts[number]
-    stage = stage_of(part, part_choice.factored.rules, choice, spmd)
+    """Return a part as a stage of the plan. ``called``: its mesh under the axis names of the plan."""
+    part, names = cut.parts[number], Renaming(spmd.mesh, called)
+    stage = stage_of(part, part_choice.factored.rules, choice, spmd, called)
     delivered = delivered_layouts(part, spmd)
 
     def entry(name: str, layout: Layout) -> TensorEntry:
         value = part.by_name[name]
-        return TensorEntry(name, format_dtype(value.dtype), value.shape, format_layout(layout, value.dtype))
+        return TensorEntry(
+            name, format_dtype(value.dtype), value.shape, format_layout(names.layout(layout), value.dtype)
+        )
 
     received = [source.value for source in part.sources if source.kind == "activation"]
     return replace(
         stage,
-        placement=config.place(number, part_choice.mesh),
+        placement=config.place(number, called),
         receives=tuple(entry(name, choice.sources[name]) for name in received),
         sends=tuple(entry(name, delivered[name]) for name in cut.sends(number)),
     )
@@ -525,7 +501,6 @@ def _excess(config: PipelineConfig, stages: Sequence[StageTiming], order: Order,
 
 
 def _too_much(config: PipelineConfig, cut: GraphCut, flying: Sequence[int], over: Mapping[int, float]) -> NothingFits:
-    """Return the error for stages that do not fit once their ends agree."""
     number = max(over, key=over.__getitem__)
     return NothingFits(
         f"stage {number} fits alone, but its pipeline rank needs {format_bytes(int(config.limit + over[number]))} per "
@@ -548,7 +523,6 @@ def _solved(config: PipelineConfig, stages: Sequence[StageTiming], num_passes: i
 def _predicted(
     config: PipelineConfig, timed: Sequence[StageTiming], order: Order, num_passes: int
 ) -> PipelinePrediction:
-    """Simulate a step."""
     step = simulate_pipeline(order, [stage.seconds for stage in timed])
     stages = tuple(
         StagePrediction(

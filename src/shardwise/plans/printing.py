@@ -16,37 +16,34 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
 
+from shardwise.costs.cluster import Cluster
 from shardwise.costs.optimizers import is_on_host, parse_optimizer, states_of
+from shardwise.costs.prediction import Prediction
 from shardwise.errors import PlanError, listed
+from shardwise.graph.step_precision import Precision
 from shardwise.layouts.text import DTYPE_NAMES, parse_dtype
-from shardwise.plans.entries import NO_LIMIT, CollectiveEntry, ConversionEntry, Stage, TensorEntry
-from shardwise.plans.file import format_ranks
-from shardwise.plans.format_intervals import (
+from shardwise.plans.entries import NO_LIMIT, ConversionEntry, Stage, TensorEntry
+from shardwise.plans.file import precision_body
+from shardwise.plans.plan_data import PlanData
+from shardwise.plans.price_scope import format_step_interval, priced_cluster
+from shardwise.plans.quantities import (
+    format_bytes,
     format_bytes_interval,
     format_interval_seconds,
+    format_ranges,
+    format_seconds,
     format_seconds_interval,
-    format_step_interval,
-    priced_cluster,
 )
-from shardwise.plans.plan_precision import format_precision, only_priced
-from shardwise.plans.quantities import format_bytes as format_bytes
-from shardwise.plans.quantities import format_seconds as format_seconds
 from shardwise.programs.state_groups import is_offloaded
 from shardwise.untrusted_text import shorten_repr
-
-if TYPE_CHECKING:
-    from shardwise.costs.cluster import Cluster
-    from shardwise.costs.prediction import Prediction
-    from shardwise.plans.plan import Plan
 
 _NUMBER = re.compile(r"(?<![^./\['\"])\d+(?![^./\]'\"])")  # a whole part of a path: blocks.0.mlp, args[1]
 _WIDEST_NAME = 56
 _OUTPUTS = 4  # named outputs
 
 
-def format_plan(plan: Plan) -> str:
+def format_plan(plan: PlanData) -> str:
     """Return the printed form."""
     meshes, figures = ", ".join(str(stage.mesh) for stage in plan.stages), format_figures(plan)
     lines = [
@@ -57,8 +54,7 @@ def format_plan(plan: Plan) -> str:
         f"  {len(plan.operators)} operators, {len(plan.conversions)} conversions; parameters {_parameter_bytes(plan)}",
         *([f"  a step is {plan.micro_batches} passes over {plan.micro_batch} samples"] * (plan.micro_batches > 1)),
         f"  communication per {'step' if plan.micro_batches == 1 else 'pass'} and device:",
-        f"    forward   {format_totals(tuple(plan.collectives()))}",
-        f"    backward  {format_totals(tuple(plan.collectives(backward=True)))}",
+        *(f"    {direction:9} {text}" for direction, text in format_communication(plan).items()),
         *(f"    {line}" for line in of_outputs(plan)),
     ]
     if not plan.precision.is_models:
@@ -72,13 +68,12 @@ def format_plan(plan: Plan) -> str:
         lines.append(f"    {sentence}")
     for number, stage in enumerate(plan.stages):
         if len(plan.stages) > 1:
-            lines.append(f"stage {number}: {stage.mesh} on ranks {format_ranks(stage.placement.ranks)}")
+            lines.append(f"stage {number}: {stage.mesh} on ranks {format_ranges(stage.placement.ranks)}")
         lines += _stage(stage)
     return "\n".join(lines)
 
 
-def _pipeline(plan: Plan) -> list[str]:
-    """Return the lines of the schedule and its stages: their ranks, operators and predictions."""
+def _pipeline(plan: PlanData) -> list[str]:
     places = {stage.placement.ranks for stage in plan.stages}
     cost, cluster, takes = plan.pipeline, priced_cluster(plan), ""
     if cost is not None:
@@ -90,7 +85,7 @@ def _pipeline(plan: Plan) -> list[str]:
     for number, stage in enumerate(plan.stages):
         paths = [entry.name.partition("/")[0] for entry in stage.operators]
         within = [path for path in paths if path] or ["the module itself"]
-        row = [f"  stage {number}", f"ranks {format_ranks(stage.placement.ranks)}", f"{within[0]} to {within[-1]}"]
+        row = [f"  stage {number}", f"ranks {format_ranges(stage.placement.ranks)}", f"{within[0]} to {within[-1]}"]
         if cost is not None:
             stage_cost = cost.stages[number]
             sent = f", sends {format_bytes(int(stage_cost.sent_bytes))}" if stage_cost.sent_bytes else ""
@@ -104,14 +99,14 @@ def _pipeline(plan: Plan) -> list[str]:
     return lines + _columns(rows)
 
 
-def format_figures(plan: Plan) -> str:
+def format_figures(plan: PlanData) -> str:
     """Return the main figures of a plan in one line: step, tokens (or samples) a second, memory of a device, gap; empty
     if nothing is predicted."""
     figures = plan_figures(plan)
     return ", ".join(f"{text} {name}" if name.endswith("/s") else f"{name} {text}" for name, text in figures)
 
 
-def plan_figures(plan: Plan) -> list[tuple[str, str]]:
+def plan_figures(plan: PlanData) -> list[tuple[str, str]]:
     """Return (name, text) of these figures, in this order."""
     cost, pipeline = plan.predicted, plan.pipeline
     if pipeline is not None:
@@ -132,7 +127,7 @@ def plan_figures(plan: Plan) -> list[tuple[str, str]]:
     return [*figures, ("gap", "not known" if gap is None else f"{gap:.2%}")]
 
 
-def of_outputs(plan: Plan) -> list[str]:
+def of_outputs(plan: PlanData) -> list[str]:
     """Return a sentence, or none, on the collectives that gather outputs which no step reads, with their sizes, the
     largest first. A value delivered as a buffer is stored (same shape, dtype and layout) counts as its new value."""
     sizes: Counter[str] = Counter()
@@ -150,7 +145,7 @@ def of_outputs(plan: Plan) -> list[str]:
     return [f"of forward, {total} deliver outputs to the caller ({largest}{more}); steps and their price exclude this"]
 
 
-def _not_kept(plan: Plan) -> list[str]:
+def _not_kept(plan: PlanData) -> list[str]:
     """Return the lines on recomputation, on what a step of several micro-batches does once, and on offloading."""
     operators = sum(entry.again for entry in plan.operators)
     parameters = {entry.name for entry in plan.parameters if entry.again}
@@ -173,7 +168,7 @@ def _not_kept(plan: Plan) -> list[str]:
     return lines + _states_on_host(plan)
 
 
-def _states_on_host(plan: Plan) -> list[str]:
+def _states_on_host(plan: PlanData) -> list[str]:
     """Return the line on optimizer states that wait on the host between steps, and on the time to fetch them. A plan
     does not record which parameters are trained, so this is the most."""
     if not is_on_host(plan.optimizer):
@@ -197,7 +192,6 @@ def _states_on_host(plan: Plan) -> list[str]:
 
 
 def _stage(stage: Stage) -> list[str]:
-    """Return the lines of the sources and operators."""
     lines = []
     for title, entries in (("inputs", stage.inputs), ("parameters", stage.parameters), ("buffers", stage.buffers)):
         if entries:
@@ -205,7 +199,7 @@ def _stage(stage: Stage) -> list[str]:
     return [*lines, "operators:", *_operators(stage)]
 
 
-def _limit(plan: Plan) -> str:
+def _limit(plan: PlanData) -> str:
     """Return the memory limit of a device; empty if there is none, or if it is not known."""
     listed_limit = "" if plan.pricing is None else plan.pricing.limit
     if listed_limit:
@@ -214,15 +208,14 @@ def _limit(plan: Plan) -> str:
     return "" if cluster is None else format_bytes(cluster.device.usable_bytes)
 
 
-def _reserved(plan: Plan, cluster: Cluster | None) -> str:
-    """Return the part of a device's memory that no plan may use: ``+ reserve 5.3 GiB of 79.6 GiB``, after a blank."""
+def _reserved(plan: PlanData, cluster: Cluster | None) -> str:
     if cluster is None:
         return "" if plan.pricing is None else " of a cluster that cannot be read"
     reserve, whole = format_bytes(cluster.device.reserve_bytes), format_bytes(cluster.device.memory_bytes)
     return f" + reserve {reserve} of {whole}" if cluster.device.reserve_bytes else ""
 
 
-def _predicted(plan: Plan, cost: Prediction) -> list[str]:
+def _predicted(plan: PlanData, cost: Prediction) -> list[str]:
     """Return the lines of the prediction: the additive price and its bound, then the simulation. Seconds and bytes that
     can be measured have intervals."""
     cluster = priced_cluster(plan)
@@ -264,9 +257,11 @@ def _predicted(plan: Plan, cost: Prediction) -> list[str]:
     return lines
 
 
-def merged_operators(stage: Stage, *, buckets: bool = True) -> tuple[list[tuple[str, ...]], list[str]]:
-    """Return (name, strategy, rule, conversions...) of every operator, with equal ones of other layers merged, and the
-    conversions of delivered values. ``buckets``: merge only conversions of the same bucket."""
+def merged_operators(
+    stage: Stage, *, buckets: bool = True
+) -> tuple[list[tuple[tuple[str, ...], list[str]]], list[str]]:
+    """Return (name, strategy, rule, conversions...) of every operator, with equal ones of other layers merged, and all
+    their names; and the conversions of delivered values. ``buckets``: merge only conversions of the same bucket."""
     names = {operator.name for operator in stage.operators}
     under: dict[str, list[ConversionEntry]] = {}
     for use in stage.conversions or ():
@@ -278,23 +273,23 @@ def merged_operators(stage: Stage, *, buckets: bool = True) -> tuple[list[tuple[
         uses = under.get(operator.name, ())
         lines = [_conversion(use if buckets else replace(use, bucket=0), module) for use in uses]
         blocks.append((operator.name, "\n".join([strategy, rule, *lines])))
-    merged: list[tuple[str, ...]] = [(name, *text.split("\n")) for name, text in _merged(blocks)]
+    merged = [((name, *text.split("\n")), names_of_row) for name, text, names_of_row in _merged(blocks)]
     return merged, [_conversion(conversion) for conversion in under.get("", ())]
 
 
 def merged_tensors(entries: Iterable[TensorEntry]) -> list[tuple[str, str]]:
     """Return (name, layout) of tensors, with equal ones of other layers merged."""
-    return _merged((entry.name, entry.layout) for entry in entries)
+    return [(name, layout) for name, layout, _ in _merged((entry.name, entry.layout) for entry in entries)]
 
 
 def _operators(stage: Stage) -> list[str]:
     merged, delivered = merged_operators(stage)
-    heads = _columns([row[:3] for row in merged])
-    lines = [line for head, row in zip(heads, merged, strict=True) for line in (head, *row[3:])]
+    heads = _columns([row[:3] for row, _ in merged])
+    lines = [line for head, (row, _) in zip(heads, merged, strict=True) for line in (head, *row[3:])]
     return lines + (["delivered:", *delivered] if delivered else [])
 
 
-def format_entry(plan: Plan, name: str) -> str:
+def format_entry(plan: PlanData, name: str) -> str:
     """Return what a plan does at an operator, or with a parameter, buffer or input: its strategy and rule, layouts and
     conversions. Raises PlanError for an unknown name."""
     for stage in plan.stages:
@@ -338,28 +333,32 @@ def _conversion(entry: ConversionEntry, module: str = "") -> str:
 
 
 def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Align the columns of rows, except for a few cells that are much wider than the rest."""
     widths = [
         max((len(row[i]) for row in rows if len(row[i]) <= _WIDEST_NAME), default=0) for i in range(len(rows[0]) - 1)
     ]
     return ["  " + "   ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
 
 
-def format_totals(collectives: Sequence[CollectiveEntry]) -> str:
-    """Return the number of collectives of each kind, and their bytes."""
-    if not collectives:
-        return "none"
-    count: Counter[tuple[str, str]] = Counter()
-    size: Counter[tuple[str, str]] = Counter()
-    for entry in collectives:
-        count[entry.kind, entry.axes] += 1
-        size[entry.kind, entry.axes] += entry.num_bytes
-    return ", ".join(
-        f"{n} {kind}({axes.strip('()')}) {format_bytes(size[kind, axes])}" for (kind, axes), n in count.items()
-    )
+def totals_of(plan: PlanData, *, backward: bool) -> dict[tuple[str, str], tuple[int, int]]:
+    """Return the number of collectives of each kind and axes in a pass, and their bytes."""
+    totals: dict[tuple[str, str], tuple[int, int]] = {}
+    for entry in plan.collectives(backward=backward):
+        count, size = totals.get((entry.kind, entry.axes), (0, 0))
+        totals[entry.kind, entry.axes] = count + 1, size + entry.num_bytes
+    return totals
 
 
-def _parameter_bytes(plan: Plan) -> str:
+def format_communication(plan: PlanData) -> dict[str, str]:
+    """Return the collectives of each direction, summed by kind and axes."""
+    texts = {}
+    for direction in ("forward", "backward"):
+        totals = totals_of(plan, backward=direction == "backward").items()
+        sums = [f"{n} {kind}({axes.strip('()')}) {format_bytes(size)}" for (kind, axes), (n, size) in totals]
+        texts[direction] = ", ".join(sums) or "none"
+    return texts
+
+
+def _parameter_bytes(plan: PlanData) -> str:
     """Return the bytes of all parameters, and of those on the fullest device (of the fullest stage)."""
     itemsize = {name: dtype.itemsize for dtype, name in DTYPE_NAMES.items()}
 
@@ -374,24 +373,25 @@ def _parameter_bytes(plan: Plan) -> str:
     return f"{format_bytes(whole)}, of which a device holds {format_bytes(on_device)}"
 
 
-def _merged(entries: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+def _merged(entries: Iterable[tuple[str, str]]) -> list[tuple[str, str, list[str]]]:
     """Merge entries whose names and texts differ only in the numbers of names, in the order of the first: ``blocks.0``
-    and ``blocks.1`` -> ``blocks.0-1``. Names in a text are what stands before ": " on a line."""
-    groups: dict[str, list[str]] = {}
+    and ``blocks.1`` -> ``blocks.0-1``, with the merged names. Names in a text stand before ": " on a line."""
+    groups: dict[str, list[list[str]]] = {}
     for name, text in entries:
         lines = [name, *text.split("\n")]
         key = "\n".join(_NUMBER.sub("*", head) + mark + rest for head, mark, rest in _named(lines))
-        groups.setdefault(key, []).append("\n".join(lines))
+        groups.setdefault(key, []).append(lines)
     merged = []
     for members in groups.values():
-        rows = [_named(member.split("\n")) for member in members]
-        names = [[head for head, _, _ in column] for column in zip(*rows, strict=True)]
-        numbers = [tuple(map(int, _NUMBER.findall(name))) for name in names[0]]
+        rows = [_named(lines) for lines in members]
+        heads = [[head for head, _, _ in column] for column in zip(*rows, strict=True)]
+        numbers = [tuple(map(int, _NUMBER.findall(name))) for name in heads[0]]
         spans = [sorted(set(column)) for column in zip(*numbers, strict=True)]
         if sorted(numbers) == list(product(*spans)):
-            lines = [_ranged(heads) + mark + rest for heads, (_, mark, rest) in zip(names, rows[0], strict=True)]
-            members = ["\n".join(lines)]
-        merged += [(name, text) for name, _, text in (member.partition("\n") for member in members)]
+            lines = [_ranged(names) + mark + rest for names, (_, mark, rest) in zip(heads, rows[0], strict=True)]
+            merged.append((lines[0], "\n".join(lines[1:]), heads[0]))
+        else:
+            merged += [(lines[0], "\n".join(lines[1:]), [lines[0]]) for lines in members]
     return merged
 
 
@@ -405,18 +405,37 @@ def _named(lines: Sequence[str]) -> list[tuple[str, str, str]]:
 
 
 def _ranged(names: Sequence[str]) -> str:
-    """Merge names that differ only in numbers into one with ranges."""
     columns = zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True)
-    ranges = iter([_span(sorted(set(column))) for column in columns])
+    ranges = iter([format_ranges(sorted(set(column))) for column in columns])
     return _NUMBER.sub(lambda _: next(ranges), names[0])
 
 
-def _span(numbers: list[int]) -> str:
-    """Format numbers as ranges: ``[0, 1, 2, 5]`` -> ``0-2,5``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number - 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+def format_precision(precision: Precision) -> str:
+    """Format a precision: ``compute bf16, parameter f32``, or ``the model's`` if it names no dtype."""
+    named = precision_body(precision).get("precision", {})
+    return ", ".join(f"{name} {dtype}" for name, dtype in named.items() if dtype) or "the model's"
+
+
+def only_priced(plan: PlanData) -> str:
+    """Return a sentence if a plan of an older file was priced for other dtypes than ranks run, which are the model's;
+    else an empty text."""
+    if plan.pricing is None:
+        return ""
+    stored = _floating(entry.dtype for stage in plan.stages for entry in stage.parameters)
+    computed = stored | _floating(entry.dtype for stage in plan.stages for entry in stage.inputs)
+    priced_dtypes = (
+        ("compute", plan.pricing.compute, computed),
+        ("parameter", plan.pricing.parameter, stored),
+        ("reduce", plan.pricing.reduce, stored),
+    )
+    priced = [f"{name}={dtype}" for name, dtype, dtypes in priced_dtypes if dtype and dtypes - {dtype}]
+    if not priced:
+        return ""
+    return (
+        f"priced for Precision({', '.join(priced)}) by an older version, and is not executed so: ranks compute, store "
+        f"and reduce in the dtypes of the model ({', '.join(sorted(computed))}); a new plan is"
+    )
+
+
+def _floating(dtypes: Iterable[str]) -> set[str]:
+    return {dtype for dtype in dtypes if parse_dtype(dtype).is_floating_point}

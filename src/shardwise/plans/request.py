@@ -6,7 +6,7 @@ one (``PlanRequest.varied``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import inf
@@ -19,14 +19,16 @@ from shardwise.costs.optimizers import parse_optimizer
 from shardwise.errors import PlanError, ShardwiseError
 from shardwise.graph.batch import num_samples, with_samples
 from shardwise.graph.call_arguments import call_arguments
-from shardwise.graph.segments import Recompute, check_how
+from shardwise.graph.ir import Graph
+from shardwise.graph.segments import Recompute, Segment, check_how
 from shardwise.graph.step_precision import Precision
 from shardwise.layouts.mesh import Mesh
 from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.search.auto import PRICED_SEARCHES, PricedSearch
-from shardwise.search.memory_policy import OFFLOADS, Offload
+from shardwise.search.decide import Kept
+from shardwise.search.memory_policy import OFFLOADS, MemoryPolicy, Offload, ReshardMode
+from shardwise.search.mesh_shapes import candidate_meshes
 from shardwise.search.modes import MODES, Mode
-from shardwise.search.user_layouts import Kept
 from shardwise.search.zero import Zero
 from shardwise.untrusted_text import is_number, shorten_repr
 
@@ -71,8 +73,17 @@ class ParallelConfig:
 
     @cached_property
     def zero_config(self) -> Zero | None:
-        """``zero`` with its settings."""
         return Zero.of(self.zero)
+
+    @property
+    def reshard_mode(self) -> ReshardMode | None:
+        """When sharded parameters are gathered; None: free."""
+        return None if self.zero_config is None else self.zero_config.reshard_mode
+
+    def memory_policy(self, graph: Graph, segments: Sequence[Segment]) -> MemoryPolicy:
+        """Return the policy that was asked for; what is free is as in the policy that repeats least."""
+        recompute = None if self.recompute == "auto" else self.recompute
+        return MemoryPolicy.of(graph, segments, recompute, self.reshard_mode or "held", self.offload)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,13 +182,17 @@ class PlanRequest:
 
     @property
     def example_samples(self) -> int | None:
-        """The number of samples of the example inputs."""
         return num_samples((self.args, dict(self.kwargs)))
 
     @property
     def step_samples(self) -> int | None:
-        """The number of samples of an optimizer step."""
         return self.training.global_batch or self.example_samples
+
+    def meshes(self, cluster: Cluster, *, by_price: bool) -> tuple[Mesh, ...]:
+        """Return the meshes to try on some devices."""
+        if self.parallel.mesh is not None:
+            return (self.parallel.mesh,)
+        return candidate_meshes(cluster, self.search.max_mesh_axes) if by_price else (Mesh(dp=cluster.num_devices),)
 
     @property
     def limit(self) -> float:

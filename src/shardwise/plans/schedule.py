@@ -76,6 +76,7 @@ class Schedule:
 
 
 SOLVED = "Solved"
+ONE_STAGE = Schedule("", 1, False, False, "")  # no pipeline
 SCHEDULES = {
     schedule.name: schedule
     for schedule in (

@@ -30,26 +30,26 @@ from typing import Literal
 
 import numpy as np
 
-from shardwise.costs.cluster import Cluster
 from shardwise.errors import PlanError
 from shardwise.graph.folding import Folding
 from shardwise.graph.ir import Graph
 from shardwise.graph.segments import How, Segment, block_of
-from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.routes import Floats
 from shardwise.plans.auto_stages import StageConfig
-from shardwise.search.config import SearchConfig
+from shardwise.plans.micro_batch_search import Example
+from shardwise.plans.request import PlanRequest
+from shardwise.programs.micro_batches import Passes
 from shardwise.search.constants import (
     ESTIMATED_BYTE_PRICES,
     ESTIMATED_MEMORY_SHARE,
     ESTIMATED_TRAFFIC_WEIGHTS,
 )
-from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, CostWeights
+from shardwise.search.cost_graph import BYTES, COMPUTE, EXPOSED, TRAFFIC, CostGraph, CostWeights, StorageVariable
 from shardwise.search.elimination import Scope, TooWide
 from shardwise.search.memory_policy import MEMORY_POLICIES, MemoryPolicy, ReshardMode, blocks_of, ends_of
 from shardwise.search.planner import Planner
 from shardwise.search.solving import minimise
-from shardwise.search.variables import StorageVariable
+from shardwise.search.stored_program import SearchConfig
 
 # In a stage "once" stands for "held" too, and the last blocks decide nothing.
 ESTIMATED_POLICIES = tuple(
@@ -161,14 +161,10 @@ class ParetoFront:
             if hope.slowest >= sure.slowest:
                 return sure
             if self.others is not None:
-                self._make_others()
+                self.ways, self.others = [*self.ways, *self.others()], None
                 continue
             for way in {way for way in taken if way.others is not None} or self.ways:
                 way.price()
-
-    def _make_others(self) -> None:
-        if self.others is not None:
-            self.ways, self.others = [*self.ways, *self.others()], None
 
     def _cut(self, limit: float, in_flight: Sequence[float]) -> tuple[StageCuts, StageCuts, set[MeshOption]]:
         """Return the cuts ``sure`` and ``hope`` of ``cut``, and the options that ``hope`` uses."""
@@ -225,10 +221,8 @@ class StageEstimator:
 
     Attributes:
         whole: The training graph of a step.
-        passes: ``passes(short, size)`` returns the graph of a micro-batch of ``size`` samples of a shortened graph. It
-            raises PlanError if the loss is no sum over such micro-batches.
-        meshes: Returns the candidate meshes for the devices of a pipeline rank.
-        cluster: The whole cluster.
+        request: What is planned.
+        call: The call, whose batches of other sizes can be captured.
         settings: The settings of the searches.
         segments: Parts that the model itself asks to recompute or offload.
         policies: The memory policies to try, those that recompute least first.
@@ -237,9 +231,8 @@ class StageEstimator:
     """
 
     whole: Graph
-    passes: Callable[[Graph, int], Graph]
-    meshes: Callable[[Cluster], tuple[Mesh, ...]]
-    cluster: Cluster
+    request: PlanRequest
+    call: Example
     settings: SearchConfig
     segments: tuple[Segment, ...] = ()
     policies: tuple[MemoryPolicy, ...] = ESTIMATED_POLICIES
@@ -247,6 +240,7 @@ class StageEstimator:
     graphs: dict[int, Graph | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.cluster = self.request.cluster
         folding = Folding.of(self.whole)
         self.blocks = folding.blocks
         runs = folding.runs(lambda number: 0)
@@ -290,7 +284,10 @@ class StageEstimator:
 
     def _front_of(self, graph: Graph, setting: StageConfig) -> ParetoFront | None:
         stage_cluster = self.cluster.with_devices(self.cluster.num_devices // setting.places)
-        meshes, settings = self.meshes(stage_cluster), replace(self.settings, passes=setting.passes)
+        meshes, settings = (
+            self.request.meshes(stage_cluster, by_price=True),
+            replace(self.settings, passes=setting.passes),
+        )
         planner = Planner.of(graph, (), stage_cluster, meshes, settings)
         weakest = self.policies[0].recompute
         first = [policy for policy in self.policies if policy.recompute == weakest and policy.reshard_mode != "again"]
@@ -300,7 +297,6 @@ class StageEstimator:
         return ParetoFront(ways, lambda: self._ways(planner, others, setting)) if ways else None
 
     def _ways(self, planner: Planner, policies: Sequence[MemoryPolicy], setting: StageConfig) -> list[MeshOption]:
-        """Return the options of every mesh under each of ``policies``."""
         graph = planner.graph
         has_blocks = bool(blocks_of(graph))
         names = graph.op_by_name.keys()
@@ -319,9 +315,13 @@ class StageEstimator:
         return [way for way in ways if way is not None]
 
     def _graph(self, size: int) -> Graph | None:
+        """Return a micro-batch of the shortened graph, or None if the loss is no sum over such micro-batches."""
+        if size == self.request.step_samples:
+            return self.short
         if size not in self.graphs:
             try:
-                self.graphs[size] = self.passes(self.short, size)
+                passes = Passes.over(self.call.module, self.short, size, self.call.graph)
+                self.graphs[size] = passes.graphs[size]
             except PlanError:
                 self.graphs[size] = None
         return self.graphs[size]

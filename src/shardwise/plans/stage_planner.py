@@ -8,28 +8,79 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from shardwise.costs.routing import Router
+from shardwise.costs.cluster import Cluster
+from shardwise.costs.collectives import Links
+from shardwise.costs.memory import memory_of
+from shardwise.costs.pipeline_simulation import StageSeconds, send_seconds, stage_seconds
+from shardwise.costs.prediction import Prediction
+from shardwise.costs.prices import Prices
+from shardwise.costs.pricing import Router
 from shardwise.errors import NothingFits, listed
 from shardwise.graph.annotate import Annotation
+from shardwise.graph.capture import Capture
+from shardwise.graph.cut import GraphCut
 from shardwise.graph.form import GraphForm
 from shardwise.graph.ir import Graph
+from shardwise.graph.naming import value_name
 from shardwise.layouts.mesh import Mesh
+from shardwise.layouts.placement import Placement
 from shardwise.layouts.transfer import boundary_layout
-from shardwise.plans.pipeline_config import PipelineConfig
-from shardwise.plans.refusal import nothing_fits
+from shardwise.plans.bind_stages import delivered_layouts
+from shardwise.plans.quantities import format_bytes
+from shardwise.plans.request import PlanRequest
+from shardwise.plans.schedule import ONE_STAGE, Schedule
 from shardwise.programs.spmd import Choice, Lifetimes, SpmdProgram, build_spmd
 from shardwise.programs.vjp import VjpCache
 from shardwise.progress import report_progress
 from shardwise.rules.atoms import Factored
 from shardwise.search.auto import MeshSearch
-from shardwise.search.decide import decide
+from shardwise.search.candidates import CandidateRanking
+from shardwise.search.cost_graph import CostGraph, bytes_of_variables
+from shardwise.search.decide import apply_layouts, decide
 from shardwise.search.fit_memory import fit_memory, least_memory
 from shardwise.search.memory_policy import MemoryPolicy, blocks_of
 from shardwise.search.planner import Planner
-from shardwise.search.ranking import CandidateRanking
-from shardwise.search.stored_program import build_program
+from shardwise.search.stored_program import SearchConfig, build_program
 from shardwise.search.user_choices import annotated_ops, annotated_rules, no_operator_error
-from shardwise.search.user_layouts import apply_layouts
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """A model to be planned stage by stage; without a pipeline it is one stage.
+
+    ``by_price``: whether layouts are searched; ``settings``: of the searches; ``stage_cluster``: the devices of one
+    stage; ``meshes``: the candidates for it; ``marks``: path of a module -> its stage; empty: stages are balanced."""
+
+    request: PlanRequest
+    captured: Capture
+    by_price: bool
+    settings: SearchConfig
+    stage_cluster: Cluster
+    meshes: tuple[Mesh, ...]
+    num_stages: int = 1
+    schedule: Schedule = ONE_STAGE
+    marks: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def chooses_mesh(self) -> bool:
+        """Return whether the mesh is chosen by price, so that its axes are named by role."""
+        return self.by_price and self.request.parallel.mesh is None
+
+    @property
+    def limit(self) -> float:
+        """Return the memory limit of a device in bytes."""
+        memory_bytes = self.settings.memory_bytes
+        return self.stage_cluster.device.usable_bytes if memory_bytes is None else memory_bytes
+
+    @property
+    def num_places(self) -> int:
+        return self.num_stages // self.schedule.stages_per_place
+
+    def place(self, stage: int, mesh: Mesh) -> Placement:
+        """Return the placement of a stage on consecutive ranks."""
+        size = self.stage_cluster.num_devices
+        first = size * self.schedule.place_of(stage, self.num_places)
+        return Placement(mesh, tuple(range(first, first + size)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,13 +94,14 @@ class StageSearchResult:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The choice for a part by itself, its program and memory policy. ``searched``, ``ranking``: None if nothing was
-    searched."""
+    """The choice for a part by itself, its program, memory policy, and the prediction for a whole model. ``searched``,
+    ``ranking``: None if nothing was searched."""
 
     factored: Factored
     choice: Choice
     spmd: SpmdProgram
     memory_policy: MemoryPolicy
+    prediction: Prediction | None = None
     searched: StageSearchResult | None = None
     ranking: CandidateRanking | None = None
 
@@ -58,7 +110,6 @@ class StagePlan:
         return self.spmd.mesh
 
     def excess(self, limit: float) -> float:
-        """Return the bytes of a device beyond a limit."""
         return 0.0 if self.ranking is None else max(0.0, self.ranking.best.num_bytes - limit)
 
 
@@ -72,7 +123,6 @@ class StagesDoNotFit(Exception):
 
     @property
     def most(self) -> tuple[float, NothingFits]:
-        """Return the largest need, and its error."""
         return max(self.needs.values(), key=lambda need: need[0])
 
 
@@ -154,7 +204,8 @@ class StagePlanner:
         taken = {name: boundary_layout(sources[name]) for name in part.cotangents or () if name in sources}
         place = {name: number for number, name in enumerate(form.ops)}
         segments = [
-            (s.how, s.messages, sorted(place[n] for n in s.operators & place.keys())) for s in self.config.segments
+            (s.how, s.messages, sorted(place[n] for n in s.operators & place.keys()))
+            for s in self.config.captured.segments
         ]
         layouts = self.config.settings.layouts
         kept = [next((layouts[name] for name in s.names if name in layouts), None) for s in part.sources]
@@ -165,18 +216,16 @@ class StagePlanner:
             turns = self.config.schedule.stages_per_place
             together = self.together.get(form.key, 1)
             settings = replace(self.config.settings, in_flight=in_flight, turns=turns, taken=taken, together=together)
-            config = replace(self.config, settings=settings, annotations=annotations)
-            chosen = _choose(config, part, limit, self.vjp_cache)
+            chosen = choose_stage(replace(self.config, settings=settings), part, annotations, limit, self.vjp_cache)
             is_taken = not limit or not chosen.excess(limit)
             self.known[key] = (form, chosen) if is_taken else self._first(form, part, in_flight, 0.0, None)
         return self.known[key]
 
     def _annotations(self, part: Graph) -> tuple[Annotation, ...]:
-        """Return the user's annotations of operators of a part."""
         names, scopes = part.op_by_name.keys(), {op.scope for op in part.ops}
         return tuple(
             annotation
-            for annotation in self.config.annotations
+            for annotation in self.config.captured.annotations
             if annotation.scope in scopes and (annotation not in self.meant or names & self.meant[annotation])
         )
 
@@ -209,7 +258,7 @@ class StagePlanner:
         bucket_bytes, by_block = self.config.settings.bucket_bytes, memory_policy.reshard_mode == "again"
         spmd = build_spmd(part, rules, choice, chosen.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
         spmd = _with_lifetimes(chosen.spmd, spmd)
-        return StagePlan(factored, choice, spmd, memory_policy, searched, chosen.ranking)
+        return StagePlan(factored, choice, spmd, memory_policy, None, searched, chosen.ranking)
 
 
 def _with_lifetimes(first: SpmdProgram, spmd: SpmdProgram) -> SpmdProgram:
@@ -226,31 +275,157 @@ def _with_lifetimes(first: SpmdProgram, spmd: SpmdProgram) -> SpmdProgram:
     return replace(spmd, lifetimes=lifetimes)
 
 
-def _choose(config: PipelineConfig, part: Graph, limit: float, vjp_cache: VjpCache) -> StagePlan:
-    """Search for the choice of a part. ``limit``: the bytes of a device for it; 0: search for the least memory."""
-    names, annotations = set(part.op_by_name), config.annotations
-    segments = [replace(s, operators=s.operators & names) for s in config.segments if s.operators & names]
-    source_names = {name for source in part.sources for name in source.names}
-    has_blocks = bool(blocks_of(part))  # a part with only an embedding has none
-    offload = "auto" if config.offload == "all" and not has_blocks else config.offload
-    recompute = config.recompute if has_blocks or segments else None
-    memory_policy = MemoryPolicy.of(part, segments, recompute, config.reshard_mode or "held", offload)
-    layouts = {name: layout for name, layout in config.settings.layouts.items() if name in source_names}
+def choose_stage(
+    config: PipelineConfig, part: Graph, annotations: tuple[Annotation, ...], limit: float, vjp_cache: VjpCache
+) -> StagePlan:
+    """Search for the choice of a part, or of a whole model. ``annotations``: of its operators; ``limit``: the bytes of
+    a device for it; 0: search for the least memory."""
+    parallel, names = config.request.parallel, set(part.op_by_name)
+    segments = [replace(s, operators=s.operators & names) for s in config.captured.segments if s.operators & names]
+    layouts, cluster = config.settings.layouts, config.stage_cluster
+    if config.num_stages > 1:
+        source_names = {name for source in part.sources for name in source.names}
+        layouts = {name: layout for name, layout in layouts.items() if name in source_names}
+        if not blocks_of(part):  # a part with only an embedding has none
+            offload = "auto" if parallel.offload == "all" else parallel.offload
+            parallel = replace(parallel, offload=offload, recompute=parallel.recompute if segments else "auto")
+    memory_policy = parallel.memory_policy(part, segments)
     settings = replace(config.settings, memory_policy=memory_policy, layouts=layouts)
     if not config.by_price:
         (mesh,) = config.meshes
-        factored, choice = decide(part, annotations, mesh, config.mode)
+        factored, choice = decide(part, annotations, mesh, config.request.search.mode)
         choice = apply_layouts(choice, layouts, part, factored, mesh)
         program = build_program(part, factored.rules, choice, mesh, settings, vjp_cache)
-        return StagePlan(factored, program.choice, program.spmd, memory_policy)
-    planner = Planner.of(part, annotations, config.stage_cluster, config.meshes, replace(settings, memory_bytes=limit))
+        prediction = None
+        if config.num_stages == 1:
+            prices = Prices(Links(cluster, mesh), settings.optimizer, settings.passes)
+            prediction = program.prediction(prices.with_buckets(part, settings.bucket_bytes))
+        return StagePlan(factored, program.choice, program.spmd, memory_policy, prediction)
+    planner = Planner.of(part, annotations, cluster, config.meshes, replace(settings, memory_bytes=limit))
     planner = replace(planner, vjp_cache=vjp_cache)
-    if not config.fits_itself:
+    if config.request.parallel.recompute != "auto":
         planned = planner.plan()
-    elif limit:
-        planned = fit_memory(planner, segments, config.reshard_mode, offload)
     else:
-        planned = least_memory(planner, segments, config.reshard_mode, offload)
+        fit = fit_memory if limit else least_memory
+        planned = fit(planner, segments, parallel.reshard_mode, parallel.offload)
     called = [*(op.name for op in part.ops), *(source.names[0] for source in part.sources)]
     searched = StageSearchResult(planned.search, {name: name for name in called})
-    return StagePlan(planned.factored, planned.choice, planned.spmd, planned.memory_policy, searched, planned.ranking)
+    return StagePlan(
+        planned.factored, planned.choice, planned.spmd, planned.memory_policy, planned.prediction, searched,
+        planned.ranking,
+    )  # fmt: skip
+
+
+NUM_LARGEST = 5
+
+
+def nothing_fits(least: CandidateRanking) -> NothingFits:
+    """Return the error. ``least``: the plan that needs the least memory of all considered. Its peak is an upper bound
+    of the least that any plan needs."""
+    cost, assignment, peak = least.search.cost, least.search.outcome.assignment, least.best.peak
+    total = int(least.best.num_bytes)
+    parts = {**peak.parts, "kept of other micro-batches in flight": least.best.others}
+    added = " + ".join(f"{name} {size:,}" for name, size in parts.items() if size)
+    return NothingFits(
+        f"no plan fits: the least memory that was found is {format_bytes(total)} a device, "
+        f"{format_bytes(int(least.limit))} are allowed{_reserved(cost, least.limit)}",
+        [
+            ("needed", f"{added} = {total:,} bytes, at the peak of the plan that needs least, {peak.where}"),
+            ("largest", _largest(cost, assignment)),
+            ("least", "is what that plan takes; messages and temporaries do not add up, so another may take less"),
+        ],
+        "use more devices or devices with more memory, a smaller micro_batch=, an optimizer with fewer states or with "
+        'its states on the host ("adamw on host"), or recompute="auto" (the default); sw.fits plans such fixes and '
+        "names the three cheapest",
+    )
+
+
+def _reserved(cost: CostGraph, limit: float) -> str:
+    """Return how the limit is computed, if it is what the devices have."""
+    device = cost.domains.prices.device
+    if not device.reserve_bytes or limit != device.usable_bytes:
+        return ""
+    return f" ({format_bytes(device.memory_bytes)} less a reserve of {format_bytes(device.reserve_bytes)})"
+
+
+def _largest(cost: CostGraph, assignment: list[int]) -> str:
+    """Return the tensors that hold most, with all that belongs to them, and the total of the others."""
+    num_bytes = sorted(bytes_of_variables(cost, assignment).items(), key=lambda item: -item[1])
+    graph, others = cost.domains.graph, [size for _, size in num_bytes[NUM_LARGEST:] if size]
+    shown = [
+        f"{kind} {_shown(graph, kind, name)} {format_bytes(size)}" for (kind, name), size in num_bytes[:NUM_LARGEST]
+    ]
+    rest = [f"{len(others)} others {format_bytes(sum(others))}"] if others else []
+    return ", ".join(shown + rest)
+
+
+def _shown(graph: Graph, kind: str, name: str) -> str:
+    return name if kind == "operator" else value_name(name, graph)
+
+
+@dataclass(frozen=True)
+class StageTiming:
+    """The seconds of a stage for a micro-batch, and the bytes of a device: held with one micro-batch (``peak``), kept
+    of it for its backward (``kept``), at most held while other stages run (``rests``, including ``kept``), and sent to
+    the next stage (``sent``)."""
+
+    seconds: StageSeconds
+    peak: float
+    kept: float
+    rests: float
+    sent: float
+
+
+def timed_stages(
+    config: PipelineConfig, cut: GraphCut, choices: Sequence[Choice], spmds: Sequence[SpmdProgram], vjp_cache: VjpCache
+) -> list[StageTiming]:
+    """Return the timings of all stages."""
+    timings: dict[Hashable, StageTiming] = {}
+    stages = []
+    for number, (part, choice, spmd) in enumerate(zip(cut.parts, choices, spmds, strict=True)):
+        key = _without_names(part, choice, spmd)
+        if key not in timings:
+            timings[key] = _timed(config, part, spmd, cut.sends(number), vjp_cache)
+        timed = timings[key]
+        if not number and config.schedule.splits_backward:  # no stage waits for cotangents of the first
+            seconds = timed.seconds
+            timed = replace(timed, seconds=replace(seconds, input=0.0, weight=seconds.input + seconds.weight))
+        stages.append(timed)
+    return stages
+
+
+def _timed(
+    config: PipelineConfig, part: Graph, spmd: SpmdProgram, sends: Sequence[str], vjp_cache: VjpCache
+) -> StageTiming:
+    prices = Prices(Links(config.stage_cluster, spmd.mesh), config.settings.optimizer, config.settings.passes)
+    prices = prices.with_buckets(part, config.settings.bucket_bytes)
+    delivered = delivered_layouts(part, spmd)
+    sent = float(sum(delivered[name].max_local_numel * part.by_name[name].dtype.itemsize for name in sends))
+    cluster = config.request.cluster
+    on_links = replace(prices, links=Links(cluster, Mesh(device=cluster.num_devices)))
+    send = send_seconds(on_links, config.stage_cluster.num_devices, sent) if sends else 0.0
+    memory = memory_of(spmd, prices, vjp_cache=vjp_cache)
+    seconds = stage_seconds(spmd, prices, send, vjp_cache)
+    peak, kept, rests = map(float, (memory.peak.num_bytes, memory.kept_bytes, sum(memory.rests.values())))
+    return StageTiming(seconds, peak, kept, rests, sent)
+
+
+def _without_names(part: Graph, choice: Choice, spmd: SpmdProgram) -> Hashable:
+    """Return everything but names that decides a program: equal for stages with equal seconds and bytes."""
+    form, lifetimes = GraphForm.of(part), spmd.lifetimes
+    ends = {"shared": choice.shared, "delivered": choice.delivered}
+    return (
+        form.key,
+        spmd.mesh,
+        tuple(choice.strategies[name] for name in form.ops),
+        tuple(choice.sources[source.value] for source in part.sources),
+        tuple(
+            (end, at, layouts[name])
+            for end, layouts in ends.items()
+            for at, name in enumerate(form.values)
+            if name in layouts
+        ),
+        tuple((op.name in lifetimes.operators, op.name in lifetimes.offloaded) for op in spmd.graph.ops),
+        tuple(conversion.result in lifetimes.conversions for conversion in spmd.conversions),
+        tuple(source.value in lifetimes.once for source in part.sources),
+    )

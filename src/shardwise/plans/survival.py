@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING
 
 from shardwise.costs.cluster_file import parse as parse_cluster
 from shardwise.costs.optimizers import states_of
@@ -21,10 +20,8 @@ from shardwise.layouts.boxes import boxes
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.placement import Placement
 from shardwise.layouts.text import parse_dtype
-from shardwise.plans.quantities import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from shardwise.plans.plan import Plan
+from shardwise.plans.plan_data import PlanData
+from shardwise.plans.quantities import format_bytes, format_ranges, format_seconds
 
 Ranks = frozenset[int]
 
@@ -148,7 +145,7 @@ class Survival:
         return "\n".join(lines)
 
 
-def survival(plan: Plan, ranks_per_machine: int = 1, *, peer_copies: bool = False) -> Survival:
+def survival(plan: PlanData, ranks_per_machine: int = 1, *, peer_copies: bool = False) -> Survival:
     """Return the losses that a plan survives. ``peer_copies``: with the extra copies made. Raises PlanError if machines
     do not divide the ranks."""
     ranks = sorted({rank for stage in plan.stages for rank in stage.placement.ranks})
@@ -176,7 +173,7 @@ def survival(plan: Plan, ranks_per_machine: int = 1, *, peer_copies: bool = Fals
     return outcome.with_copies() if peer_copies else outcome
 
 
-def _send_rate(plan: Plan) -> float:
+def _send_rate(plan: PlanData) -> float:
     """Return the B/s at which a device sends to another machine while all do; 0 without a cluster that can be read."""
     try:
         levels = () if plan.pricing is None else parse_cluster(plan.pricing.cluster, "the plan's cluster").levels
@@ -204,11 +201,4 @@ def _outcome(loss: Loss) -> str:
 def _spans(groups: Sequence[Sequence[int]]) -> str:
     """Format ranks as ``ranks 0-3, 6``."""
     numbers = sorted(number for group in groups for number in group)
-    spans: list[list[int]] = []
-    for number in numbers:
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], number]
-        else:
-            spans.append([number])
-    text = ", ".join("-".join(map(str, span)) for span in spans)
-    return f"rank{'s' * (len(numbers) > 1)} {text}"
+    return f"rank{'s' * (len(numbers) > 1)} {format_ranges(numbers).replace(',', ', ')}"

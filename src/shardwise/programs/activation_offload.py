@@ -17,9 +17,7 @@ from shardwise.programs.instructions import (
     Instruction,
     Land,
     Origin,
-    forms_of,
     memories,
-    shares_of,
     with_operands,
     with_results,
 )
@@ -93,7 +91,7 @@ def _views(
     for name in names:
         while name != value:
             instruction = forward[maker[name]]
-            shared = dict(zip(instruction.results, shares_of(instruction), strict=True))[name]
+            shared = dict(zip(instruction.results, instruction.shares, strict=True))[name]
             is_view = isinstance(instruction, Compute) and not instruction.writes
             if not is_view or shared is None or set(instruction.operands) != {shared}:
                 return None
@@ -154,17 +152,10 @@ def _coming(
     for number, item in enumerate(order):
         needed.setdefault(first[item.value], []).append(number)
     back: dict[str, str] = {}
-    copies = [
-        Copy(
-            item.value + ON_HOST,
-            item.value + BACK,
-            "device",
-            program.forms[item.value],
-            program.backward[first[item.value]].origin,
-            apart=True,
-        )
-        for item in order
-    ]
+    copies = []
+    for item in order:
+        form, origin = program.forms[item.value], program.backward[first[item.value]].origin
+        copies.append(Copy(item.value + ON_HOST, item.value + BACK, "device", form, origin, apart=True))
     listed: list[Instruction] = []
     for i, instruction in enumerate(program.backward):
         for number in needed.get(i, ()):
@@ -177,7 +168,7 @@ def _coming(
                 rebuilt = with_results(rebuilt, [name + BACK for name in view.results])
                 rebuilt = replace(rebuilt, origin=replace(view.origin, again=True))
                 back.update(zip(view.results, rebuilt.results, strict=True))
-                forms.update(zip(rebuilt.results, forms_of(rebuilt), strict=True))
+                forms.update(zip(rebuilt.results, rebuilt.forms, strict=True))
                 listed.append(rebuilt)
         listed.append(with_operands(instruction, back))
     return tuple(listed)

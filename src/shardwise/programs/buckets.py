@@ -81,18 +81,18 @@ def fill_buckets(
     open_buckets: dict[object, tuple[list[int], int, bool]] = {}  # by kind; the flag: not the first bucket
     for position in reversed(range(len(steps))):
         step = steps[position]
-        if (
-            not isinstance(step, Conversion)
-            or step.value not in sources
-            or cuts_windows([step])
-            or not _sends(step, receives_gradient)
-        ):
+        if not isinstance(step, Conversion) or step.value not in sources or cuts_windows([step]):
+            continue
+        if not step.collectives() and not (step.collectives(backward=True) and receives_gradient(step)):
             continue
         value = value_of(step.value)
         sent = replace(step, itemsize=value.dtype.itemsize, grad_itemsize=value.grad_itemsize)
         size = max(c.num_bytes for side in _both(sent) for c in side)
         positions, filled, is_later = open_buckets.get(message_kind(step), ([], 0, by_block))
-        ends_block = positions and step.collectives() and parts[step.result] != parts[_result(steps[positions[-1]])]
+        before = steps[positions[-1]] if positions else None
+        ends_block = (
+            isinstance(before, Conversion) and step.collectives() and parts[step.result] != parts[before.result]
+        )
         is_worth_it = filled >= FIRST_BUCKET_BYTES and (ends_block or not is_later)
         if positions and (is_worth_it or filled + size > bucket_bytes):
             members[positions[-1]] = positions[::-1]
@@ -110,13 +110,11 @@ def fill_buckets(
         if position in taken or not isinstance(step, Conversion) or not any(_both(step)) or cuts_windows([step]):
             continue
         positions = [position]
-        positions += [
-            later
-            for later in range(position + 1, min(position + 1 + AHEAD, len(steps)))
-            if later not in taken
-            and _joins(steps[later], step, message_kind)
-            and made_at[_value(steps[later])] < position
-        ]
+        for later, other in enumerate(steps[position + 1 : position + 1 + AHEAD], position + 1):
+            if later in taken or not isinstance(other, Conversion) or other.value == step.value:
+                continue
+            if message_kind(other) == message_kind(step) and made_at[other.value] < position:
+                positions.append(later)
         members[position] = positions
         taken.update(positions)
     return _in_buckets(steps, members, of_parameters)
@@ -171,24 +169,3 @@ def cuts_windows(conversions: Iterable[Conversion]) -> bool:
     """Return whether any conversion moves windows (halos, rows split by hand). These are small, and need the rank's own
     tensor on arrival: they share no messages, and block."""
     return any(move.cut is not None or move.reverse is not None for c in conversions for move in c.moves)
-
-
-def _sends(conversion: Conversion, receives_gradient: Callable[[Conversion], bool]) -> bool:
-    """Return whether a conversion sends a message in forward, or in backward if it receives a gradient."""
-    forward, backward = _both(conversion)
-    return bool(forward) or (bool(backward) and receives_gradient(conversion))
-
-
-def _value(step: OpStep | Conversion) -> str:
-    assert isinstance(step, Conversion), "only conversions join"
-    return step.value
-
-
-def _result(step: OpStep | Conversion) -> str:
-    assert isinstance(step, Conversion), "only conversions are in buckets"
-    return step.result
-
-
-def _joins(step: OpStep | Conversion, first: Conversion, message_kind: Callable[[Conversion], object]) -> bool:
-    """Return whether the step converts another tensor and may share the messages of ``first``."""
-    return isinstance(step, Conversion) and step.value != first.value and message_kind(step) == message_kind(first)

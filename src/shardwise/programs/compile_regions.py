@@ -13,26 +13,14 @@ depend on this search: two regions are of one kind only if they are equal kernel
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from shardwise.programs.forms import Form
-from shardwise.programs.instructions import (
-    Compute,
-    Convert,
-    Copy,
-    Instruction,
-    Land,
-    forms_of,
-    memories,
-    sent_by,
-    shares_of,
-    with_operands,
-    writes_of,
-)
+from shardwise.programs.instructions import Compute, Convert, Copy, Instruction, Land, memories, sent_by, with_operands
 from shardwise.programs.invariants import BrokenProgram
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.vjp import numbered, typed_key
@@ -86,10 +74,11 @@ def divide(program: RankProgram, is_kernel: Callable[[Instruction], bool]) -> Re
     if cuts:
         program, labels = _with_common(program, labels, len(cuts))
     of_op = dict(zip((instruction.origin.op for instruction in program.forward), labels, strict=True))
-    forward = _float_up(program.forward, labels) if cuts else list(zip(program.forward, labels, strict=True))
+    forward = list(zip(program.forward, labels, strict=True))
     backward = list(zip(program.backward, _backward_labels(program, of_op, len(cuts)), strict=True))
     if cuts:
-        backward = _sink(_sorted(backward, inside))
+        forward = _with_exchanges_first(forward, backwards=False)
+        backward = _with_exchanges_first(reversed(_sorted(backward, inside)), backwards=True)[::-1]
     first, sections = _sections(forward, inside)
     second, late_sections = _sections(backward, inside)
     numbers = sorted({*sections, *late_sections})
@@ -116,8 +105,8 @@ def kind_of(region: CompileRegion, program: RankProgram) -> object:
     def kernel(instruction: Kernel) -> object:
         content = _content(instruction)
         operands = numbers(dict.fromkeys(instruction.operands))
-        shares = numbers(name for name in shares_of(instruction) if name is not None)
-        writes = numbers(writes_of(instruction))
+        shares = numbers(name for name in instruction.shares if name is not None)
+        writes = numbers(instruction.writes)
         return content, operands, numbers(instruction.results), shares, writes
 
     outside = tuple((program.forms[name], name in static) for name in (*region.inputs, *region.late))
@@ -128,7 +117,7 @@ def kind_of(region: CompileRegion, program: RankProgram) -> object:
 
 def _content(instruction: Instruction) -> object:
     """Return a key for what an instruction does, without names."""
-    forms: tuple[Form, ...] = forms_of(instruction)
+    forms: tuple[Form, ...] = instruction.forms
     if isinstance(instruction, Compute):
         call, _ = numbered(instruction.target, instruction.args, instruction.kwargs)
         return typed_key(call), instruction.places, forms
@@ -146,6 +135,7 @@ def _cuts(program: RankProgram) -> list[int]:
     positions = [i for i, instruction in enumerate(program.forward) if not _of_parameters(instruction)]
     codes: dict[object, int] = {}
     tokens = [codes.setdefault(_content(program.forward[i]), len(codes)) for i in positions]
+    operators = [program.forward[i].origin.op for i in positions]
     alive = _alive(program)
     boundaries: list[int] = []
 
@@ -154,10 +144,11 @@ def _cuts(program: RankProgram) -> list[int]:
         if stretch is None:
             return
         first, period, end = stretch
+        # A layer keeps the kernels of each operator together.
         starts = [
             s
             for s in range(first, min(first + period, end - (FEWEST_REPEATS - 1) * period))
-            if _between_operators(program.forward, positions, s)
+            if s == 0 or not operators[s - 1] or operators[s - 1] != operators[s]
         ]
         if not starts:
             return
@@ -170,14 +161,6 @@ def _cuts(program: RankProgram) -> list[int]:
 
     search(0, len(tokens))
     return sorted(set(boundaries))
-
-
-def _between_operators(instructions: Sequence[Instruction], positions: Sequence[int], start: int) -> bool:
-    """Return whether a layer that begins here keeps the kernels of each operator together."""
-    if start == 0:
-        return True
-    before, after = instructions[positions[start - 1]].origin, instructions[positions[start]].origin
-    return not before.op or before.op != after.op
 
 
 def _longest(tokens: Sequence[int], start: int, stop: int) -> tuple[int, int, int] | None:
@@ -212,7 +195,7 @@ def _alive(program: RankProgram) -> list[int]:
     alive, ends, total = [], Counter[int](), 0
     for i, instruction in enumerate(program.forward):
         alive.append(total)
-        for name, form in zip(instruction.results, forms_of(instruction), strict=True):
+        for name, form in zip(instruction.results, instruction.forms, strict=True):
             if root[name] == name and last.get(name, i) > i:
                 total += form.num_bytes
                 ends[last[name]] += form.num_bytes
@@ -248,7 +231,7 @@ def _with_common(program: RankProgram, labels: Sequence[int], last: int) -> tupl
         if label == 0 and not _of_parameters(instruction):
             ahead.update(instruction.results)
     available = set(ahead)
-    written = {name for instruction in program.forward for name in writes_of(instruction)}
+    written = {name for instruction in program.forward for name in instruction.writes}
     twins_of: dict[object, list[int]] = {}
     same: dict[str, str] = {}
 
@@ -260,7 +243,7 @@ def _with_common(program: RankProgram, labels: Sequence[int], last: int) -> tupl
         if not 0 < labels[i] < last or not isinstance(instruction, Compute):
             continue
         seeded = torch.Tag.nondeterministic_seeded in getattr(instruction.target, "tags", ())
-        if seeded or writes_of(instruction) or written.intersection((*instruction.results, *instruction.operands)):
+        if seeded or instruction.writes or written.intersection((*instruction.results, *instruction.operands)):
             continue
         if ahead.issuperset(same.get(name, name) for name in instruction.operands):
             twins = twins_of.setdefault(key(instruction), [])
@@ -328,35 +311,21 @@ def _sorted(instructions: Sequence[Labelled], inside: Callable[[Instruction], bo
     return ordered + sorted(run, key=lambda labelled: -labelled[1])
 
 
-def _float_up(instructions: Sequence[Instruction], labels: Sequence[int]) -> list[Labelled]:
-    """Move exchanges of parameters up to the start of their region, but not past their operands or another exchange. So
-    layers have equal sections wherever a bucket ends."""
-    floated: list[Labelled] = []
-    for item in zip(instructions, labels, strict=True):
-        place = len(floated)
-        if _of_parameters(item[0]):
-            operands = set(item[0].operands)
-            while place and _may_pass(floated[place - 1], item, operands.intersection(floated[place - 1][0].results)):
-                place -= 1
-        floated.insert(place, item)
-    return floated
-
-
-def _sink(instructions: Sequence[Labelled]) -> list[Labelled]:
-    """Move exchanges of gradients down to the end of their region in the same manner."""
-    sunk: list[Labelled] = []  # from the end
-    for item in reversed(instructions):
-        place = len(sunk)
-        if _of_parameters(item[0]):
-            results = set(item[0].results)
-            while place and _may_pass(sunk[place - 1], item, results.intersection(sunk[place - 1][0].operands)):
-                place -= 1
-        sunk.insert(place, item)
-    return sunk[::-1]
-
-
-def _may_pass(other: Labelled, item: Labelled, needed: set[str]) -> bool:
-    return isinstance(other[0], Compute) and other[1] == item[1] and not needed
+def _with_exchanges_first(instructions: Iterable[Labelled], *, backwards: bool) -> list[Labelled]:
+    """Move exchanges of parameters to the start of their region, but not past their operands or another exchange. So
+    layers have equal sections wherever a bucket ends. ``backwards``: the instructions come from last to first, and
+    exchanges of gradients do not move past what reads their results."""
+    moved: list[Labelled] = []
+    for item in instructions:
+        place = len(moved)
+        while place and _of_parameters(item[0]):
+            other, label = moved[place - 1]
+            first, second = (item[0], other) if backwards else (other, item[0])
+            if not isinstance(other, Compute) or label != item[1] or set(first.results).intersection(second.operands):
+                break
+            place -= 1
+        moved.insert(place, item)
+    return moved
 
 
 def _sections(
@@ -401,21 +370,14 @@ def _regions(
         inputs.append(tuple(name for name in read[0] if name not in names_inside))
         late.append(tuple(name for name in read[1] if name not in names_inside and name not in read[0]))
         outside.update(dict.fromkeys((*inputs[-1], *late[-1])))
-    outputs: dict[tuple[int, int], list[str]] = {}
+    outputs: defaultdict[tuple[int, int], tuple[str, ...]] = defaultdict(tuple)
     for name in home:
         if name in outside:
-            outputs.setdefault(home[name], []).append(name)
+            outputs[home[name]] += (name,)
     _check_writes(program, home)
     return tuple(
-        CompileRegion(
-            tuple(both[0]),
-            tuple(both[1]),
-            inputs[number],
-            late[number],
-            tuple(outputs.get((number, 0), ())),
-            tuple(outputs.get((number, 1), ())),
-        )
-        for number, both in enumerate(halves)
+        CompileRegion(tuple(first), tuple(second), inputs[n], late[n], outputs[n, 0], outputs[n, 1])
+        for n, (first, second) in enumerate(halves)
     )
 
 
@@ -423,7 +385,7 @@ def _check_writes(program: RankProgram, home: dict[str, tuple[int, int]]) -> Non
     """Raise BrokenProgram if a kernel overwrites memory that its own region did not allocate."""
     root = memories([*program.forward, *program.backward], (*program.taken, *program.handed))
     for instruction in (*program.forward, *program.backward):
-        for name in writes_of(instruction):
+        for name in instruction.writes:
             maker = home.get(root[name])
             if instruction.results and maker != home.get(instruction.results[0], maker):
                 raise BrokenProgram(f"{instruction.origin.op} overwrites {name!r} of another region")

@@ -23,13 +23,11 @@ import torch
 
 from shardwise.graph.ir import Ref, map_refs, refs
 from shardwise.programs.buckets import Bucket, cuts_windows
-from shardwise.programs.casts import before_first_use, cast, computed_name
+from shardwise.programs.casts import before_first_use, cast, computed_name, gradients_of
 from shardwise.programs.comm_schedule import GradientReduceQueue, legs_ahead
-from shardwise.programs.cotangents import Cotangents
 from shardwise.programs.exchanges import ExchangeWriter
 from shardwise.programs.forms import Form
 from shardwise.programs.fuse_bias import with_biases
-from shardwise.programs.gradients import gradients_of
 from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction, Origin, with_operands
 from shardwise.programs.lifetimes import with_lifetimes
 from shardwise.programs.moves import converted_form
@@ -141,7 +139,7 @@ class _StepWriter:
         self.spmd = self.local.spmd
         self.graph = self.spmd.graph
         self.coordinates = self.spmd.mesh.coordinates(self.local.rank)
-        self.cotangents = Cotangents(self.forms)
+        self.cotangents: dict[str, str] = {}  # value -> the name of its cotangent: the sum over its consumers so far
         self.exchanges = ExchangeWriter(self.graph, self.coordinates, self.forms)
         self.backward: list[Instruction] = []
         self.parameter_values: set[str] = set()  # values that depend on parameters only
@@ -161,11 +159,11 @@ class _StepWriter:
                 if self.forms[name].requires_grad and (reached is None or reached[i]):
                     seeds[i] = f"d:{name}"
                     self.forms[f"d:{name}"] = self.forms[name].with_gradient(False)
-                    self.cotangents.add(name, f"d:{name}", Origin("", "", "input"), self.backward)
+                    self._add_cotangent(name, f"d:{name}", Origin("", "", "input"), self.backward)
             self._write_backward(entries)
         mutations = tuple((buffer, self.resolve(value)) for buffer, value in self.spmd.mutations)
         written = self._write_forward(entries)
-        self.backward, gradients = gradients_of(self.graph, self.cotangents.names, self.backward, self.forms)
+        self.backward, gradients = gradients_of(self.graph, self.cotangents, self.backward, self.forms)
         used = dict.fromkeys(name for instruction in self.backward for name in instruction.operands)
         ends = (*map(self.resolve, delivered), *(value for _, value in mutations), *used)
         forward = before_first_use(written, self.casts, ends)
@@ -241,15 +239,11 @@ class _StepWriter:
         for result, name, form in zip(local.results, kind.results, kind.forms, strict=True):
             takes_grad = form.requires_grad and self.graph.by_name[result].requires_grad
             self.forms[result] = form.with_gradient(takes_grad)
-            if name.isdigit():  # the call returns an operand
-                self._alias(result, names[int(name)])
+            if name.isdigit():  # the call returns an operand; only ``requires_grad`` may differ
+                self.aliases[result] = self.resolve(names[int(name)])
         if names and all(name in self.parameter_values for name in names):
             self.parameter_values.update(local.results)
         return _LocalCall(local, call, names, kind)
-
-    def _alias(self, name: str, other: str) -> None:
-        """Record that ``name`` is the same tensor as ``other``. Only ``requires_grad`` may differ."""
-        self.aliases[name] = self.resolve(other)
 
     def _converted(self, conversion: Conversion) -> None:
         before = self.forms[conversion.value]
@@ -319,15 +313,9 @@ class _StepWriter:
                     workspace=kind.workspace,
                 )
             ]
-        return self._kernels_of(entry, kind, entry.backward, origin)
-
-    def _kernels_of(
-        self, entry: _LocalCall, kind: ForwardTrace, backward: BackwardTrace, origin: Origin
-    ) -> list[Instruction]:
-        """Return one instruction per kernel that the results or the backward of a call need."""
-        kept = needed_kernels(kind.kernels, {*kind.results, *backward.needs})
         names = self._forward_names(entry)
-        return [self._compute(kernel, names, origin) for kernel in kept]
+        needed = needed_kernels(kind.kernels, {*kind.results, *entry.backward.needs})
+        return [self._compute(kernel, names, origin) for kernel in needed]
 
     def _forward_names(self, entry: _LocalCall) -> dict[str, str]:
         """Map the forward names of the call's trace (``programs.vjp``) to names of the program."""
@@ -398,7 +386,7 @@ class _StepWriter:
 
     def _backward_of(self, entry: _LocalCall) -> list[Instruction]:
         """Append the kernels for the cotangents of values. Return those for the gradients of parameters."""
-        cotangents = tuple(self.cotangents.names.get(result) for result in entry.local.results)
+        cotangents = tuple(self.cotangents.get(result) for result in entry.local.results)
         if not any(cotangents):
             return []
         operands = tuple(self.forms[name] for name in entry.names)
@@ -426,10 +414,13 @@ class _StepWriter:
                 continue
             into, why = (late, late_origin) if i in weights else (self.backward, origin)
             if cotangent is None:  # PyTorch returns no zeros; but all ranks must run the same exchanges
-                name = self.cotangents.zeros(f"{entry.local.results[0]}'0:{i}", operands[i], why, into)
+                name = f"{entry.local.results[0]}'0:{i}"
+                form = self.forms[name] = Form.contiguous(operands[i].shape, operands[i].dtype)
+                kwargs = (("dtype", form.dtype), ("device", None))
+                into.append(Compute(aten.zeros.default, (form.shape,), kwargs, (name,), ((),), (form,), (None,), why))
             else:
                 name = names[cotangent]
-            self.cotangents.add(entry.names[i], name, why, into)
+            self._add_cotangent(entry.names[i], name, why, into)
         return late
 
     def _differentiate(
@@ -458,7 +449,7 @@ class _StepWriter:
         """Return the conversions of an exchange that run in a direction: in backward, those with a cotangent."""
         if not backward:
             return entry.conversions
-        return tuple(conversion for conversion in entry.conversions if conversion.result in self.cotangents.names)
+        return tuple(conversion for conversion in entry.conversions if conversion.result in self.cotangents)
 
     def _sends(self, entry: Bucket, backward: bool) -> int:
         return len(collectives_of(self._travelling(entry, backward=backward), backward=backward))
@@ -479,7 +470,7 @@ class _StepWriter:
 
     def _to_reduce(self, conversion: Conversion) -> str:
         """Return the name of a conversion's cotangent in its reduction dtype. Append the cast if needed."""
-        name, dtype = self.cotangents.names[conversion.result], self.graph.by_name[conversion.origin].reduced
+        name, dtype = self.cotangents[conversion.result], self.graph.by_name[conversion.origin].reduced
         if dtype is None or self.forms[name].dtype == dtype:
             return name
         result = self.exchanges.cast_name(name, dtype)
@@ -496,23 +487,17 @@ class _StepWriter:
                 self._arrived(exchange.conversions, exchange.results, written)
             return written
         for conversion in self._travelling(entry, backward=backward):
-            if backward:
-                self._convert_back(conversion, written)
-            elif conversion.result not in self.aliases:
+            if not backward and conversion.result not in self.aliases:
                 operands, results = (self.resolve(conversion.value),), (conversion.result,)
                 written.append(self.exchanges.convert((conversion,), operands, results, backward=False))
+            elif backward and conversion.differentiable:
+                name = result = self.cotangents[conversion.result]
+                _, _, identity = converted_form(conversion.moves, self.coordinates, self.forms[name], backward=True)
+                if not identity:
+                    result = f"{name}>{conversion.value}"
+                    written.append(self.exchanges.convert((conversion,), (name,), (result,), backward=True))
+                self._arrived((conversion,), (result,), written)
         return written
-
-    def _convert_back(self, conversion: Conversion, written: list[Instruction]) -> None:
-        """Convert the cotangent of one conversion without a message."""
-        if not conversion.differentiable:
-            return
-        cotangent = self.cotangents.names[conversion.result]
-        _, _, identity = converted_form(conversion.moves, self.coordinates, self.forms[cotangent], backward=True)
-        result = cotangent if identity else f"{cotangent}>{conversion.value}"
-        if not identity:
-            written.append(self.exchanges.convert((conversion,), (cotangent,), (result,), backward=True))
-        self._arrived((conversion,), (result,), written)
 
     def _arrived(self, conversions: Sequence[Conversion], results: Sequence[str], into: list[Instruction]) -> None:
         for conversion, result in zip(conversions, results, strict=True):
@@ -521,4 +506,24 @@ class _StepWriter:
                 # It was reduced in another dtype; the backward of the value's producer needs the value's dtype.
                 into.append(self.exchanges.cast(result, value.dtype, conversion))
                 result = into[-1].results[0]
-            self.cotangents.add(conversion.value, result, origin, into)
+            self._add_cotangent(conversion.value, result, origin, into)
+
+    def _add_cotangent(self, value: str, cotangent: str, origin: Origin, into: list[Instruction]) -> None:
+        """Add a cotangent to that which other consumers of the value sent. The addition is appended to ``into``."""
+        if not self.forms[value].requires_grad:
+            return
+        before = self.cotangents.get(value)
+        if before is None:
+            self.cotangents[value] = cotangent
+            return
+        first, second = self.forms[before], self.forms[cotangent]
+        dtype = torch.promote_types(first.dtype, second.dtype)  # those of a parameter may be reduced in other dtypes
+        same = first.stride == second.stride and dtype == first.dtype
+        form = first if same else Form.contiguous(first.shape, dtype)
+        total = f"{cotangent}+{before}"
+        if total in self.forms:  # another value has the same two cotangents: the values were added, the sum used twice
+            total = f"{total}:{value}"
+        self.forms[total] = form
+        self.cotangents[value] = total
+        args = (Ref(before), Ref(cotangent))
+        into.append(Compute(aten.add.Tensor, args, (), (total,), ((),), (form,), (None,), origin))

@@ -13,10 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from shardwise.programs.casts import CAST, computed_name
+from shardwise.programs.casts import CAST, computed_name, gradients_of
 from shardwise.programs.exchanges import ExchangeWriter
-from shardwise.programs.forms import Form
-from shardwise.programs.gradients import gradients_of
 from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction, converts_only
 from shardwise.programs.pass_list import mark_overwrites, part_of, with_saved
 from shardwise.programs.rank_program import RankProgram
@@ -76,37 +74,24 @@ def converted_once(spmd: SpmdProgram, predicate: Callable[[str, Conversion | Non
 def repeated(program: RankProgram) -> GradAccumProgram:
     """Divide ``program``, the step of one micro-batch, into the part of every micro-batch and the parts done once."""
     once = program.spmd.lifetimes.once
-    ahead, rest = _divided(program.forward, once)
+    casts = {computed_name(name) for name in once}
+    ahead: list[Instruction] = []  # the casts and conversions of parameters that are done once
+    rest: list[Instruction] = []
+    for instruction in program.forward:
+        is_cast = isinstance(instruction, Compute) and bool(casts.intersection(instruction.results))
+        (ahead if is_cast or converts_only(instruction, once) else rest).append(instruction)
     reductions = _Reductions(program, once)
     (backward, gradients), (behind, final) = reductions.apart()
     read = {name for instruction in (*rest, *backward) for name in instruction.operands} | {*program.ends}
     made_ahead = tuple(name for instruction in ahead for name in instruction.results if name in read)
-    each = replace(
-        program,
-        forward=tuple(rest),
-        backward=tuple(backward),
-        gradients=gradients,
-        forms=reductions.forms,
-        given=made_ahead,
-    )
+    each = replace(program, forward=tuple(rest), backward=tuple(backward), gradients=gradients, given=made_ahead)
     sums = tuple(gradients[source] for source in final)
-    after = {"backward": tuple(behind), "gradients": final, "forms": reductions.forms}
+    behind_alone = part_of(program, backward=tuple(behind), gradients=final, given=sums, saved=sums)
     return GradAccumProgram(
         mark_overwrites(part_of(program, forward=tuple(ahead), delivered=made_ahead)),
-        mark_overwrites(with_saved(each)),
-        mark_overwrites(part_of(program, **after, given=sums, saved=sums)),
+        mark_overwrites(with_saved(replace(each, forms=reductions.forms))),
+        mark_overwrites(replace(behind_alone, forms=reductions.forms)),
     )
-
-
-def _divided(instructions: Sequence[Instruction], once: frozenset[str]) -> tuple[list[Instruction], list[Instruction]]:
-    """Return the casts and conversions of parameters that are done once, and the other instructions."""
-    casts = {computed_name(name) for name in once}
-    chosen: list[Instruction] = []
-    rest: list[Instruction] = []
-    for instruction in instructions:
-        is_cast = isinstance(instruction, Compute) and bool(casts.intersection(instruction.results))
-        (chosen if is_cast or converts_only(instruction, once) else rest).append(instruction)
-    return chosen, rest
 
 
 _Half = tuple[list[Instruction], dict[str, str]]  # instructions of backward, and source -> its gradient
@@ -122,7 +107,16 @@ class _Reductions:
 
     def apart(self) -> tuple[_Half, _Half]:
         """Return the backward of a micro-batch, and that after the last one."""
-        repeated, reductions = self._divided()
+        repeated: list[Instruction] = []
+        reductions: list[Instruction] = []  # and what depends on them alone
+        landed: set[str] = set()
+        for instruction in self.program.backward:
+            follows = bool(instruction.operands) and landed.issuperset(instruction.operands)
+            if follows or converts_only(instruction, self.once):
+                reductions.append(instruction)
+                landed.update(instruction.results)
+            else:
+                repeated.append(instruction)
         taken = self._reduced_cotangents(repeated, reductions)  # source -> the cotangent that is reduced
         final = {source: name for source, name in self.program.gradients.items() if source in taken}
         cotangents = {**self.program.gradients, **taken}
@@ -132,20 +126,6 @@ class _Reductions:
         behind = self._of_sums(reductions, {source: each[1][source] for source in final})
         # A reduction may return a view of the sum, which then needs a copy.
         return each, gradients_of(self.graph, final, behind, self.forms)
-
-    def _divided(self) -> tuple[list[Instruction], list[Instruction]]:
-        """Return the instructions of every micro-batch, and the reductions with what depends on them alone."""
-        repeated: list[Instruction] = []
-        reductions: list[Instruction] = []
-        landed: set[str] = set()
-        for instruction in self.program.backward:
-            follows = bool(instruction.operands) and landed.issuperset(instruction.operands)
-            if follows or converts_only(instruction, self.once):
-                reductions.append(instruction)
-                landed.update(instruction.results)
-            else:
-                repeated.append(instruction)
-        return repeated, reductions
 
     def _reduced_cotangents(self, repeated: Sequence[Instruction], reductions: Sequence[Instruction]) -> dict[str, str]:
         """Map parameters to their gradients as the operators compute them, before the cast for the reduction."""
@@ -165,13 +145,16 @@ class _Reductions:
         landed = {name for instruction in reductions for name in instruction.results}
         for instruction in reductions:
             if isinstance(instruction, (Convert, Depart)):
-                named = zip(instruction.conversions, instruction.operands, strict=True)
-                operands = tuple(
-                    name
-                    if name in landed  # a further message of an exchange
-                    else self._to_reduce(sums[c.value], self.forms[name], instruction, written)
-                    for c, name in named
-                )
+                ready: list[str] = []
+                for conversion, name in zip(instruction.conversions, instruction.operands, strict=True):
+                    total, dtype = sums.get(conversion.value, name), self.forms[name].dtype
+                    if name in landed:  # a further message of an exchange
+                        total = name
+                    elif self.forms[total].dtype != dtype:
+                        written.append(self.exchanges.cast(total, dtype, instruction.conversions[0]))
+                        total = written[-1].results[0]
+                    ready.append(total)
+                operands = tuple(ready)
                 if isinstance(instruction, Depart):
                     sent[instruction.flight] = operands
                     written.append(replace(instruction, operands=operands))
@@ -190,13 +173,6 @@ class _Reductions:
         )
         changed = replace(instruction, forms=forms, shares=shares)
         return replace(changed, operands=operands) if isinstance(changed, Convert) else changed
-
-    def _to_reduce(self, total: str, form: Form, reduction: Convert | Depart, written: list[Instruction]) -> str:
-        """Return the sum in the dtype of the reduction's operand; append the cast if needed."""
-        if self.forms[total].dtype == form.dtype:
-            return total
-        written.append(self.exchanges.cast(total, form.dtype, reduction.conversions[0]))
-        return written[-1].results[0]
 
 
 def _is_cast(instruction: Instruction) -> bool:

@@ -57,12 +57,6 @@ class HoistedProgram:
     step: RankProgram
 
 
-def with_constants_apart(program: RankProgram, among: Collection[str] | None = None) -> HoistedProgram:
-    """Divide the program into its constants and the rest of the step. ``among``: keep only these values (those that
-    another variant of the program keeps)."""
-    return _Dividing(program, among).divided()
-
-
 def constant_values(spmd: SpmdProgram) -> frozenset[str]:
     """Return the computed values that depend on no input and no parameter. Results of messages are excluded."""
     return frozenset(_Analysis(spmd).makers)
@@ -130,7 +124,8 @@ class _Analysis:
         spmd = self.spmd
         returned = {*refs(spmd.outputs), *(value for _, value in spmd.mutations)} | {spmd.loss} - {None}
         for step in reversed(self._all):
-            if self._is_constant(step) and returned.intersection(_results(step)) and _may_be_view(step):
+            may_be_operand = isinstance(step, Conversion) or may_be_view(step.placed.op.target)
+            if self._is_constant(step) and returned.intersection(_results(step)) and may_be_operand:
                 returned.update(_operands(step))
         return frozenset(name for name in returned if name in self.makers)
 
@@ -200,99 +195,75 @@ def _made_by(step: OpStep | Conversion) -> object:
     return typed_key(call), step.operand_layouts, step.placed.strategy
 
 
-def _may_be_view(step: OpStep | Conversion) -> bool:
-    """Return whether a result may share the memory of an operand."""
-    return isinstance(step, Conversion) or may_be_view(step.placed.op.target)
-
-
 # ----------------------------------------------------------------------------------------------- the program of a rank
 
 
-@dataclass
-class _Dividing:
-    program: RankProgram
-    among: Collection[str] | None
-
-    def divided(self) -> HoistedProgram:
-        program = self.program
-        analysis = _Analysis(self.spmd)
-        used = {computed_name(n) if n in analysis.fixed else program.resolve(n) for n in analysis.kept}
-        if self.among is not None:
-            used &= set(self.among)
-        makers = self._constants(analysis)
-        copied = {i.value for i in (*program.forward, *program.backward) if isinstance(i, Copy)}
-        used = {name for name in used - copied if name in makers}
-        duplicates = {program.resolve(name): program.resolve(first) for name, first in analysis.same.items()}
-        same = {name: name for name in used} | {name: kept for name, kept in duplicates.items() if kept in used}
-        same |= {name + AGAIN: kept for name, kept in same.items()}
-        forward = [instruction for instruction in program.forward if not used.intersection(instruction.results)]
-        forward, backward = (
-            [with_operands(instruction, same) for instruction in half] for half in (forward, program.backward)
-        )
-        forward, backward = self._without_unread(forward, backward, set(makers))
-        read = {name for instruction in (*forward, *backward) for name in instruction.operands}.union(program.ends)
-        constants = tuple(
-            name for instruction in program.forward for name in instruction.results if name in used and name in read
-        )
-        step = replace(
-            program,
-            forward=tuple(forward),
-            backward=tuple(backward),
-            aliases={name: same.get(other, other) for name, other in program.aliases.items()} | same,
-            given=(*program.given, *constants),
-        )
-        step = mark_overwrites(with_saved(step)) if constants else program
-        return HoistedProgram(self._making(constants, makers), step)
-
-    @property
-    def spmd(self) -> SpmdProgram:
-        return self.program.spmd
-
-    def _constants(self, analysis: _Analysis) -> dict[str, Instruction]:
-        """Map names to the instructions of forward that compute them from constants."""
-        values = {self.program.resolve(name) for name in analysis.makers} | {computed_name(n) for n in analysis.fixed}
-        makers: dict[str, Instruction] = {}
-        for instruction in self.program.forward:
-            steady = isinstance(instruction, Convert) or (isinstance(instruction, Compute) and _is_steady(instruction))
-            is_constant = all(name in makers or name in analysis.fixed for name in instruction.operands)
-            if steady and is_constant and values.issuperset(instruction.results) and not sent_by(instruction):
-                makers.update(dict.fromkeys(instruction.results, instruction))
-        return makers
-
-    def _without_unread(
-        self, forward: Sequence[Instruction], backward: Sequence[Instruction], constants: set[str]
-    ) -> tuple[list[Instruction], list[Instruction]]:
-        """Return both halves without constants, also recomputed ones, that no instruction reads any more."""
-        read = set(self.program.ends)
-        constants = constants | {name + AGAIN for name in constants}
-        left: tuple[list[Instruction], list[Instruction]] = [], []
-        for half, instructions in ((1, backward), (0, forward)):
-            for instruction in reversed(instructions):
-                is_constant = bool(instruction.results) and constants.issuperset(instruction.results)
-                if is_constant and not read.intersection(instruction.results):
-                    continue
+def with_constants_apart(program: RankProgram, among: Collection[str] | None = None) -> HoistedProgram:
+    """Divide the program into its constants and the rest of the step. ``among``: keep only these values (those that
+    another variant of the program keeps)."""
+    analysis = _Analysis(program.spmd)
+    used = {computed_name(n) if n in analysis.fixed else program.resolve(n) for n in analysis.kept}
+    if among is not None:
+        used &= set(among)
+    makers = _makers_of_constants(program, analysis)
+    copied = {i.value for i in (*program.forward, *program.backward) if isinstance(i, Copy)}
+    used = {name for name in used - copied if name in makers}
+    duplicates = {program.resolve(name): program.resolve(first) for name, first in analysis.same.items()}
+    same = {name: name for name in used} | {name: kept for name, kept in duplicates.items() if kept in used}
+    same |= {name + AGAIN: kept for name, kept in same.items()}
+    # Of constants, also recomputed ones, those that no instruction reads any more go.
+    gone, read = {*makers, *(name + AGAIN for name in makers)}, set(program.ends)
+    halves: list[tuple[Instruction, ...]] = []
+    for instructions in (program.backward, [i for i in program.forward if not used.intersection(i.results)]):
+        left: list[Instruction] = []
+        for instruction in (with_operands(instruction, same) for instruction in reversed(instructions)):
+            is_constant = bool(instruction.results) and gone.issuperset(instruction.results)
+            if not is_constant or read.intersection(instruction.results):
                 read.update(instruction.operands)
-                left[half].append(instruction)
-        return left[0][::-1], left[1][::-1]
-
-    def _making(self, names: Sequence[str], makers: Mapping[str, Instruction]) -> RankProgram:
-        needed: set[str] = set()
-        waiting = list(names)
-        while waiting:
-            name = waiting.pop()
-            if name in makers and name not in needed:
-                needed.add(name)
-                waiting += makers[name].operands
-        program = self.program
-        forward = [instruction for instruction in program.forward if needed.intersection(instruction.results)]
-        forms = dict(program.forms)
-        forward = _of_their_own(forward, names, program, forms)
-        return part_of(program, forward=tuple(forward), delivered=tuple(names), forms=forms, given=())
+                left.append(instruction)
+        halves.append(tuple(reversed(left)))
+    constants = tuple(n for i in program.forward for n in i.results if n in used and n in read)
+    step = replace(
+        program,
+        forward=halves[1],
+        backward=halves[0],
+        aliases={name: same.get(other, other) for name, other in program.aliases.items()} | same,
+        given=(*program.given, *constants),
+    )
+    step = mark_overwrites(with_saved(step)) if constants else program
+    return HoistedProgram(_making(program, constants, makers), step)
 
 
-def _is_steady(kernel: Compute) -> bool:
-    """Return whether a kernel is deterministic and overwrites nothing."""
-    return isinstance(kernel.target, torch._ops.OpOverload) and not is_random(kernel.target) and not kernel.writes
+def _makers_of_constants(program: RankProgram, analysis: _Analysis) -> dict[str, Instruction]:
+    """Map names to the instructions of forward that compute them from constants."""
+    values = {program.resolve(name) for name in analysis.makers} | {computed_name(n) for n in analysis.fixed}
+    makers: dict[str, Instruction] = {}
+    for instruction in program.forward:
+        steady = isinstance(instruction, Convert) or (
+            isinstance(instruction, Compute)
+            and isinstance(instruction.target, torch._ops.OpOverload)
+            and not is_random(instruction.target)
+            and not instruction.writes
+        )
+        is_constant = all(name in makers or name in analysis.fixed for name in instruction.operands)
+        if steady and is_constant and values.issuperset(instruction.results) and not sent_by(instruction):
+            makers.update(dict.fromkeys(instruction.results, instruction))
+    return makers
+
+
+def _making(program: RankProgram, names: Sequence[str], makers: Mapping[str, Instruction]) -> RankProgram:
+    """Return the program that computes constants, each in memory of its own if that takes less."""
+    needed: set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name in makers and name not in needed:
+            needed.add(name)
+            waiting += makers[name].operands
+    forward = [instruction for instruction in program.forward if needed.intersection(instruction.results)]
+    forms = dict(program.forms)
+    forward = _of_their_own(forward, names, program, forms)
+    return part_of(program, forward=tuple(forward), delivered=tuple(names), forms=forms, given=())
 
 
 def _of_their_own(
@@ -319,7 +290,6 @@ def _of_their_own(
         written.append(with_results(instruction, [names.get(name, name) for name in instruction.results]))
         for name, whole in names.items():
             forms[whole] = forms[name]
-            written.append(
-                Compute(_COPY, (Ref(whole),), (), (name,), ((),), (forms[name],), (None,), instruction.origin)
-            )
+            form = (forms[name],)
+            written.append(Compute(_COPY, (Ref(whole),), (), (name,), ((),), form, (None,), instruction.origin))
     return written

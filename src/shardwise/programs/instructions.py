@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from shardwise.graph.ir import Arg, Ref, map_refs, refs
 from shardwise.layouts.conversions import Collective
@@ -31,6 +31,18 @@ class Origin:
     source: str
     part: Part
     again: bool = False
+
+
+class _WritesNothing:
+    __slots__ = ()
+    writes: ClassVar[tuple[str, ...]] = ()
+
+
+class _HasNoResults(_WritesNothing):
+    __slots__ = ()
+    results: ClassVar[tuple[str, ...]] = ()
+    forms: ClassVar[tuple[Form, ...]] = ()
+    shares: ClassVar[tuple[str | None, ...]] = ()
 
 
 @dataclass(frozen=True)
@@ -61,7 +73,7 @@ class Compute:
 
 
 @dataclass(frozen=True, slots=True)
-class Convert:
+class Convert(_WritesNothing):
     """A blocking conversion of one or several values in one direction; several share their messages. ``operands``,
     ``results``: in the order of ``conversions``; ``overwrites``: whether the first message may use the memory of the
     operand."""
@@ -78,7 +90,7 @@ class Convert:
 
 
 @dataclass(frozen=True, slots=True)
-class Depart:
+class Depart(_HasNoResults):
     """Starts the message of one or several conversions. ``flight``: the name by which ``Arrive`` refers to it."""
 
     flight: str
@@ -89,13 +101,9 @@ class Depart:
     of_parameters: bool = False
     overwrites: bool = False
 
-    @property
-    def results(self) -> tuple[str, ...]:
-        return ()
-
 
 @dataclass(frozen=True, slots=True)
-class Arrive:
+class Arrive(_WritesNothing):
     """Waits for a message and unpacks it."""
 
     flight: str
@@ -106,14 +114,11 @@ class Arrive:
     shares: tuple[str | None, ...]
     origin: Origin
     of_parameters: bool = False
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        return ()
+    operands: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(_WritesNothing):
     """Copies a value between the device and the host. ``apart``: asynchronously, on its own stream; until it has landed
     no instruction may read the copy, and the original must stay in memory."""
 
@@ -123,6 +128,7 @@ class Copy:
     form: Form
     origin: Origin
     apart: bool = False
+    shares: ClassVar[tuple[str | None, ...]] = (None,)
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -132,9 +138,13 @@ class Copy:
     def results(self) -> tuple[str, ...]:
         return (self.result,)
 
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        return (self.form,)
+
 
 @dataclass(frozen=True, slots=True)
-class Land:
+class Land(_HasNoResults):
     """Waits for an asynchronous copy. ``copy``: its result; ``on_device``: the operand or result on the device."""
 
     copy: str
@@ -145,65 +155,39 @@ class Land:
     def operands(self) -> tuple[str, ...]:
         return (self.on_device,)
 
-    @property
-    def results(self) -> tuple[str, ...]:
-        return ()
-
 
 Instruction = Compute | Convert | Depart | Arrive | Copy | Land
 Changed = TypeVar("Changed", bound=Instruction)
 
 
-def forms_of(instruction: Instruction) -> tuple[Form, ...]:
-    """Return the forms of an instruction's results."""
-    if isinstance(instruction, Copy):
-        return (instruction.form,)
-    return () if isinstance(instruction, (Depart, Land)) else instruction.forms
-
-
-def shares_of(instruction: Instruction) -> tuple[str | None, ...]:
-    """Return per result the name of a value with the same memory, or None."""
-    if isinstance(instruction, Copy):
-        return (None,)
-    return () if isinstance(instruction, (Depart, Land)) else instruction.shares
-
-
-def writes_of(instruction: Instruction) -> tuple[str, ...]:
-    """Return the names whose memory a kernel overwrites."""
-    return instruction.writes if isinstance(instruction, Compute) else ()
-
-
 def with_operands(instruction: Changed, names: Mapping[str, str]) -> Changed:
     """Return the instruction with the names replaced that it reads, writes to or shares memory with."""
-    shares = shares_of(instruction)
-    if names.keys().isdisjoint((*instruction.operands, *writes_of(instruction), *filter(None, shares))):
+    if names.keys().isdisjoint((*instruction.operands, *instruction.writes, *filter(None, instruction.shares))):
         return instruction
+
+    def renamed(values: Iterable[str]) -> tuple[str, ...]:
+        return tuple(names.get(name, name) for name in values)
+
     fields: dict[str, Any] = {}
     if isinstance(instruction, Compute):
         read = map_refs((instruction.args, instruction.kwargs), lambda name: Ref(names.get(name, name)))
-        fields = {"args": read[0], "kwargs": read[1], "writes": _renamed(instruction.writes, names)}
+        fields = {"args": read[0], "kwargs": read[1], "writes": renamed(instruction.writes)}
     elif isinstance(instruction, (Convert, Depart)):
-        fields = {"operands": _renamed(instruction.operands, names)}
+        fields = {"operands": renamed(instruction.operands)}
     elif isinstance(instruction, Copy):
         fields = {"value": names[instruction.value]}
     elif isinstance(instruction, Land):
         fields = {"on_device": names[instruction.on_device]}
     if isinstance(instruction, (Compute, Convert, Arrive)):
-        fields["shares"] = tuple(None if name is None else names.get(name, name) for name in shares)
+        fields["shares"] = tuple(None if name is None else names.get(name, name) for name in instruction.shares)
     return replace(instruction, **fields)
-
-
-def _renamed(values: Iterable[str], names: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(names.get(name, name) for name in values)
 
 
 def with_results(instruction: Instruction, names: Sequence[str]) -> Instruction:
     """Return the instruction with other names for its results."""
-    if isinstance(instruction, (Depart, Land)):
-        return instruction
     if isinstance(instruction, Copy):
         return replace(instruction, result=names[0])
-    return replace(instruction, results=tuple(names))
+    return instruction if isinstance(instruction, (Depart, Land)) else replace(instruction, results=tuple(names))
 
 
 def converts_only(instruction: Instruction, values: Collection[str]) -> bool:
@@ -221,29 +205,17 @@ def sent_by(instruction: Instruction) -> tuple[Collective, ...]:
     return ()
 
 
-def in_flight(convert: Convert, flight: str) -> tuple[Depart, Arrive]:
+def in_flight(whole: Convert, flight: str) -> tuple[Depart, Arrive]:
     """Return a conversion of one message as its departure and its arrival."""
-    conversions, backward, origin = convert.conversions, convert.backward, convert.origin
-    return (
-        Depart(flight, conversions, backward, convert.operands, origin, convert.of_parameters),
-        Arrive(
-            flight,
-            conversions,
-            backward,
-            convert.results,
-            convert.forms,
-            convert.shares,
-            origin,
-            convert.of_parameters,
-        ),
-    )
+    message, ends = (flight, whole.conversions, whole.backward), (whole.origin, whole.of_parameters)
+    return Depart(*message, whole.operands, *ends), Arrive(*message, whole.results, whole.forms, whole.shares, *ends)
 
 
 def memories(instructions: Iterable[Instruction], names: Iterable[str] = ()) -> dict[str, str]:
     """Map each name to the name that first had its memory. ``names``: names that exist before the instructions."""
     root = {name: name for name in names}
     for instruction in instructions:
-        for name, shared in zip(instruction.results, shares_of(instruction), strict=True):
+        for name, shared in zip(instruction.results, instruction.shares, strict=True):
             root[name] = name if shared is None else root.get(shared, shared)
     return root
 

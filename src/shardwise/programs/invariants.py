@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from shardwise.programs.instructions import (
-    Arrive,
-    Compute,
-    Convert,
-    Copy,
-    Depart,
-    Instruction,
-    Land,
-    memories,
-    writes_of,
-)
+from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, memories
 from shardwise.programs.rank_program import RankProgram
 
 
@@ -95,4 +85,4 @@ def _check(instructions: Sequence[Instruction], fixed: set[str], ends: Iterable[
 
 def _written(instruction: Instruction) -> tuple[str, ...]:
     overwrites = isinstance(instruction, (Convert, Depart)) and instruction.overwrites
-    return instruction.operands if overwrites else writes_of(instruction)
+    return instruction.operands if overwrites else instruction.writes

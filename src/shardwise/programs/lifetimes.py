@@ -24,7 +24,6 @@ from shardwise.programs.instructions import (
     Depart,
     Instruction,
     converts_only,
-    forms_of,
     in_flight,
     memories,
     sent_by,
@@ -121,7 +120,7 @@ def _recompute(program: RankProgram) -> RankProgram:
         for position in needed(instruction.operands):
             duplicate = _duplicate(forward[position], recomputed)
             recomputed.update(zip(forward[position].results, duplicate.results, strict=True))
-            forms.update(zip(duplicate.results, forms_of(duplicate), strict=True))
+            forms.update(zip(duplicate.results, duplicate.forms, strict=True))
             repeated.append(duplicate)
         early, late = _sent_ahead(repeated, {recomputed.get(name, name) for name in instruction.operands})
         if early:
@@ -188,19 +187,16 @@ def _sent_ahead(repeated: Sequence[Instruction], read: Set[str]) -> tuple[list[I
     early: list[Instruction] = []
     late: list[Instruction] = []
     for duplicate in repeated:
-        if isinstance(duplicate, Convert) and _travels_alone(duplicate) and read >= set(duplicate.results):
+        if isinstance(duplicate, Convert) and len(sent_by(duplicate)) == 1 and read >= set(duplicate.results):
             needs = _ancestors(duplicate, late)
-            if not any(isinstance(need, (Depart, Arrive)) or sent_by(need) for need in needs):
+            stays = duplicate.of_parameters or cuts_windows(duplicate.conversions)
+            if not stays and not any(isinstance(need, (Depart, Arrive)) or sent_by(need) for need in needs):
                 departure, arrival = in_flight(duplicate, f"flight of {duplicate.results[0]}")
                 early += [*needs, departure]
                 late = [*(instruction for instruction in late if instruction not in needs), arrival]
                 continue
         late.append(duplicate)
     return early, late
-
-
-def _travels_alone(convert: Convert) -> bool:
-    return len(sent_by(convert)) == 1 and not convert.of_parameters and not cuts_windows(convert.conversions)
 
 
 def _ancestors(instruction: Instruction, instructions: Sequence[Instruction]) -> list[Instruction]:
@@ -236,13 +232,9 @@ def _waits(instruction: Instruction) -> bool:
 def _leaving_early(backward: Sequence[Instruction], spmd: SpmdProgram) -> list[Instruction]:
     """Issue the messages of parameters that backward gathers again ahead of their use, as in forward
     (``programs.comm_schedule``), if their operands exist by then."""
-
-    def place(arrival: Instruction) -> int:
-        assert isinstance(arrival, Arrive), "what an exchange ends with"
-        return spmd.place_of(arrival.conversions)
-
     exchanges = _gathered_again(backward)
-    places = [place(backward[legs[-1][0]]) for legs in exchanges]
+    arrivals = (backward[legs[-1][0]] for legs in exchanges)
+    places = [spmd.place_of(arrival.conversions) for arrival in arrivals if isinstance(arrival, Arrive)]
     slots = legs_ahead([len(legs) - 1 for legs in exchanges], places)
     starts = [*(legs[0][0] for legs in exchanges[:1]), *(legs[-1][0] for legs in exchanges)]
     ahead: dict[int, list[int]] = {}  # position -> the positions of instructions moved ahead of it
@@ -250,7 +242,8 @@ def _leaving_early(backward: Sequence[Instruction], spmd: SpmdProgram) -> list[I
     for start, slot in zip(starts, slots, strict=False):
         for number, leg in slot:
             positions = exchanges[number][leg]
-            if leg == 0 and (positions[0] < start or _made_between(backward, start, positions[0])):
+            between = {name for instruction in backward[start : positions[0]] for name in instruction.results}
+            if leg == 0 and (positions[0] < start or between.intersection(backward[positions[0]].operands)):
                 stay.add(number)
             if number not in stay:
                 ahead.setdefault(start, []).extend(positions)
@@ -276,8 +269,3 @@ def _gathered_again(backward: Sequence[Instruction]) -> list[list[list[int]]]:
             legs.append([i])
             brought.update(dict.fromkeys(x.results, legs))
     return sorted(exchanges, key=lambda legs: legs[-1][0])
-
-
-def _made_between(backward: Sequence[Instruction], begin: int, departure: int) -> bool:
-    results = {name for instruction in backward[begin:departure] for name in instruction.results}
-    return bool(results.intersection(backward[departure].operands))

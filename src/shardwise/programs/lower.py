@@ -59,17 +59,13 @@ class NumberArgument:
     value: complex = field(compare=False)
 
 
-def needs_lowering(rule: OpRule, strategy: Strategy) -> bool:
-    return any(axes and rule.factor(factor).kind == "lowered" for factor, axes in strategy.factors)
-
-
 def lower(placed: PlacedOp, graph: Graph, mesh: Mesh) -> tuple[list[PlacedOp], tuple[Value, ...]]:
     """Return the operators that replace one (itself, if none of its lowered factors is split), and the added values.
 
     Results keep the names of the original results; inner operators and values are named after the operator.
     """
     op, rule, strategy = placed.op, placed.rule, placed.strategy
-    if not needs_lowering(rule, strategy):
+    if not any(axes and rule.factor(factor).kind == "lowered" for factor, axes in strategy.factors):
         return [placed], ()
     assert rule.lowering is not None, f"{op.name}: the rule {rule} has a lowered factor and no lowering"
     layouts = dict(zip(op.operands, apply_strategy(rule, strategy, mesh).operands, strict=True))

@@ -22,7 +22,7 @@ from shardwise.graph.batch import batch_size
 from shardwise.graph.custom_operators import STREAMS
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.infer import TypeInference
-from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, map_operands
+from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, rename_operands
 from shardwise.graph.schema import arguments
 from shardwise.layouts.choice import ShardPosition, ShardPositions, Split
 from shardwise.programs.time_axis import FIX, TimeSplit, buffer_names, split_in_time
@@ -171,35 +171,24 @@ class _MicroBatchWriter:
     def __post_init__(self) -> None:
         self.graph = self.split.graph
         self.types = TypeInference()
-        self.step_values: list[Value] = []  # supplied by the step, in addition to the samples
 
     def write(self) -> Graph:
         graph = self.graph
         for source in graph.sources:
-            self.values[source.value] = self._local(source.value, graph.by_name[source.value])
-        for name in self.split.prelude:
-            self._source(replace(graph.by_name[name], name=whole_name(name)))
-        self._source(Value(FIRST, (), torch.int64))
+            value = graph.by_name[source.value]
+            self.values[value.name] = replace(value, shape=self._shape(value.shape, self.split.where[value.name]))
+        of_step = [replace(graph.by_name[name], name=whole_name(name)) for name in self.split.prelude]
+        of_step.append(Value(FIRST, (), torch.int64))  # what the step supplies, in addition to the samples
+        self.values |= {value.name: value for value in of_step}
         for op in graph.ops:
             self._add(op)
         assert graph.loss is not None, "a loss was asked for"
         loss = self._once(graph.loss, graph.producer.get(graph.loss)) if self.split.loss_once else graph.loss
-        sources = (*graph.sources, *(Source(value.name, "constant", (value.name,)) for value in self.step_values))
+        sources = (*graph.sources, *(Source(value.name, "constant", (value.name,)) for value in of_step))
         order = [s.value for s in sources] + [name for op in self.ops for name in op.results]
-        written = Graph(
-            tuple(self.values[name] for name in order),
-            sources,
-            tuple(self.ops),
-            (Ref(loss),),
-            loss,
-            graph.mutations,
-            graph.constraints,
-        )
-        return eliminate_dead_code(written)
-
-    def _source(self, value: Value) -> None:
-        self.values[value.name] = value
-        self.step_values.append(value)
+        values = tuple(self.values[name] for name in order)
+        of_pass = replace(graph, values=values, sources=sources, ops=tuple(self.ops), cotangents=None)
+        return eliminate_dead_code(replace(of_pass, outputs=(Ref(loss),), loss=loss))
 
     # -- sizes ---------------------------------------------------------------------------------------------------------
 
@@ -215,9 +204,6 @@ class _MicroBatchWriter:
             )
         return bounds[0][0], bounds[1][0] - bounds[0][0]
 
-    def _local(self, name: str, value: Value) -> Value:
-        return replace(value, shape=self._shape(value.shape, self.split.where[name]))
-
     def _shape(self, shape: tuple[int, ...], where: object) -> tuple[int, ...]:
         if not isinstance(where, ShardPosition):
             return shape
@@ -228,30 +214,24 @@ class _MicroBatchWriter:
 
     def _add(self, op: Op) -> None:
         if op.name in self.split.local:
-            self._append(self._as_alone(op))
+            self._append(self._as_alone(op), op)
             return
-        operands = tuple(self._operand(op, i, name) for i, name in enumerate(op.operands))
+        operands = [self._operand(op, i, name) for i, name in enumerate(op.operands)]
         try:
             local = self._localized(op, self.split.splits.get(op.name))
         except _MovesWithSamples:
-            why = (
-                f"the step is not a sum over micro-batches: {op.name} depends on the position of a sample in the batch"
-            )
-            raise PlanError(why, op=op.name, source=op.source, fix=FIX) from None
-        self._append(local, op, operands)
+            why = f"{op.name} depends on the position of a sample in the batch"
+            what = f"the step is not a sum over micro-batches: {why}"
+            raise PlanError(what, op=op.name, source=op.source, fix=FIX) from None
+        self._append(rename_operands(local, op.operands, operands), op)
 
     def _as_alone(self, op: Op) -> Op:
         """Return an operator that treats the micro-batch as the batch, as captured for that batch size."""
         assert self.alone is not None, "there are such operators"
         twin = self.alone.op_by_name.get(op.name)
         if twin is None or twin.target != op.target or twin.results != op.results or twin.operands != op.operands:
-            raise PlanError(
-                f"{op.name} depends on the batch size: the model computes something else for {self.size} "
-                f"samples than for {self.split.batch}",
-                op=op.name,
-                source=op.source,
-                fix=FIX,
-            )
+            why = f"the model computes something else for {self.size} samples than for {self.split.batch}"
+            raise PlanError(f"{op.name} depends on the batch size: {why}", op=op.name, source=op.source, fix=FIX)
         return twin
 
     def _operand(self, op: Op, position: int, name: str) -> str:
@@ -349,7 +329,7 @@ class _MicroBatchWriter:
                     end = f".of_pass{number or ''}"
                     self.derived[key] = result = name + end
                     part = replace(local, name=maker.name + end, results=(result,))
-                    self._append(part, maker, tuple(operands), where_of_result=place)
+                    self._append(rename_operands(part, maker.operands, operands), maker, place)
                     return result
                 except _MovesWithSamples:
                     pass
@@ -365,31 +345,12 @@ class _MicroBatchWriter:
 
     # -- the list ------------------------------------------------------------------------------------------------------
 
-    def _append(
-        self,
-        op: Op,
-        origin: Op | None = None,
-        operands: tuple[str, ...] = (),
-        where_of_result: ShardPosition | None = None,
-    ) -> None:
-        """Append an operator. The operands of one that comes from the whole graph (``origin``) are renamed."""
-        if origin is not None and operands != origin.operands:
-            names = dict(zip(origin.operands, operands, strict=True))
-            remaining = list(zip(origin.operands, operands, strict=True))
-
-            def renamed(name: str) -> Arg:
-                pair = next((pair for pair in remaining if pair[0] == name), None)
-                if pair is not None:
-                    remaining.remove(pair)
-                return Ref(pair[1] if pair is not None else names.get(name, name))
-
-            op = map_operands(op, renamed)
+    def _append(self, op: Op, origin: Op, where_of_result: ShardPosition | None = None) -> None:
+        """Append an operator that comes from one of the whole graph, ``origin``."""
         self.ops.append(op)
-        whole = origin or op
-        for name, source in zip(op.results, whole.results, strict=True):
+        for name, source in zip(op.results, origin.results, strict=True):
             value = self.graph.by_name[source]
-            where = where_of_result or self.split.where[source]
-            shape = self._shape(value.shape, where)
+            shape = self._shape(value.shape, where_of_result or self.split.where[source])
             self.values[name] = replace(value, name=name, shape=shape)
 
     def _emit(self, op: Op | None, word: str, target: Any, args: tuple[Arg, ...], key: tuple[Any, Any]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from shardwise.graph.ir import Arg, Op, Ref, map_operands
+from shardwise.graph.ir import rename_operands
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy, piece_of
@@ -38,10 +38,8 @@ class LocalProgram:
 
 def localize(spmd: SpmdProgram, rank: int) -> LocalProgram:
     """Return the local program of a rank."""
-    coordinates = spmd.mesh.coordinates(rank)
-    instructions: list[LocalOp | Conversion | Bucket] = []
-    for step in spmd.steps:
-        instructions.append(_local_op(step, spmd.mesh, coordinates) if isinstance(step, OpStep) else step)
+    mesh, coordinates = spmd.mesh, spmd.mesh.coordinates(rank)
+    instructions = (_local_op(step, mesh, coordinates) if isinstance(step, OpStep) else step for step in spmd.steps)
     return LocalProgram(rank, spmd, tuple(instructions))
 
 
@@ -50,16 +48,14 @@ def _local_op(step: OpStep, mesh: Mesh, coordinates: Mapping[str, int]) -> Local
     if rule.localize is None:
         call = LocalOpCall(op.target, op.args, op.kwargs)
     else:
-        context = LocalContext(
-            tuple(_local_shape(layout, tuple(coordinates.items())) for layout in step.operand_layouts),
-            tuple(_local_shape(layout, tuple(coordinates.items())) for layout in step.result_layouts),
-            factor_pieces(rule, strategy, mesh, coordinates),
+        shapes, results = (
+            tuple(_local_shape(layout, tuple(coordinates.items())) for layout in layouts)
+            for layouts in (step.operand_layouts, step.result_layouts)
         )
-        call = rule.localize(op, context)
+        call = rule.localize(op, LocalContext(shapes, results, factor_pieces(rule, strategy, mesh, coordinates)))
     if rule.kernel is not None:
         call = rule.kernel(call)
-    renamed = _with_operands(op, call, step.operands)
-    return LocalOp(op.name, op.source, renamed, op.results)
+    return LocalOp(op.name, op.source, rename_operands(call, op.operands, step.operands), op.results)
 
 
 @lru_cache(maxsize=100_000)
@@ -83,27 +79,6 @@ def factor_pieces(
     return {name: tuple(pieces) for name, pieces in pieces_of.items()}
 
 
-def _with_operands(op: Op, call: LocalOpCall, operands: tuple[str, ...]) -> LocalOpCall:
-    """Return the call with every operand renamed to its conversion. An operand that occurs twice may be in two layouts:
-    references are replaced in order of occurrence if the call keeps them all, by name otherwise."""
-    occurrences = list(op.operands)
-    names = list(operands)
-
-    def rename(name: str) -> Arg:
-        position = occurrences.index(name)
-        result = names[position]
-        if occurrences.count(name) > 1:
-            del occurrences[position], names[position]
-        return Ref(result)
-
-    return map_operands(call, rename)
-
-
-def local_numel(layout: Layout, rank: int) -> int:
-    """Return the number of elements that a rank holds of a tensor."""
-    return prod(layout.local_shape(layout.mesh.coordinates(rank)))
-
-
 def busiest_rank(spmd: SpmdProgram) -> int:
     """Return the rank that holds the most: the last one, whose pieces of uneven splits are the largest. If parameters
     are split by hand, the one with the most elements of all sources."""
@@ -111,4 +86,9 @@ def busiest_rank(spmd: SpmdProgram) -> int:
     layouts = [spmd.layouts[source.value] for source in spmd.graph.sources]
     if not any(layout.windows for layout in layouts):
         return num_devices - 1
-    return max(range(num_devices), key=lambda rank: (sum(local_numel(layout, rank) for layout in layouts), rank))
+
+    def num_elements(rank: int) -> tuple[int, int]:
+        coordinates = spmd.mesh.coordinates(rank)
+        return sum(prod(layout.local_shape(coordinates)) for layout in layouts), rank
+
+    return max(range(num_devices), key=num_elements)

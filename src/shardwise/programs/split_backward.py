@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwise.programs.instructions import Arrive, Depart, Instruction, Land, memories, read_of, writes_of
+from shardwise.programs.instructions import Arrive, Depart, Instruction, Land, memories, read_of
 from shardwise.programs.invariants import check_program
 from shardwise.programs.pass_list import mark_overwrites_of_backward
 from shardwise.programs.rank_program import RankProgram
@@ -22,31 +22,20 @@ def split_backward(program: RankProgram) -> tuple[RankProgram, RankProgram]:
     reads. ``saved`` of the second contains these, values of forward, and cotangents.
     """
     chosen = _needed_by_cotangents(program)
-    ordered = [i for i, is_first in zip(program.backward, chosen, strict=True) if is_first]
-    count = len(ordered)
-    ordered += [i for i, is_first in zip(program.backward, chosen, strict=True) if not is_first]
+    ordered = [i for is_first in (True, False) for i, c in zip(program.backward, chosen, strict=True) if c == is_first]
     whole = mark_overwrites_of_backward(replace(program, backward=tuple(ordered)))
     check_program(whole)
-    first, second = whole.backward[:count], whole.backward[count:]
+    first, second = whole.backward[: sum(chosen)], whole.backward[sum(chosen) :]
     first_results = {name for instruction in first for name in instruction.results}
     early = {source: name for source, name in program.gradients.items() if name in first_results}
     late = {source: name for source, name in program.gradients.items() if name not in first_results}
     handed = {name: name for name in read_of(second, first_results)}
     of_first = {name for instruction in first for name in instruction.operands}
+    taken, left = tuple(n for n in program.saved if n in of_first), read_of(second, first_results.union(program.handed))
+    none = (None,) * len(program.cotangents)
     return (
-        replace(
-            whole,
-            backward=first,
-            saved=tuple(name for name in program.saved if name in of_first),
-            gradients={**early, **handed},
-        ),
-        replace(
-            whole,
-            backward=second,
-            saved=read_of(second, first_results.union(program.handed)),
-            cotangents=(None,) * len(program.cotangents),
-            gradients=late,
-        ),
+        replace(whole, backward=first, saved=taken, gradients={**early, **handed}),
+        replace(whole, backward=second, saved=left, cotangents=none, gradients=late),
     )
 
 
@@ -62,7 +51,7 @@ def _needed_by_cotangents(program: RankProgram) -> list[bool]:
         for index in reversed(range(len(program.backward))):
             instruction = program.backward[index]
             is_flight = isinstance(instruction, Depart) and instruction.flight in flights
-            fills = any(root.get(x, x) in read for x in writes_of(instruction))
+            fills = any(root.get(x, x) in read for x in instruction.writes)
             lands = isinstance(instruction, Land) and instruction.copy in needed
             if chosen[index] or is_flight or fills or lands or needed.intersection(instruction.results):
                 chosen[index] = True
@@ -83,7 +72,7 @@ def _before_overwrites(instructions: tuple[Instruction, ...], chosen: list[bool]
     for index in reversed(range(len(instructions))):
         instruction = instructions[index]
         if chosen[index]:
-            overwritten.update(root.get(name, name) for name in writes_of(instruction))
+            overwritten.update(root.get(name, name) for name in instruction.writes)
         elif any(root.get(name, name) in overwritten for name in instruction.operands):
             readers.append(index)
     return readers

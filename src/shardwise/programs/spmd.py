@@ -6,6 +6,7 @@ collectives interleave with the computation). Every tensor that the model return
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,7 +15,7 @@ from typing import TypeGuard
 import torch
 
 from shardwise.errors import LayoutError
-from shardwise.graph.ir import Arg, Graph, Op, Ref, Value, refs
+from shardwise.graph.ir import Arg, Graph, Ref, Value, refs
 from shardwise.layouts.conversions import Collective, Move
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
@@ -129,8 +130,8 @@ class SpmdProgram:
             [len(bucket.collectives()) for bucket in leaving], [self.place_of(bucket.conversions) for bucket in leaving]
         )
         slot_of = dict(zip(map(id, leaving), slots, strict=True))
-        ordered: list[tuple[Conversion | Bucket, Collective]] = []
-        ordered += [(leaving[i], leaving[i].collectives()[leg]) for i, leg in start]
+        ordered: list[tuple[Conversion | Bucket, Collective]]
+        ordered = [(leaving[i], leaving[i].collectives()[leg]) for i, leg in start]
         for step in self.steps:
             if id(step) in slot_of:
                 ordered += [(leaving[i], leaving[i].collectives()[leg]) for i, leg in slot_of[id(step)]]
@@ -177,9 +178,8 @@ class SpmdProgram:
             if not isinstance(step, OpStep):
                 reached.update(c.value for c in conversions_of(step) if c.result in reached and c.differentiable)
             elif any(result in reached and grad[result].requires_grad for result in step.placed.op.results):
-                for name, original in zip(step.operands, step.placed.op.operands, strict=True):
-                    if grad[original].requires_grad:
-                        reached.add(name)
+                named = zip(step.operands, step.placed.op.operands, strict=True)
+                reached.update(name for name, original in named if grad[original].requires_grad)
         return frozenset(reached)
 
 
@@ -205,24 +205,31 @@ def place_ops(
     """Return every operator with its rule and strategy, lowered if its strategy splits a lowered factor, and the
     lowered graph. Raises LayoutError naming the operator if a strategy does not fit its rule."""
     for op in graph.ops:
-        _check(op, rules[op.name], strategies[op.name], mesh)
+        try:
+            check_strategy(rules[op.name], strategies[op.name], mesh)
+        except LayoutError as error:
+            raise LayoutError(str(error), op=op.name, source=op.source) from error
     return lower_all(graph, rules, strategies, mesh)
 
 
 def insert_conversions(placed: Sequence[PlacedOp], graph: Graph, choice: Choice, mesh: Mesh) -> SpmdProgram:
     """Return the program without buckets: the operators of a lowered graph, and every conversion by itself."""
-    sources, delivered = choice.sources, choice.delivered
-    builder = Builder(graph, mesh, {name: sources[name] for name in graph.source_of}, choice.route, choice.shared)
+    stored, delivered = {name: choice.sources[name] for name in graph.source_of}, choice.delivered
+    builder = Builder(graph, mesh, replace(choice, sources=stored))
     for item in placed:
         builder.add(item)
+
+    def whole(value: str) -> str:
+        return builder.convert(value, Layout.whole(mesh, graph.by_name[value].shape), "")
+
     delivered_as = {
-        name: builder.convert(name, delivered[name], "") if name in delivered else builder.whole(name)
+        name: builder.convert(name, delivered[name], "") if name in delivered else whole(name)
         for name in refs(graph.outputs)
     }
     outputs = tuple(Ref(delivered_as[out.name]) if isinstance(out, Ref) else out for out in graph.outputs)
     cotangents = tuple(delivered_as[name] for name in graph.cotangents or ())
-    loss = builder.whole(graph.loss) if graph.loss is not None else None
-    mutations = tuple((buffer, builder.convert(value, sources[buffer], "")) for buffer, value in graph.mutations)
+    loss = whole(graph.loss) if graph.loss is not None else None
+    mutations = tuple((buffer, builder.convert(value, choice.sources[buffer], "")) for buffer, value in graph.mutations)
     return SpmdProgram(mesh, graph, builder.layouts, tuple(builder.steps), outputs, loss, mutations, cotangents)
 
 
@@ -232,23 +239,18 @@ def fill(spmd: SpmdProgram, bucket_bytes: int, original: Graph | None = None, *,
     graph = spmd.graph
     values = graph.by_name | ({s.value: original.by_name[s.value] for s in original.sources} if original else {})
     parameters = frozenset(source.value for source in graph.sources if source.kind == "parameter")
+    # The results of a training step: the loss (all outputs if there is none), values for other stages, and buffers.
+    ends = {spmd.loss} if spmd.loss is not None else {*refs(spmd.outputs)}
     steps = fill_buckets(
         [step for step in spmd.steps if not isinstance(step, Bucket)],
         parameters,
         values.__getitem__,
         spmd.receives_gradient,
         bucket_bytes,
-        ends=_trained(spmd),
+        ends={*ends, *spmd.cotangents, *(value for _, value in spmd.mutations)},
         by_block=by_block,
     )
     return replace(spmd, steps=steps)
-
-
-def _trained(spmd: SpmdProgram) -> set[str]:
-    """Return the results of a training step: the loss (all outputs if there is none), values sent to other stages, and
-    new values of buffers."""
-    ends = {spmd.loss} if spmd.loss is not None else {*refs(spmd.outputs)}
-    return {*ends, *spmd.cotangents, *(value for _, value in spmd.mutations)}
 
 
 def with_buckets(spmd: SpmdProgram, buckets: Sequence[Bucket]) -> SpmdProgram:
@@ -321,34 +323,16 @@ def conversions_of(step: OpStep | Conversion | Bucket) -> tuple[Conversion, ...]
     return (step,) if isinstance(step, Conversion) else ()
 
 
-def _check(op: Op, rule: OpRule, strategy: Strategy, mesh: Mesh) -> None:
-    try:
-        check_strategy(rule, strategy, mesh)
-    except LayoutError as error:
-        raise LayoutError(str(error), op=op.name, source=op.source) from error
-
-
 class Builder:
-    """Builds the steps of a program, with the layout of every name and the conversions that exist already.
+    """Builds the steps of a program, with the layout of every name and the conversions that exist already."""
 
-    ``route``: the moves between two layouts of a value; ``shared``: value -> the layout from which all its consumers
-    convert.
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        mesh: Mesh,
-        layouts: dict[str, Layout],
-        route: Route | None = None,
-        shared: Mapping[str, Layout] | None = None,
-    ) -> None:
-        self.graph, self.mesh, self.layouts = graph, mesh, layouts
-        self.route, self.shared = route or fewest_bytes, shared or {}
+    def __init__(self, graph: Graph, mesh: Mesh, choice: Choice) -> None:
+        self.graph, self.mesh, self.route, self.shared = graph, mesh, choice.route or fewest_bytes, choice.shared
+        self.layouts = dict(choice.sources)
         self.steps: list[OpStep | Conversion] = []
         self._shared_as: dict[str, str] = {}  # value -> the name of its shared layout
         self._results: dict[tuple[str, Layout], str] = {}
-        self._count: dict[str, int] = {}
+        self._count: Counter[str] = Counter()
 
     def add(self, placed: PlacedOp) -> None:
         applied = apply_strategy(placed.rule, placed.strategy, self.mesh)
@@ -359,10 +343,6 @@ class Builder:
         layouts = tuple(self.layouts[name] for name in names)
         self.steps.append(OpStep(placed, names, layouts, applied.results))
         self.layouts.update(zip(placed.op.results, applied.results, strict=True))
-
-    def whole(self, value: str) -> str:
-        """Return the name of the value as whole and invariant on every axis."""
-        return self.convert(value, Layout.whole(self.mesh, self.graph.by_name[value].shape), "")
 
     def convert(self, value: str, target: Layout, op: str) -> str:
         """Return the name of ``value`` in layout ``target``, and add a conversion if needed. Without gradient,
@@ -382,14 +362,11 @@ class Builder:
         key = (origin, target)
         if key not in self._results:
             moves = self.route(info, source, target)
-            self._count[origin] = self._count.get(origin, 0) + 1
-            result = f"{origin}:{self._count[origin]}"
-            self._results[key] = result
+            self._count[origin] += 1
+            result = self._results[key] = f"{origin}:{self._count[origin]}"
             self.layouts[result] = target
-            itemsizes = info.dtype.itemsize, info.grad_itemsize
-            self.steps.append(
-                Conversion(name, origin, result, source, target, moves, info.requires_grad, *itemsizes, op)
-            )
+            how = moves, info.requires_grad, info.dtype.itemsize, info.grad_itemsize, op
+            self.steps.append(Conversion(name, origin, result, source, target, *how))
         return self._results[key]
 
 

@@ -95,28 +95,21 @@ def split_in_time(graph: Graph) -> TimeSplit:
         rules = {op.name: rule_within(used.get(op.name), op, graph) for op in graph.ops}
         factored = factor_graph(graph, rules)
         axis = _Axis(graph, factored, batch)
-        lowered = [op for op in graph.ops if op.name in axis.splits and axis.is_lowered(op)]
-        if not lowered:
+        ops: list[Op] = []
+        values = list(graph.values)
+        for op in graph.ops:
+            split, rule = axis.splits.get(op.name), factored.rules[op.name]
+            if split is None or axis.places[op.name].kinds[split.factor] != "lowered":
+                ops.append(op)
+                continue
+            items, added = lower(PlacedOp(op, rule, Strategy.of({"micro": split})), graph, AXIS)
+            assert rule.lowering is not None, f"{op.name} has a lowered factor and no lowering"
+            used.update({item.op.name: rule.lowering for item in items})
+            ops += [item.op for item in items]
+            values += added
+        if tuple(ops) == graph.ops:
             return axis.split()
-        graph = _lowered(graph, factored, axis.splits, {op.name for op in lowered}, used)
-
-
-def _lowered(
-    graph: Graph, factored: Factored, splits: Mapping[str, Split], names: set[str], used: dict[str, Lowering]
-) -> Graph:
-    ops: list[Op] = []
-    values = list(graph.values)
-    for op in graph.ops:
-        if op.name not in names:
-            ops.append(op)
-            continue
-        rule = factored.rules[op.name]
-        items, added = lower(PlacedOp(op, rule, Strategy.of({"micro": splits[op.name]})), graph, AXIS)
-        assert rule.lowering is not None, f"{op.name} has a lowered factor and no lowering"
-        used.update({item.op.name: rule.lowering for item in items})
-        ops += [item.op for item in items]
-        values += added
-    return replace(graph, ops=tuple(ops), values=tuple(values))
+        graph = replace(graph, ops=tuple(ops), values=tuple(values))
 
 
 @dataclass
@@ -140,9 +133,6 @@ class _Axis:
             self.where[source.value] = self._samples(source.value) if is_split else "I"
         for op in self.graph.ops:
             self._follow(op)
-
-    def is_lowered(self, op: Op) -> bool:
-        return self.places[op.name].kinds[self.splits[op.name].factor] == "lowered"
 
     def _samples(self, value: str) -> ShardPosition:
         """Return the position of the major atom of dim 0: the samples, or groups of adjacent samples."""
@@ -177,8 +167,9 @@ class _Axis:
         assert loss is not None, "it was asked for"
         local, statistics = self._running_statistics(loss)
         self.of_inputs = _of_inputs(self.graph, without=local)
+        apart = statistics | {name for op in local for name in self.graph.op_by_name[op].results}
         for op in self.graph.ops:
-            self._sum(op, local, statistics)
+            self._sum(op, local, apart)
         if isinstance(self.where[loss], ShardPosition) or (_is_partial(self.where[loss]) and self.where[loss] != "P"):
             raise _refusal(self.graph.producer[loss], "computes a loss that is not a sum over samples")
         for buffer, value in self.graph.mutations:
@@ -227,9 +218,10 @@ class _Axis:
                 connected.join(name, inside[0])
         return connected.roots()
 
-    def _sum(self, op: Op, local: set[str], statistics: set[str]) -> None:
-        """Decide which partial sums among the operands pass through the operator and which are needed whole."""
-        partial = [i for i, name in enumerate(op.operands) if self._is_summed(name, local, statistics)]
+    def _sum(self, op: Op, local: set[str], apart: set[str]) -> None:
+        """Decide which partial sums among the operands pass through the operator and which are needed whole. ``apart``:
+        values that every micro-batch has of its own."""
+        partial = [i for i, n in enumerate(op.operands) if n not in apart and _is_partial(self.where[n])]
         if op.name in local or not partial:
             return
         hard = {i for i in partial if op.operands[i] not in self.of_inputs}
@@ -242,12 +234,6 @@ class _Axis:
         self.once.update((op.name, i) for i in passing.difference(partial))
         if group is not None:
             self.where.update(dict.fromkeys(op.results, "P"))
-
-    def _is_summed(self, name: str, local: set[str], statistics: set[str]) -> bool:
-        producer = self.graph.producer.get(name)
-        if name in statistics or (producer is not None and producer.name in local):
-            return False
-        return _is_partial(self.where[name])
 
     def _group(self, op: Op, hard: set[int], partial: list[int]) -> tuple[int, ...] | None:
         """Return the operands, jointly linear in the operator, through which partial sums pass; None if there are none.

@@ -26,7 +26,7 @@ from shardwise.dispatch_mode import OpRecorder
 from shardwise.graph.ir import Arg, Ref, map_refs
 from shardwise.graph.schema import filled, is_random
 from shardwise.graph.switches import CallCache
-from shardwise.graph.trees import argument_key
+from shardwise.graph.trees import argument_key, storage_of
 from shardwise.programs.forms import Form
 from shardwise.programs.instructions import Compute, Origin, memories, with_operands
 
@@ -173,7 +173,7 @@ class _KernelRecorder(OpRecorder):
     def know(self, tensor: torch.Tensor, name: str) -> None:
         self.names[id(tensor)] = name
         self.alive.append(tensor)
-        self.storages.setdefault(_storage(tensor), name)
+        self.storages.setdefault(storage_of(tensor), name)
 
     def name_of(self, tensor: torch.Tensor) -> str:
         if id(tensor) not in self.names:
@@ -187,7 +187,7 @@ class _KernelRecorder(OpRecorder):
             return
         if func in _SAME:  # of a number
             func, args, kwargs = aten.scalar_tensor.default, (same,), {"dtype": tensors[0][1].dtype, "device": None}
-        shared = {_storage(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        shared = {storage_of(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         call_args = tuple(map(self._arg, args))
         call_kwargs = tuple((key, self._arg(value)) for key, value in kwargs.items())
         names, forms, places, shares, writes = [], [], [], [], []
@@ -197,25 +197,14 @@ class _KernelRecorder(OpRecorder):
                 continue
             name = f"{self.prefix}{self.count}"
             self.count += 1
-            before = shared.get(_storage(tensor))
+            before = shared.get(storage_of(tensor))
             shares.append(None if before is None else self.names.get(id(before)))
             self.know(tensor, name)
             names.append(name)
             forms.append(Form.of(tensor))
             places.append(place)
-        self.kernels.append(
-            Compute(
-                _INSTEAD_OF.get(func, func),
-                call_args,
-                call_kwargs,
-                tuple(names),
-                tuple(places),
-                tuple(forms),
-                tuple(shares),
-                _NOT_YET,
-                tuple(writes),
-            )
-        )
+        target, results = _INSTEAD_OF.get(func, func), (tuple(names), tuple(places), tuple(forms), tuple(shares))
+        self.kernels.append(Compute(target, call_args, call_kwargs, *results, _NOT_YET, tuple(writes)))
 
     def _arg(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -261,9 +250,9 @@ class _TracedKernels:
         first: dict[int, str] = {}
         shares: list[str | None] = []
         for (_, tensor), name in zip(self.outputs, names, strict=True):
-            root = self.recorder.storages[_storage(tensor)]
-            shares.append(root if root.isdigit() else first.get(_storage(tensor)))
-            first.setdefault(_storage(tensor), name)
+            root = self.recorder.storages[storage_of(tensor)]
+            shares.append(root if root.isdigit() else first.get(storage_of(tensor)))
+            first.setdefault(storage_of(tensor), name)
         forms = tuple(Form.of(tensor) for _, tensor in self.outputs)
         places = tuple(place for place, _ in self.outputs)
         kernels = tuple(self.kernels)
@@ -283,25 +272,19 @@ class _TracedKernels:
             none = (None,) * len(self.inputs)
             if not of_results or not differentiable:
                 return BackwardTrace((), none, none, (), True)
+            results, given = zip(*of_results, strict=True)
             with recorder:
-                derivatives = iter(
-                    torch.autograd.grad(
-                        [tensor for tensor, _ in of_results],
-                        differentiable,
-                        [cotangent for _, cotangent in of_results],
-                        allow_unused=True,
-                    )
-                )
+                derivatives = iter(torch.autograd.grad(results, differentiable, given, allow_unused=True))
             gradients = [next(derivatives) if tensor.requires_grad else None for tensor in self.inputs]
             names = tuple(None if gradient is None else recorder.name_of(gradient) for gradient in gradients)
             forms = tuple(None if gradient is None else Form.of(gradient) for gradient in gradients)
-            results = frozenset(recorder.name_of(tensor) for _, tensor in self.outputs)
+            returned = frozenset(recorder.name_of(tensor) for _, tensor in self.outputs)
         numbers = {
             str(i): Form.of(tensor).num_bytes
             for i, tensor in enumerate(self.inputs)
             if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex
         }
-        return _backward_kind(self.kernels, recorder.kernels, results, (names, forms), numbers)
+        return _backward_kind(self.kernels, recorder.kernels, returned, (names, forms), numbers)
 
 
 def _backward_kind(
@@ -337,13 +320,9 @@ def _backward_kind(
             needs[name] = None
 
     needs: dict[str, None] = {}
-    for kernel in kernels:
-        for name in kernel.operands:
-            if name[0] in "f" or name.isdigit():
-                need(name)
-    for cotangent in cotangents:
-        if cotangent is not None and (cotangent[0] == "f" or cotangent.isdigit()):
-            need(cotangent)
+    for name in (*(name for kernel in kernels for name in kernel.operands), *cotangents):
+        if name is not None and (name[0] == "f" or name.isdigit()):
+            need(name)
     every = _without_twins([*dict.fromkeys(replayed.values()), *kernels], cotangents)
     return BackwardTrace(every[0], every[1], forms, tuple(needs), whole)
 
@@ -432,14 +411,11 @@ def _opaque_backward(
     operands: tuple[Form, ...], forward: ForwardTrace, cotangents: tuple[Form | None, ...]
 ) -> BackwardTrace:
     """Return the backward of a call that autograd differentiates in one instruction (``programs.opaque``)."""
-    flows = any(
-        cotangent is not None and form.requires_grad for cotangent, form in zip(cotangents, forward.forms, strict=True)
-    )
-    needs_grad = [flows and form.requires_grad for form in operands]
-    names = tuple(f"b{i}" if needed else None for i, needed in enumerate(needs_grad))
+    flows = any(form.requires_grad for c, form in zip(cotangents, forward.forms, strict=True) if c is not None)
+    names = tuple(f"b{i}" if flows and form.requires_grad else None for i, form in enumerate(operands))
     forms = tuple(
-        Form.contiguous(form.shape, form.dtype) if needed else None
-        for form, needed in zip(operands, needs_grad, strict=True)
+        None if name is None else Form.contiguous(form.shape, form.dtype)
+        for form, name in zip(operands, names, strict=True)
     )
     return BackwardTrace((), names, forms, (), False, opaque=True)
 
@@ -447,7 +423,3 @@ def _opaque_backward(
 @lru_cache(maxsize=1)
 def _fake_mode() -> FakeTensorMode:
     return FakeTensorMode()
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

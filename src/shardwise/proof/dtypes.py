@@ -16,7 +16,6 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.errors import ShardwiseError
-from shardwise.graph.ir import Graph
 from shardwise.layouts.text import format_dtype
 from shardwise.plans.plan import Plan
 from shardwise.proof.errors_by_tensor import Key, TensorError, Values, is_finite
@@ -73,7 +72,8 @@ def in_dtypes(ranks: VirtualRanks, steps: int) -> DtypeReport:
     """
     start, passes = ranks.start, len(ranks.passes.sizes)
     original, before = OneDevice(start), OneDevice(start)
-    unit = _unit(start.captured.graph)
+    dtypes = {value.dtype for value in start.captured.graph.values if value.dtype.is_floating_point}
+    unit = max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float64).eps)  # of the coarsest
     disturbed = disturbed_runs(start, unit)
     margin = RUNS_MARGIN + len(ranks.ranks) + (passes if passes > 1 else 0)
     judged: dict[Key, tuple[TensorError, float]] = {}
@@ -119,12 +119,6 @@ def stored_module(module: torch.nn.Module, plan: Plan) -> torch.nn.Module:
         for parameter in twin.parameters():
             parameter.data = parameter.data.to(plan.precision.stored(parameter.dtype))
     return twin
-
-
-def _unit(graph: Graph) -> float:
-    """Return the spacing at 1 of the coarsest dtype in the graph."""
-    dtypes = {value.dtype for value in graph.values if value.dtype.is_floating_point}
-    return max((torch.finfo(dtype).eps for dtype in dtypes), default=torch.finfo(torch.float64).eps)
 
 
 def _share(difference: TensorError, bound: float) -> float:

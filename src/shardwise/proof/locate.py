@@ -3,7 +3,7 @@ right, the first wrong gradient in backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,15 +17,8 @@ from shardwise.programs.rank_program import RankProgram
 from shardwise.proof.errors_by_tensor import TensorError, magnitude, relative_difference
 from shardwise.proof.ranks import VirtualRanks, VirtualStep
 from shardwise.proof.runs import OneDevice
-from shardwise.proof.virtual import run_forward
+from shardwise.proof.virtual import reduced, run_forward
 from shardwise.runtime.local_shards import shard
-
-_REDUCE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "sum": torch.add,
-    "max": torch.maximum,
-    "min": torch.minimum,
-    "any": torch.logical_or,
-}
 
 
 def first_wrong(ranks: VirtualRanks, wrong: Sequence[TensorError], tolerance: float) -> str:
@@ -71,7 +64,8 @@ def _wrong_result(
     programs = ranks.programs[ranks.passes.sizes[0]][stage]
     with torch.no_grad():
         expected = interpret(spmd.graph, sources)
-    written = {name for program in programs for name in _written(program)}
+    computed = (i for program in programs for i in program.forward if isinstance(i, Compute))
+    written = {name for instruction in computed for name in instruction.writes}  # the memory holds another value now
     for op in spmd.graph.ops:
         for name in op.results:
             results = [
@@ -111,24 +105,12 @@ def _without_overwrites(program: RankProgram) -> RankProgram:
     return replace(program, forward=tuple(forward))
 
 
-def _written(program: RankProgram) -> list[str]:
-    """Return the names that a kernel overwrites: their memory no longer holds the named value."""
-    return [name for i in program.forward if isinstance(i, Compute) for name in i.writes]
-
-
 def _summed(layout: Layout, shards: Sequence[Tensor]) -> list[Tensor]:
     """Reduce a partial value over its partial axes and return the result of each rank."""
     whole = list(shards)
     for state, kind in PARTIAL_KINDS.items():
         axes = tuple(axis for axis, on_axis in layout.states if on_axis == state)
-        if not axes:
-            continue
-        parts = whole
-        whole = []
-        for rank in range(len(parts)):
-            first, *others = layout.mesh.group(axes, rank)
-            total = parts[first]
-            for other in others:
-                total = _REDUCE[kind](total, parts[other])
-            whole.append(total)
+        if axes:
+            groups = [layout.mesh.group(axes, rank) for rank in range(len(whole))]
+            whole = [reduced([whole[member] for member in group], kind) for group in groups]
     return whole

@@ -135,12 +135,14 @@ class OneDevice:
     def _run(self, step: int) -> Values:
         start = self.start
         values: Values = {}
+        graph, tensors = self.captured.graph, {**self.tensors, **start.inputs}
+        captured = ((tensors.get(source.names[0]), graph.by_name[source.value].dtype) for source in graph.sources)
         norms = (norm for norm in self.module.modules() if isinstance(norm, _BatchNorm) and norm.momentum is None)
         mode = reference_mode(
             step,
             start.passes.sizes,
             widens=self.precision is None,
-            dtypes=self._dtypes(),
+            dtypes=Dtypes((tensor, dtype) for tensor, dtype in captured if tensor is not None),
             averaged={id(norm.running_mean) for norm in norms if norm.running_mean is not None},
             models_default=start.models_default,
         )
@@ -148,8 +150,7 @@ class OneDevice:
             output = self._output()
         leaves, _ = flatten_output(output)
         self._check_outputs(leaves)
-        graph, memories = self.captured.graph, self.captured.memories
-        for i, (leaf, out, memory) in enumerate(zip(leaves, graph.outputs, memories, strict=True)):
+        for i, (leaf, out, memory) in enumerate(zip(leaves, graph.outputs, self.captured.memories, strict=True)):
             if not isinstance(leaf, torch.Tensor):
                 continue
             is_loss = isinstance(out, Ref) and out.name == graph.loss
@@ -175,12 +176,6 @@ class OneDevice:
             fix="forward must return the same structure in every call: remove the branch on requires_grad, dtype, "
             "a counter or other state that differs between calls",
         )
-
-    def _dtypes(self) -> Dtypes:
-        """Return the captured dtypes of parameters, buffers and inputs."""
-        graph, tensors = self.captured.graph, {**self.tensors, **self.start.inputs}
-        held = ((tensors.get(source.names[0]), graph.by_name[source.value].dtype) for source in graph.sources)
-        return Dtypes((tensor, dtype) for tensor, dtype in held if tensor is not None)
 
     def _output(self) -> Any:
         """Call the module, with a precision on parameters and inputs cast to the compute dtype."""

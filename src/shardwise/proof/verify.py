@@ -21,7 +21,7 @@ from shardwise.graph.batch import batch_size
 from shardwise.graph.call_arguments import call_arguments
 from shardwise.graph.capture import Capture, capture
 from shardwise.graph.code_reachability import empty_tensor_caches, reachable_code
-from shardwise.graph.fakes import deep_copy
+from shardwise.graph.fakes import deep_copy, empty_copy
 from shardwise.graph.ir import Graph
 from shardwise.graph.switches import default_dtype
 from shardwise.graph.to_float64 import to_float64
@@ -231,6 +231,10 @@ class _Verification:
             unexplained = [] if rounding is None else [difference for difference, _ in rounding.unexplained]
             forward, backward = records[: len(plan.stages)], records[len(plan.stages) :]
             programs = [of_stage[0] for of_stage in ranks.programs[ranks.passes.sizes[0]]]
+            notes = substance.notes([(d.kind, d.name) for d in wrong])
+            is_split = plan.is_pipeline or any(at.positions for at in ranks.first.spmds[0].layouts.values())
+            if plan.num_ranks > 1 and not is_split:
+                notes.append(f"nothing is split: each of {plan.num_ranks} ranks computes the whole model")
             return Report(
                 differences=differences,
                 tolerance=tolerance,
@@ -244,7 +248,7 @@ class _Verification:
                 first_wrong=first_wrong(ranks, unexplained, tolerance),
                 in_dtypes=in_own_dtypes,
                 not_proven=substance.not_proven,
-                notes=(*substance.notes([(d.kind, d.name) for d in wrong]), *_nothing_split(plan, ranks)),
+                notes=tuple(notes),
             )
 
     def _passes(self, models_default: torch.dtype) -> tuple[Passes, Passes]:
@@ -336,14 +340,6 @@ def _joined(collectives: Iterable[tuple[Collective, ...]]) -> tuple[Collective, 
     return tuple(collective for of_stage in collectives for collective in of_stage)
 
 
-def _nothing_split(plan: Plan, ranks: VirtualRanks) -> tuple[str, ...]:
-    """Return a note if nothing is split, so that every rank computes the whole model."""
-    is_split = plan.is_pipeline or any(layout.positions for layout in ranks.first.spmds[0].layouts.values())
-    if plan.num_ranks > 1 and not is_split:
-        return (f"nothing is split: each of {plan.num_ranks} ranks computes the whole model",)
-    return ()
-
-
 def need_values(inputs: Any, what: str = "verify") -> None:
     """Raise ShardwiseError for inputs without values."""
     if any(isinstance(x, torch.Tensor) and x.is_meta for x in flatten(inputs)[0]):
@@ -354,23 +350,14 @@ def need_values(inputs: Any, what: str = "verify") -> None:
 
 def with_values(module: torch.nn.Module, seed: int | None) -> torch.nn.Module:
     """Return a copy on the CPU with the module's (initial) values."""
-    tensors_of_model = [*module.parameters(), *module.buffers()]
-    if any(t.is_meta for t in tensors_of_model):
-        twin = deep_copy(
-            module, {id(t): _empty(t) for t in tensors_of_model}
-        )  # not to_empty, which unties shared weights
-        tensors = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
-        with torch.no_grad():
-            for name, full in full_tensors(module, seed):
-                tensors[name].copy_(full)
-    else:
-        twin = deep_copy(module).cpu()
+    if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+        return deep_copy(module).cpu()
+    twin = empty_copy(module, "cpu")
+    tensors = {**dict(twin.named_parameters()), **dict(twin.named_buffers())}
+    with torch.no_grad():
+        for name, full in full_tensors(module, seed):
+            tensors[name].copy_(full)
     return twin
-
-
-def _empty(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty_like(tensor, device="cpu")
-    return torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
 
 
 __all__ = ["Report", "TensorError", "need_values", "verify", "with_values"]

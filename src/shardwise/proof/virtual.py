@@ -114,21 +114,15 @@ class VirtualCluster:
             self._local_moves[move, backward] = moves
         return moves
 
-    def convert(self, tensors: Sequence[Tensor], moves: Sequence[Move]) -> list[Tensor]:
-        """Convert every rank's tensor through the moves, differentiably."""
-        converted = list(tensors)
-        for move in moves:
-            if not (move.entry.forward == "none" and move.entry.backward == "none"):
-                converted = list(_VirtualMove.apply(self, (move,), *converted))
-        return converted
-
     def perform(self, move: Move, tensors: Sequence[Tensor], backward: bool) -> list[Tensor]:
         """Perform one direction of a move on all ranks, in lockstep."""
         parts = self.local_moves(move, backward)
-        if parts[0].kind is None:
+        kind = parts[0].kind
+        if kind is None:
             return [part.unpack([tensor]) for part, tensor in zip(parts, tensors, strict=True)]
         packed = [part.pack(tensor) for part, tensor in zip(parts, tensors, strict=True)]
-        self._log(parts, packed)
+        largest = max(num_bytes(part, tensors) for part, tensors in zip(parts, packed, strict=True))
+        self.record.append(Collective(kind, parts[0].axes, largest))
         answers = exchange_all(self.mesh, parts, packed)
         return [
             part.unpack([*answer, tensor] if part.with_own else answer)
@@ -147,12 +141,6 @@ class VirtualCluster:
             total = sum(collective.num_bytes for collective in performed)
             self.record[before:] = [Collective(performed[0].kind, performed[0].axes, total)]
         return results
-
-    def _log(self, parts: Sequence[LocalMove], packed: Sequence[Sequence[Tensor]]) -> None:
-        kind = parts[0].kind
-        assert kind is not None, "only collectives are recorded"
-        largest = max(num_bytes(part, tensors) for part, tensors in zip(parts, packed, strict=True))
-        self.record.append(Collective(kind, parts[0].axes, largest))
 
 
 def run_forward(cluster: VirtualCluster, programs: Sequence[RankProgram], sources: Sequence[Values]) -> list[Values]:
@@ -244,14 +232,14 @@ def exchange_all(mesh: Mesh, parts: Sequence[LocalMove], packed: Sequence[list[T
             answer = [packed[member][index].clone(memory_format=torch.contiguous_format) for member in group]
         else:
             position = index if part.kind == "reduce_scatter" else 0
-            answer = [_reduce([packed[member][position] for member in group], part.reduction)]
+            answer = [reduced([packed[member][position] for member in group], part.reduction)]
         for tensor, shape in zip(answer, part.received, strict=True):
             assert tuple(tensor.shape) == shape, f"{part.kind} over {part.axes}: {tuple(tensor.shape)}, not {shape}"
         answers.append(answer)
     return answers
 
 
-def _reduce(tensors: list[Tensor], reduction: str) -> Tensor:
+def reduced(tensors: Sequence[Tensor], reduction: str) -> Tensor:
     total = tensors[0].clone(memory_format=torch.contiguous_format)
     for tensor in tensors[1:]:
         if reduction == "sum":
@@ -263,23 +251,3 @@ def _reduce(tensors: list[Tensor], reduction: str) -> Tensor:
         else:
             total = torch.logical_or(total, tensor).to(total.dtype)
     return total
-
-
-class _VirtualMove(torch.autograd.Function):
-    """A move of all ranks' tensors with its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, cluster: VirtualCluster, moves: Sequence[Move], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.cluster, ctx.moves = cluster, moves
-        results = cluster.perform_together(moves, tensors, backward=False)
-        return tuple(_fresh(result, tensors) for result in results)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-        results = ctx.cluster.perform_together(ctx.moves, cotangents, backward=True)
-        return (None, None, *(_fresh(result, cotangents) for result in results))
-
-
-def _fresh(result: Tensor, operands: Sequence[Tensor]) -> Tensor:
-    """Return the result, cloned if it is an operand or a view: ranks must not share memory."""
-    return result.clone() if any(result is tensor or result._base is not None for tensor in operands) else result

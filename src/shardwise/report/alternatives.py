@@ -15,15 +15,13 @@ from rich.table import Table
 
 from shardwise.costs.prediction import Prediction
 from shardwise.errors import PlanError
-from shardwise.plans.bounds import minimum_by_value
-from shardwise.plans.printing import format_bytes, format_seconds
-from shardwise.report.choice_names import find_variable, text_of, variable_name
-from shardwise.search.auto import MeshSearch
+from shardwise.plans.quantities import format_bytes, format_seconds
+from shardwise.report.explain import find_variable, text_of, variable_name
+from shardwise.search.auto import MeshSearch, best_completion
 from shardwise.search.constants import EXACT_GAP, TOP_K_WIDENING
-from shardwise.search.cost_graph import COMPONENTS, COMPUTE, EXPOSED, TRAFFIC, CostWeights
+from shardwise.search.cost_graph import COMPONENTS, COMPUTE, EXPOSED, TRAFFIC
 from shardwise.search.dynamic_programming import step_seconds
-from shardwise.search.elimination import TooWide, fix_variables
-from shardwise.search.k_best import k_best
+from shardwise.search.elimination import TooWide, k_best
 
 WIDTH = 120
 SHOWN = 3  # changes per plan that the table lists
@@ -107,7 +105,7 @@ def what_if(search: MeshSearch, name: str, choice: str) -> WhatIf:
     values = [i for i, text in enumerate(texts) if ordered in (text, " ".join(sorted(text.split())))]
     if not values:
         raise PlanError(f"{choice!r} is no alternative of {name}", fix=f"one of {', '.join(map(repr, texts[:12]))}")
-    assignment = _complete_assignment(search, {variable: values[0]})
+    assignment = best_completion(cost, {variable: values[0]}, (0.0, 1.0, 0.5))
     return WhatIf(search.prediction(assignment), tuple(_differences(search, search.outcome.assignment, assignment)))
 
 
@@ -151,15 +149,7 @@ def _differences(search: MeshSearch, before: list[int], after: list[int]) -> Ite
             yield Change(variable.kind, variable_name(cost, variable), *texts)
 
 
-def _complete_assignment(search: MeshSearch, fixed: dict[int, int]) -> list[int]:
-    cost = search.cost
-    weights = (CostWeights(1.0, 1.0, 0.0), CostWeights(1.0, 0.0, 1.0), CostWeights(1.0, 0.5, 0.5))
-    completed = [minimum_by_value(fix_variables(cost.weighted(weighting), fixed)).assignment for weighting in weights]
-    return min(completed, key=lambda assignment: step_seconds(cost.components(assignment)))
-
-
 def _neighbours(search: MeshSearch, k: int) -> Iterator[list[int]]:
-    """Yield the k best assignments that differ from the plan in one choice."""
     cost, assignment = search.cost, search.outcome.assignment
     total = search.cost.components(assignment)
     at: dict[int, list[tuple[tuple[int, ...], int]]] = {}

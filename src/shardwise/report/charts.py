@@ -8,8 +8,9 @@ from typing import Any
 from shardwise.costs.ledger import CATEGORIES, Peak
 from shardwise.costs.pipeline_simulation import Order, SimulatedPipeline, StageSeconds
 from shardwise.costs.timeline import Event
+from shardwise.costs.trace import stream_name
 from shardwise.layouts.mesh import Mesh
-from shardwise.plans.quantities import format_bytes, format_seconds
+from shardwise.plans.quantities import format_bytes, format_parts, format_seconds
 
 MOST_EVENTS = 2000
 MOST_POINTS = 300  # of the chart of memory over the step
@@ -28,7 +29,7 @@ def timeline(events: Sequence[Event], seconds: float, mesh: Mesh, *, most: int =
     for stream in sorted({event.stream for event in events}):
         on_stream = sorted((event for event in longest if event.stream == stream), key=lambda event: event.start)
         busy = sum(event.seconds for event in events if event.stream == stream)
-        rows.append((row_name(stream, mesh), format_seconds(busy), list(_boxes(on_stream, scale))))
+        rows.append((stream_name(stream, mesh), format_seconds(busy), list(_boxes(on_stream, scale))))
     notes = [] if len(longest) == len(events) else [f"the longest {len(longest):,} of {len(events):,} events"]
     return _chart(rows, seconds, notes)
 
@@ -45,13 +46,6 @@ def _chart(rows: Sequence[tuple[str, str, list[dict[str, Any]]]], seconds: float
         "total": format_seconds(seconds),
         "shown": ", ".join(notes),
     }
-
-
-def row_name(stream: tuple[str, ...], mesh: Mesh) -> str:
-    """Return the title of a stream's row in a timeline."""
-    if not stream:
-        return "operators"
-    return stream[0] if stream[0].startswith("copies ") else f"messages over {mesh.format_axes(stream)}"
 
 
 def place_rows(places: Sequence[Sequence[Event]], seconds: float) -> dict[str, Any]:
@@ -106,15 +100,11 @@ def memory_over(over: Sequence[Peak], peak: Peak, *, most: int = MOST_POINTS) ->
             {
                 "x": f"{i * wide:.2f}",
                 "width": f"{wide:.2f}",
-                "says": f"{moment.where}: {format_bytes(moment.num_bytes)} ({_parts(moment)})",
+                "says": f"{moment.where}: {format_bytes(moment.num_bytes)} ({format_parts(moment)})",
             }
             for i, moment in enumerate(points)
         ],
     }
-
-
-def _parts(moment: Peak) -> str:
-    return ", ".join(f"{name} {format_bytes(size)}" for name, size in moment.parts.items() if size)
 
 
 def _area(low: Sequence[float], high: Sequence[float], wide: float) -> str:

@@ -11,9 +11,8 @@ from rich.table import Table
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.prediction import between
 from shardwise.costs.timeline import SimulatedStep
-from shardwise.plans.format_intervals import format_bytes_interval, format_interval_seconds
 from shardwise.plans.plan import Plan
-from shardwise.plans.printing import format_bytes, format_seconds
+from shardwise.plans.quantities import format_bytes, format_bytes_interval, format_interval_seconds, format_seconds
 from shardwise.report.alternatives import format_table
 
 WIDTH = 240

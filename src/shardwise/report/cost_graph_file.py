@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shardwise.plans.printing import format_seconds
-from shardwise.report.choice_names import text_of, variable_reference
+from shardwise.plans.quantities import format_seconds
+from shardwise.report.explain import text_of, variable_reference
 from shardwise.search.auto import MeshSearch
 from shardwise.search.cost_graph import COMPONENTS
 
@@ -68,7 +68,6 @@ def _at(search: MeshSearch, scope: tuple[int, ...], kind: int) -> dict[str, floa
 
 
 def _dot(search: MeshSearch) -> str:
-    """Return the chosen strategies as DOT nodes and the chosen conversions as edges, bold if they take time."""
     cost, assignment = search.cost, search.outcome.assignment
     shapes = {"operator": "box", "storage": "cylinder", "shared": "ellipse", "received": "cylinder"}
     lines = ["digraph cost {", "  node [fontname=monospace];"]

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 import numpy as np
 
+from shardwise.errors import PlanError
 from shardwise.layouts.conversions import collective_of
 from shardwise.layouts.routes import Floats
-from shardwise.plans.bounds import step_bounds
-from shardwise.plans.printing import format_bytes, format_seconds
-from shardwise.report.choice_names import find_variable, text_of, variable_reference
+from shardwise.layouts.strategy import Strategy
+from shardwise.layouts.text import format_layout
+from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.search.auto import MeshSearch
-from shardwise.search.cost_graph import BYTES, COMPONENTS, CostGraph
-from shardwise.search.variables import OperatorVariable, SharedVariable
+from shardwise.search.cost_graph import (
+    BYTES,
+    COMPONENTS,
+    CostGraph,
+    OperatorVariable,
+    SharedVariable,
+    StorageVariable,
+    Variable,
+)
+from shardwise.search.elimination import TooWide, solve
 
 MOST_ALTERNATIVES = 6  # listed
 
@@ -125,6 +135,11 @@ def _described(term: Term) -> str:
     return f"{where}: " + "; ".join(filter(None, (seconds, num_bytes)))
 
 
+def _term(neighbour: str, components: Iterable[float], messages: tuple[ExplainedMessage, ...]) -> Term:
+    exposed, compute, traffic, num_bytes = map(float, components)
+    return Term(neighbour, exposed, compute, traffic, num_bytes, messages)
+
+
 def explain(search: MeshSearch, name: str) -> Explanation:
     """Explain the choice of an operator or of a parameter's storage. Raises PlanError for an unknown name."""
     cost, assignment = search.cost, search.outcome.assignment
@@ -157,11 +172,6 @@ def explain(search: MeshSearch, name: str) -> Explanation:
     )
     kind = cost.variables[variable].kind
     return Explanation(name, kind, tuple(ordered), text_of(search, variable, alone), decided_by, favour)
-
-
-def _term(neighbour: str, components: Floats, messages: tuple[ExplainedMessage, ...]) -> Term:
-    exposed, compute, traffic, num_bytes = map(float, components)
-    return Term(neighbour, exposed, compute, traffic, num_bytes, messages)
 
 
 def _local(cost: CostGraph, assignment: list[int], variable: int) -> list[tuple[int | None, str, Floats]]:
@@ -235,3 +245,66 @@ def _collectives(search: MeshSearch, name: str, source: int, target: int) -> Ite
                     "backward" if backward else "forward",
                     float(seconds[0]),
                 )
+
+
+def step_bounds(search: MeshSearch, variable: int) -> Floats:
+    """Return, per value of a variable, a lower bound of the step of all plans with it (exact if the plan reaches
+    it). Raises PlanError if elimination is too wide."""
+    try:
+        marginal = solve(search.cost.weighted(search.bounding_weights), last=variable).marginal
+    except TooWide as error:
+        raise PlanError(
+            f"the plan cannot be explained: the model is too densely connected ({error})",
+            fix="compare plans in which the operator has other strategies: sw.plan(..., strategies=...)",
+        ) from error
+    assert marginal is not None, "the variable was eliminated last"
+    return marginal
+
+
+def find_variable(cost: CostGraph, name: str) -> int:
+    """Return the variable of an operator, of the storage of a parameter, or of a value that a stage receives."""
+    names = {(v.kind, variable_name(cost, v)): i for i, v in enumerate(cost.variables)}
+    plain = ((kind, name) for kind in ("operator", "storage", "shared", "received"))
+    for key in (*plain, ("received", f"received {name}")):
+        if key in names:
+            return names[key]
+    for view in cost.folded:
+        if view.op == name:
+            home = cost.variables[view.home]
+            raise PlanError(
+                f"{name} only renames dims: it runs in the layout that its operand has",
+                fix=f"explain {variable_name(cost, home)}",
+            )
+    if name in cost.domains.graph.op_by_name:
+        raise PlanError(f"{name} has no alternatives: it depends on no parameter and is computed where it is needed")
+    variables = [printed for _, printed in names]
+    near = get_close_matches(name, variables, 3)
+    raise PlanError(f"the search has no choice for {name!r}", fix=f"one of {', '.join(near or variables[:6])}, ...")
+
+
+def variable_name(cost: CostGraph, variable: Variable) -> str:
+    """Return the printed name of a variable: a parameter's name in the module, or the operator of a value."""
+    graph = cost.domains.graph
+    if isinstance(variable, OperatorVariable):
+        return variable.name
+    source = graph.source_of.get(variable.name)
+    if source is not None:
+        return source.names[0] if isinstance(variable, StorageVariable) else f"{variable.kind} {source.names[0]}"
+    return f"shared {graph.producer[variable.name].name}"
+
+
+def text_of(search: MeshSearch, number: int, value: int) -> str:
+    """Return the strategy or layout that a value of a variable stands for, with the axis names of the plan."""
+    cost, names = search.cost, search.names
+    variable = cost.variables[number]
+    choice = variable.choice(value)
+    if isinstance(choice, Strategy):
+        return names.strategy(choice).format(names.target) or "whole"
+    return format_layout(names.layout(choice), cost.domains.graph.by_name[variable.name].dtype)
+
+
+def variable_reference(cost: CostGraph, number: int) -> str:
+    """Return the name of a variable, marked as storage where that is ambiguous among several kinds."""
+    variable = cost.variables[number]
+    name = variable_name(cost, variable)
+    return f"storage of {name}" if isinstance(variable, StorageVariable) else name

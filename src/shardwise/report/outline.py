@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import product
 from typing import Any
 
 from markupsafe import Markup, escape
@@ -16,8 +15,6 @@ from shardwise.plans.printing import merged_operators
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.report.explain import Explanation
 
-# A range of layers in a merged name: ``blocks.0-3,7.up/linear``.
-_RANGE = re.compile(r"(?<![^./\['\"])\d+(?:[-,]\d+)+(?![^./\]'\"])")
 _AXES = re.compile(r"@(\([\w.,]+\)|[\w.]+)|(replicated|partial)\(([^)]*)\)")
 
 
@@ -75,10 +72,9 @@ def rows_of(
     """Return the rows of a stage's operators, and the conversions of its outputs."""
     merged, delivered = merged_operators(stage, buckets=False)
     sources = {entry.name: entry.source for entry in stage.operators}
-    listed = [(row, members_of(row[0])) for row in merged]
-    home = {member: row[0] for row, members in listed for member in members}
+    home = {member: row[0] for row, members in merged for member in members}
     rows = []
-    for (name, strategy, rule, *conversions), members in listed:
+    for (name, strategy, rule, *conversions), members in merged:
         first = members[0]
         seconds_of_row = None if seconds is None else sum(seconds.get(member, 0.0) for member in members)
         rows.append(
@@ -108,25 +104,6 @@ def tree_of(rows: Iterable[Row]) -> Module:
             at = at.modules.setdefault(part, Module(part))
         at.rows.append(row)
     return root
-
-
-def members_of(name: str) -> list[str]:
-    """Return the operators that a merged name stands for: ``blocks.0-1/add`` -> ``blocks.0/add``, ``blocks.1/add``."""
-    spans = [[*_numbers(span)] for span in _RANGE.findall(name)]
-    pieces = _RANGE.split(name)
-    names = []
-    for numbers in product(*spans):
-        text = pieces[0]
-        for number, piece in zip(numbers, pieces[1:], strict=True):
-            text += f"{number}{piece}"
-        names.append(text)
-    return names
-
-
-def _numbers(text: str) -> Iterator[int]:
-    for run in text.split(","):
-        first, _, last = run.partition("-")
-        yield from range(int(first), int(last or first) + 1)
 
 
 def alternatives(explanation: Explanation) -> dict[str, Any]:

@@ -20,14 +20,15 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.ledger import Peak
 from shardwise.costs.prediction import EXACT, between
 from shardwise.costs.timeline import SimulatedStep
+from shardwise.costs.trace import stream_name
 from shardwise.errors import PlanError
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.entries import Stage
-from shardwise.plans.format_intervals import format_bytes_interval, format_interval_seconds, priced_cluster
 from shardwise.plans.plan import Plan
-from shardwise.plans.printing import format_figures, format_totals, of_outputs, owner_of, plan_figures
-from shardwise.plans.quantities import format_bytes, format_seconds
-from shardwise.report.charts import MOST_EVENTS, MOST_POINTS, memory_over, place_rows, row_name, schedule_rows, timeline
+from shardwise.plans.price_scope import priced_cluster
+from shardwise.plans.printing import format_communication, format_figures, of_outputs, owner_of, plan_figures
+from shardwise.plans.quantities import format_bytes, format_bytes_interval, format_interval_seconds, format_seconds
+from shardwise.report.charts import MOST_EVENTS, MOST_POINTS, memory_over, place_rows, schedule_rows, timeline
 from shardwise.report.device_grid import device_grid
 from shardwise.report.outline import mark_axes, rows_of, tree_of
 from shardwise.report.stage_passes import simulated_order
@@ -132,7 +133,7 @@ def _plan_data(plan: Plan, figures: Sequence[StageFigures]) -> dict[str, Any]:
     return {
         "plan": plan,
         "figures": format_figures(plan),
-        "communication": [(name, text) for name, text in _communication(plan).items()],
+        "communication": list(format_communication(plan).items()),
         "of_outputs": of_outputs(plan),
         "time": _pipeline_time(plan),
         "passes": passes,
@@ -143,15 +144,7 @@ def _plan_data(plan: Plan, figures: Sequence[StageFigures]) -> dict[str, Any]:
     }
 
 
-def _communication(plan: Plan) -> dict[str, str]:
-    return {
-        name: format_totals(tuple(plan.collectives(backward=backward)))
-        for name, backward in (("forward", False), ("backward", True))
-    }
-
-
 def _pipeline_time(plan: Plan) -> list[Share]:
-    """Return the busy and idle time of a pipeline's step, summed over pipeline ranks; empty without a pipeline."""
     if plan.pipeline is None:
         return []
     waits, whole = plan.pipeline.bubble, plan.pipeline.step_seconds
@@ -187,7 +180,7 @@ def _messages(step: SimulatedStep, mesh: Mesh) -> list[tuple[str, str, str, str,
     count: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0, 0.0])
     for event in step.events:
         if event.stream:
-            sums = count[event.name, row_name(event.stream, mesh)]
+            sums = count[event.name, stream_name(event.stream, mesh)]
             sums[0] += 1
             sums[1] += event.num_bytes
             sums[2] += event.seconds
@@ -203,7 +196,6 @@ def _memory(peak: Peak) -> list[Share]:
 
 
 def _pipeline(plan: Plan) -> list[tuple[str, ...]]:
-    """Return a row per stage: number, ranks, mesh, operators, forward and backward time, peak, sent bytes, bubble."""
     if plan.pipeline is None:
         return []
     return [

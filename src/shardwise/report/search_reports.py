@@ -5,39 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from shardwise.costs.ledger import Peak
-from shardwise.costs.memory import busiest_program, memory_of_program
-from shardwise.costs.timeline import SimulatedStep, simulate_program
 from shardwise.costs.trace import Track, write_trace
 from shardwise.errors import PlanError
 from shardwise.graph.ir import Graph
 from shardwise.layouts.text import format_layout
 from shardwise.plans.auto_stages import AutoStagesReport
-from shardwise.plans.bind import program_of
-from shardwise.plans.other_pipelines import rank_pipelines
+from shardwise.plans.micro_batch_search import MicroBatchOutcome
 from shardwise.plans.pipelines import PipelineResult
 from shardwise.plans.plan import Plan
-from shardwise.plans.price_scope import prices_of
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.plans.stage_planner import StageSearchResult
 from shardwise.programs.rank_program import RankProgram
-from shardwise.programs.vjp import VjpCache
 from shardwise.report.alternatives import PlanRanking, WhatIf, top, what_if
 from shardwise.report.cost_graph_file import write_cost_graph
 from shardwise.report.explain import Explanation, explain
 from shardwise.report.outline import alternatives
 from shardwise.report.page import OperatorLookup, StageFigures, write_page
-from shardwise.report.pipeline_ranking import PipelineRanking
-from shardwise.report.stage_passes import StagePass, stage_passes, stage_peak, with_saved
-from shardwise.report.stage_traces import tracks_of
+from shardwise.report.pipeline_ranking import PipelineRanking, rank_pipelines
+from shardwise.report.stage_passes import StagePass, stage_passes, stage_peak, tracks_of, with_saved
 from shardwise.runtime.pipeline_profile import PipelineProfile
 from shardwise.runtime.step_profile import StepProfile
 from shardwise.search.auto import MeshSearch
-from shardwise.search.micro_batch import MicroBatchOutcome
 from shardwise.untrusted_text import shorten_repr
 
 MOST_PLANS = 1000  # the limit of k of ``top``
@@ -67,9 +61,29 @@ class SearchReport:
     plan: Plan
     settings: AutoStagesReport | None
 
-    def stage_figures(self) -> tuple[StageFigures, ...]:
-        """Return the figures of a simulated pass of every stage, for a page."""
+    def passes(self) -> tuple[StagePass, ...]:
+        """Return a simulated pass over a micro-batch for every stage."""
         raise NotImplementedError
+
+    def alternatives_of(self, name: str) -> Mapping[str, Any] | None:
+        """Return table rows on the choice of an operator; None if it was not chosen by price."""
+        raise NotImplementedError
+
+    def stage_figures(self) -> tuple[StageFigures, ...]:
+        """Return the figures of every stage, with all micro-batches in flight, for a page; none without prices."""
+        if self.plan.pipeline is None and self.plan.predicted is None:
+            return ()
+        figures = []
+        for number, of_stage in enumerate(self.passes()):
+            step, waiting = of_stage.step, 0
+            if self.plan.pipeline is not None:
+                waiting = stage_peak(self.plan, number, step).num_bytes - step.peak_bytes
+            over = tuple(with_saved(peak, waiting) for peak in of_stage.over)
+            step = replace(step, peak=with_saved(step.peak, waiting))
+            figures.append(
+                StageFigures(step, over, *_types_and_reads(of_stage.graph, of_stage.program), self.alternatives_of)
+            )
+        return tuple(figures)
 
     def write(
         self,
@@ -106,7 +120,6 @@ class MeshReport(SearchReport):
 
     @staticmethod
     def of(plan: Plan, finished_search: MeshSearch, peak: Peak) -> MeshReport:
-        """Make the report with the plan's axis names."""
         return MeshReport(plan, replace(finished_search, called=plan.mesh), peak)
 
     def explain(self, name: str) -> AutoStagesReport | Explanation | MicroBatches:
@@ -149,25 +162,15 @@ class MeshReport(SearchReport):
     def trace(self, path: str | Path) -> None:
         """Write a simulated pass as a trace for https://ui.perfetto.dev or chrome://tracing. It has the operators with
         their lines of the model, the messages of every group of devices, and the memory in use."""
-        program, step, over = self._simulated()
-        mesh = self.plan.mesh
-        lines = {op.name: op.source for op in program.spmd.graph.ops}
-        write_trace(path, [Track.of(f"a rank of {mesh}, simulated", step.events, mesh, lines, over)])
+        (whole,), mesh = self.passes(), self.plan.mesh
+        lines = {op.name: op.source for op in whole.program.spmd.graph.ops}
+        write_trace(path, [Track.of(f"a rank of {mesh}, simulated", whole.step.events, mesh, lines, whole.over)])
 
-    def stage_figures(self) -> tuple[StageFigures, ...]:
-        """Return the figures of the plan's only stage."""
-        program, step, over = self._simulated()
+    def passes(self) -> tuple[StagePass, ...]:
+        return stage_passes(self.plan, self.finished_search.cost.domains.graph, None)
 
-        def why(name: str) -> Mapping[str, Any]:
-            return alternatives_of(self.finished_search, name)
-
-        return (StageFigures(step, over, *_types_and_reads(self.finished_search.cost.domains.graph, program), why),)
-
-    def _simulated(self) -> tuple[RankProgram, SimulatedStep, tuple[Peak, ...]]:
-        """Return the program of the fullest rank, a simulated pass of it, and its memory at every operator."""
-        program = busiest_program(program_of(self.plan, self.finished_search.cost.domains.graph), VjpCache())
-        prices = prices_of(self.plan)
-        return program, simulate_program(program, prices), memory_of_program(program, prices, over_time=True).over
+    def alternatives_of(self, name: str) -> Mapping[str, Any]:
+        return _alternatives(self.finished_search, name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +286,6 @@ class PipelineReport(SearchReport):
         raise PlanError(f"no stage has {name!r}", fix=f"one of {near}, ...")
 
     def passes(self) -> tuple[StagePass, ...]:
-        """Return a simulated pass over a micro-batch for every stage."""
         return stage_passes(self.plan, self.found.graph, self.found.prelude)
 
     def trace(self, path: str | Path) -> None:
@@ -302,42 +304,23 @@ class PipelineReport(SearchReport):
             fix="explain(name) and what_if(name, choice) ask the stage of an operator",
         )
 
-    def stage_figures(self) -> tuple[StageFigures, ...]:
-        """Return the figures of every stage, with its operators' types and alternatives."""
-        if self.plan.pipeline is None:
-            return ()
-        explained: dict[tuple[int, str], Mapping[str, Any]] = {}  # equal stages have one search
-
-        def why(name: str) -> Mapping[str, Any] | None:
-            home = self._searched_as(name)
-            if home is None:
-                return None
-            searched, called = home
-            key = id(searched.search), called
-            if key not in explained:
-                explained[key] = alternatives_of(searched.search, called)
-            prefix = f"as {called} of an equal stage: " if called != name else ""
-            return {**explained[key], "said": prefix + explained[key]["said"]}
-
-        passes = []
-        for number, of_stage in enumerate(self.passes()):
-            over = memory_of_program(of_stage.program, of_stage.prices, over_time=True).over
-            waiting = stage_peak(self.plan, number, of_stage.step).num_bytes - of_stage.step.peak_bytes
-            with_waiting = tuple(with_saved(peak, waiting) for peak in over)
-            step = replace(of_stage.step, peak=with_saved(of_stage.step.peak, waiting))
-            passes.append(StageFigures(step, with_waiting, *_types_and_reads(of_stage.graph, of_stage.program), why))
-        return tuple(passes)
-
-    def _searched_as(self, name: str) -> tuple[StageSearchResult, str] | None:
-        """Return the search of an operator's stage, and the name of the operator there."""
+    def alternatives_of(self, name: str) -> Mapping[str, Any] | None:
         for searched in self.searched:
-            if searched is not None and searched.names.get(name) in searched.search.cost.domains.graph.op_by_name:
-                return searched, searched.names[name]
+            if searched is None or searched.names.get(name) not in searched.search.cost.domains.graph.op_by_name:
+                continue
+            called = searched.names[name]
+            prefix = f"as {called} of an equal stage: " if called != name else ""
+            rows = self._explained.get((id(searched.search), called)) or _alternatives(searched.search, called)
+            self._explained[id(searched.search), called] = rows  # equal stages have one search
+            return {**rows, "said": prefix + rows["said"]}
         return None
+
+    @cached_property
+    def _explained(self) -> dict[tuple[int, str], Mapping[str, Any]]:
+        return {}
 
 
 def _types_and_reads(graph: Graph, program: RankProgram) -> tuple[OperatorLookup, OperatorLookup]:
-    """Return two lookups by operator: the types of its results, and the operators whose results it reads."""
     makers = {name: op.name for op in graph.ops for name in op.results}
     layouts = program.spmd.layouts
 
@@ -358,7 +341,7 @@ def _checked_count(k: int) -> int:
     return k
 
 
-def alternatives_of(search: MeshSearch, name: str) -> Mapping[str, Any]:
+def _alternatives(search: MeshSearch, name: str) -> Mapping[str, Any]:
     """Return table rows for the page; for an operator without alternatives, the reason."""
     try:
         return alternatives(explain(search, name))

@@ -31,23 +31,18 @@ def _attention_rows(
     sizes, _, lengths = atoms
     if is_causal and prod(lengths) < prod(sizes):
         pieces = tuple(map(Piece, *atoms))
-        first, seen = block_offset(pieces), min(_last_row(pieces) + 1, key.shape[-2])
-        device = query.device
-        rows = (
-            global_index(device, *atoms) if first is None else torch.arange(first, first + prod(lengths), device=device)
-        )
+        first, device, last = block_offset(pieces), query.device, 0
+        for piece in pieces:
+            last = last * piece.size + piece.offset + piece.length - 1
+        seen = min(max(last, 0) + 1, key.shape[-2])
+        if first is None:
+            rows = global_index(device, *atoms)
+        else:
+            rows = torch.arange(first, first + prod(lengths), device=device)
         key, value = key.narrow(-2, 0, seen), value.narrow(-2, 0, seen)
         is_causal = first == 0
         attn_mask = None if is_causal else torch.arange(seen, device=device) <= rows.unsqueeze(-1)
     return attend(query, key, value, attn_mask, is_causal, enable_gqa, scale)
-
-
-def _last_row(pieces: Sequence[Piece]) -> int:
-    """Return the index of the last row, 0 if there is none."""
-    last = 0
-    for piece in pieces:
-        last = last * piece.size + piece.offset + piece.length - 1
-    return max(last, 0)
 
 
 ATTENTION_ROWS: Final = _define(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+
 import torch
+from torch._ops import OpOverload
 
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments, by_operator, operator_name
 from shardwise.rules.arguments import block_offset, flat_pieces, if_split, replace_arguments
-from shardwise.rules.binding import RuleTable, build, dim_names, single, whole_rule
+from shardwise.rules.binding import RuleTable, build, dim_names, rule, single, whole_rule
 from shardwise.rules.local_kernels import EYE_BLOCK, LINSPACE_BLOCK, RANGE_BLOCK
 from shardwise.rules.rule import FactorKind, LocalContext, LocalOpCall, OpRule
 
@@ -45,7 +49,6 @@ def _range(op: Op, graph: Graph) -> OpRule:
         pieces = context.pieces["n"]
         offset, length = block_offset(pieces), context.result_shapes[0][0]
         integers = all(isinstance(number, int) for number in (start, step))
-
         if offset is not None and integers and not value.dtype.is_floating_point:
             bounds = (start + offset * step, start + (offset + length) * step, step)
             return LocalOpCall(aten.arange.start_step, bounds, (("dtype", value.dtype), ("device", args["device"])))
@@ -54,14 +57,15 @@ def _range(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, [], [single(["n"])], localize=if_split(localize, "n"))
 
 
-def _linspace(op: Op, graph: Graph) -> OpRule:
+def _block(kernel: OpOverload, taken: Sequence[str], names: str, op: Op, graph: Graph) -> OpRule:
+    """Made by a kernel that takes some of the arguments and the part of every dim."""
     args, dtype = arguments(op), graph.by_name[op.results[0]].dtype
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        ends = (args["start"], args["end"], args["steps"])
-        return LocalOpCall(LINSPACE_BLOCK, (*ends, *flat_pieces(context.pieces["n"]), dtype, args["device"]))
+        pieces = (numbers for name in names for numbers in flat_pieces(context.pieces[name]))
+        return LocalOpCall(kernel, (*(args[name] for name in taken), *pieces, dtype, args["device"]))
 
-    return build(op, graph, [], [single(["n"])], localize=if_split(localize, "n"))
+    return build(op, graph, [], [single(names)], localize=if_split(localize, *names))
 
 
 def _spaced(op: Op, graph: Graph) -> OpRule:
@@ -69,33 +73,19 @@ def _spaced(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, [()] * len(op.operands), [single(["n"])], kinds={"n": "whole"})
 
 
-def _eye(op: Op, graph: Graph) -> OpRule:
-    args, dtype = arguments(op), graph.by_name[op.results[0]].dtype
-
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        rows, columns = flat_pieces(context.pieces["m"]), flat_pieces(context.pieces["n"])
-        return LocalOpCall(EYE_BLOCK, (*rows, *columns, dtype, args["device"]))
-
-    return build(op, graph, [], [single(["m", "n"])], localize=if_split(localize, "m", "n"))
-
-
-def _scalar(op: Op, graph: Graph) -> OpRule:
-    return build(op, graph, [], [()])
-
-
 CONSTRUCTORS: RuleTable = by_operator(
     {
         "zeros ones full empty.memory_format": _filled,
-        "scalar_tensor": _scalar,
+        "scalar_tensor": rule("-> ()"),
         "new_zeros new_ones new_full new_empty": _new,
         "arange arange.start arange.start_step": _range,
-        "linspace": _linspace,
+        "linspace": partial(_block, LINSPACE_BLOCK, ("start", "end", "steps"), "n"),
         "linspace.Tensor_Tensor linspace.Tensor_Scalar linspace.Scalar_Tensor logspace logspace.Tensor_Tensor "
         "logspace.Tensor_Scalar logspace.Scalar_Tensor hann_window hann_window.periodic hamming_window "
         "hamming_window.periodic hamming_window.periodic_alpha hamming_window.periodic_alpha_beta kaiser_window "
         "kaiser_window.periodic kaiser_window.beta bartlett_window bartlett_window.periodic blackman_window "
         "blackman_window.periodic": _spaced,
-        "eye eye.m": _eye,
+        "eye eye.m": partial(_block, EYE_BLOCK, (), "mn"),
         "tril_indices triu_indices": whole_rule,
     }
 )

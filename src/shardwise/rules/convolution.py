@@ -46,7 +46,8 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
     batch: Dims = (("n",),) if batched else ()
     kernel, y = (single(spatial(letter, count)) for letter in "ky")
     disjoint = () if transposed else _disjoint(op, graph, count)
-    x: Dims = tuple(_windows(i, weight_shape[i + 2]) if i in disjoint else (f"x{i}",) for i in range(count))
+    tiles = [(f"y{i}", f"k{i}")[: 1 + (weight_shape[i + 2] > 1)] for i in range(count)]  # which window, where in it
+    x: Dims = tuple(tiles[i] if i in disjoint else (f"x{i}",) for i in range(count))
     channels_in, channels_out = (*group, "ci"), (*group, "co")
     weight: Dims = (channels_in, ("co",), *kernel) if transposed else (channels_out, ("ci",), *kernel)
     bias = "bias" in operand_positions(op)
@@ -69,7 +70,8 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
         dilations = tuple(sliding_map.dilation for sliding_map in maps)
         parts = {i: part_of(context, f"y{i}") for i in range(count)}
         if transposed:
-            fronts = tuple(_front(maps[i], parts[i], context.is_split(f"y{i}")) for i in range(count))
+            split = [context.is_split(f"y{i}") for i in range(count)]
+            fronts = tuple(maps[i].transposed_part(*parts[i], is_split=split[i])[2] for i in range(count))
             lengths = tuple(length for _, length in parts.values())
             return LocalOpCall(CONV_TRANSPOSE_WINDOW, (*tensors, strides, dilations, own_groups, fronts, lengths))
         pads = [sliding_map.padding(*parts[i]) if i in sliding else (0, 0) for i, sliding_map in enumerate(maps)]
@@ -89,14 +91,6 @@ def convolution_rule(op: Op, graph: Graph) -> OpRule:
         lowering=_bias_apart(op.target) if bias else None,
         windows=windows,
     )
-
-
-def _front(sliding_map: Sliding, part: tuple[int, int], is_split: bool) -> int:
-    """Return the first row of a part in the transposed convolution of the rows that it is made from. Of a dim that is
-    not split all rows are there, also those that only padding would read."""
-    ranges = sliding_map.transposed(*part) if is_split else ()
-    low = ranges[0][0] if ranges else 0
-    return part[0] + sliding_map.before - low * sliding_map.stride
 
 
 def _maps(op: Op, graph: Graph, count: int) -> tuple[Sliding, ...]:
@@ -134,10 +128,6 @@ def _disjoint(op: Op, graph: Graph, count: int) -> tuple[int, ...]:
         and sliding_map.before == 0
         and (sliding_map.dilation == 1 or sliding_map.count == 1)
     )
-
-
-def _windows(dim: int, kernel: int) -> tuple[str, ...]:
-    return (f"y{dim}",) if kernel == 1 else (f"y{dim}", f"k{dim}")
 
 
 @cache  # one function per operator, so that its capture can be reused

@@ -108,26 +108,19 @@ def rule(
             fix="register an operator that returns its result instead (mutates_args=())",
         )
     entry: RuleTemplate | RuleFunction
+    keywords: dict[str, Any] = {"reduction": reduction, "lowered": lowered, "whole": whole, "linear": linear}
+    keywords |= {"localize": localize, "lowering": lowering}
     if isinstance(how, str):
         try:
-            entry = template_of(
-                how,
-                reduction=reduction,
-                lowered=lowered,
-                whole=whole,
-                linear=linear,
-                localize=localize,
-                lowering=lowering,
-            )
+            entry = template_of(how, **keywords)
         except NotationError as error:
             raise NotationError(f"the rule of {target} does not parse: {error}") from error
         _check(target, how, entry)
     elif not callable(how):
         raise NotationError(f"the rule of {target} is {how!r}", fix='a text such as "m k, k n -> m n"')
-    elif reduction or lowered or whole or linear or localize or lowering:
-        raise ShardwiseError(
-            f"the rule of {target} is a function, with keywords", fix="pass keywords to build() in the function"
-        )
+    elif any(keywords.values()):
+        what = f"the rule of {target} is a function, with keywords"
+        raise ShardwiseError(what, fix="pass keywords to build() in the function")
     else:
         entry = how
     CUSTOM.add(target, entry)

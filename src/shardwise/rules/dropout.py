@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 
 from shardwise.graph.custom_operators import dropout, uniform
@@ -14,25 +15,18 @@ from shardwise.rules.binding import RuleTable, build, dim_names, single
 from shardwise.rules.rule import LocalContext, LocalOpCall, OpRule, Piece
 
 
-def dropout_rule(op: Op, graph: Graph) -> OpRule:
-    """Parallel in every dim. The local call says where the shard lies, atom by atom, so it need not be one block."""
-    names = dim_names(len(graph.by_name[op.operands[0]].shape))
+def _random_rule(op: Op, graph: Graph, *, drops: bool) -> OpRule:
+    """Parallel in every dim, the seed is everywhere. The local call says where the shard lies, atom by atom, so it need
+    not be one block. ``drops``: the first operand is like the result."""
+    names = dim_names(len(graph.by_name[op.results[0]].shape))
     dims = single(names)
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        return with_pieces(op, _place(op, names, context))
+        shape = {} if drops else {"shape": context.result_shapes[0]}
+        return with_pieces(op, _place(op, names, context), **shape)
 
-    return build(op, graph, [dims, *[()] * (len(op.operands) - 1)], [dims], linear=((0,),), localize=localize)
-
-
-def uniform_rule(op: Op, graph: Graph) -> OpRule:
-    """The seed is everywhere, every dim of the result is parallel."""
-    names = dim_names(len(graph.by_name[op.results[0]].shape))
-
-    def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        return with_pieces(op, _place(op, names, context), shape=context.result_shapes[0])
-
-    return build(op, graph, [()] * len(op.operands), [single(names)], localize=localize)
+    operands = [dims if drops and i == 0 else () for i in range(len(op.operands))]
+    return build(op, graph, operands, [dims], linear=((0,),) if drops else (), localize=localize)
 
 
 def _place(op: Op, names: Sequence[str], context: LocalContext) -> list[Piece]:
@@ -47,4 +41,7 @@ def _place(op: Op, names: Sequence[str], context: LocalContext) -> list[Piece]:
     return pieces
 
 
-DROPOUT: RuleTable = {dropout._opoverload: dropout_rule, uniform._opoverload: uniform_rule}
+DROPOUT: RuleTable = {
+    dropout._opoverload: partial(_random_rule, drops=True),
+    uniform._opoverload: partial(_random_rule, drops=False),
+}

@@ -9,7 +9,7 @@ import torch
 from torch._ops import OpOverload
 
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import operand_positions
 from shardwise.rules.binding import Linear, RuleFunction, RuleTable, build, dim_names, single
 from shardwise.rules.rule import Dims, Localize, OpRule
@@ -32,23 +32,14 @@ def pointwise_rule(op: Op, graph: Graph, linear: Linear = (), localize: Localize
     return build(op, graph, operands, results, linear=linear, localize=localize)
 
 
-def _pointwise(op: Op, graph: Graph) -> OpRule:
-    return pointwise_rule(op, graph)
-
-
 def _linear_in(*groups: Iterable[str]) -> RuleFunction:
     """Jointly linear in each group of arguments (by schema name), if all of the group are tensors."""
     named = tuple(tuple(group) for group in groups)
 
     def function(op: Op, graph: Graph) -> OpRule:
         positions = operand_positions(op)
-        positions_of = [tuple(p for name in group for p in positions.get(name, ())) for group in named]
-        linear = tuple(
-            group_positions
-            for group_positions, group in zip(positions_of, named, strict=True)
-            if len(group_positions) == len(group)
-        )
-        return pointwise_rule(op, graph, linear)
+        whole = [group for group in named if all(len(positions.get(name, ())) == 1 for name in group)]
+        return pointwise_rule(op, graph, tuple(tuple(positions[name][0] for name in group) for group in whole))
 
     return function
 
@@ -138,59 +129,36 @@ def _overloads(name: str) -> list[OpOverload]:
     return targets
 
 
-_ADD = _linear_in(("self", "other"))
-_MULTIPLY = _linear_in(("self",), ("other",))
 _FIRST = _linear_in(("self",))
-_UNROUNDED_DIVIDE = partial(_when, lambda a: a["rounding_mode"] is None, _FIRST)
-
-_SPECIAL: RuleTable = {
-    aten.add.Tensor: _ADD,
-    aten.sub.Tensor: _ADD,
-    aten.subtract.Tensor: _ADD,
-    aten.rsub.Tensor: _ADD,
-    # Adding a Python number is not linear: every part would add it.
-    aten.add.Scalar: _pointwise,
-    aten.sub.Scalar: _pointwise,
-    aten.subtract.Scalar: _pointwise,
-    aten.rsub.Scalar: _pointwise,
-    aten.mul.Tensor: _MULTIPLY,
-    aten.multiply.Tensor: _MULTIPLY,
-    aten.mul.Scalar: _FIRST,
-    aten.multiply.Scalar: _FIRST,
-    aten.div.Tensor: _FIRST,
-    aten.divide.Tensor: _FIRST,
-    aten.true_divide.Tensor: _FIRST,
-    aten.div.Scalar: _FIRST,
-    aten.divide.Scalar: _FIRST,
-    aten.true_divide.Scalar: _FIRST,
-    aten.div.Tensor_mode: _UNROUNDED_DIVIDE,
-    aten.div.Scalar_mode: _UNROUNDED_DIVIDE,
-    aten.divide.Tensor_mode: _UNROUNDED_DIVIDE,
-    aten.divide.Scalar_mode: _UNROUNDED_DIVIDE,
-    aten.lerp.Scalar: _linear_in(("self", "end")),
-    aten.lerp.Tensor: _linear_in(("self", "end")),
-    aten.complex.default: _linear_in(("real", "imag")),
-    aten.where.self: _linear_in(("self", "other")),
-    aten.where.ScalarOther: partial(_when, lambda a: a["other"] == 0, _linear_in(("self",))),
-    aten.where.ScalarSelf: partial(_when, lambda a: a["self"] == 0, _linear_in(("other",))),
-    aten.where.Scalar: _pointwise,
-    aten.masked_fill.Scalar: partial(_when, lambda a: a["value"] == 0, _FIRST),
-    aten.masked_fill.Tensor: _linear_in(("self", "value")),
-    aten.fill.Scalar: _pointwise,
-    aten.fill.Tensor: _linear_in(("value",)),
-    aten.copy.default: _linear_in(("src",)),
-    aten.frexp.Tensor: _pointwise,
-    aten.max.other: _pointwise,
-    aten.min.other: _pointwise,
-    aten.prelu.default: _prelu,
-    aten.type_as.default: _same_type,
-    aten.to.other: _same_type,
-    aten.view.dtype: _view_dtype,
-    aten.dropout.default: _dropout,
-}
+_SPECIAL: RuleTable = by_operator(
+    {
+        "add.Tensor sub.Tensor subtract.Tensor rsub.Tensor where.self": _linear_in(("self", "other")),
+        # Adding a Python number is not linear: every part would add it.
+        "add.Scalar sub.Scalar subtract.Scalar rsub.Scalar where.Scalar fill.Scalar": pointwise_rule,
+        "frexp.Tensor max.other min.other": pointwise_rule,
+        "mul.Tensor multiply.Tensor": _linear_in(("self",), ("other",)),
+        "mul.Scalar multiply.Scalar div.Tensor divide.Tensor true_divide.Tensor": _FIRST,
+        "div.Scalar divide.Scalar true_divide.Scalar": _FIRST,
+        "div.Tensor_mode div.Scalar_mode divide.Tensor_mode divide.Scalar_mode": partial(
+            _when, lambda a: a["rounding_mode"] is None, _FIRST
+        ),
+        "lerp.Scalar lerp.Tensor": _linear_in(("self", "end")),
+        "complex": _linear_in(("real", "imag")),
+        "where.ScalarOther": partial(_when, lambda a: a["other"] == 0, _FIRST),
+        "where.ScalarSelf": partial(_when, lambda a: a["self"] == 0, _linear_in(("other",))),
+        "masked_fill.Scalar": partial(_when, lambda a: a["value"] == 0, _FIRST),
+        "masked_fill.Tensor": _linear_in(("self", "value")),
+        "fill.Tensor": _linear_in(("value",)),
+        "copy": _linear_in(("src",)),
+        "prelu": _prelu,
+        "type_as to.other": _same_type,
+        "view.dtype": _view_dtype,
+        "dropout": _dropout,
+    }
+)
 
 ELEMENTWISE: RuleTable = (
     dict(_SPECIAL)
-    | {target: _pointwise for name in _NONLINEAR.split() for target in _overloads(name)}
+    | {target: pointwise_rule for name in _NONLINEAR.split() for target in _overloads(name)}
     | {target: _FIRST for name in _LINEAR.split() for target in _overloads(name) if target not in _SPECIAL}
 )

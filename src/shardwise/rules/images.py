@@ -73,16 +73,8 @@ def _col2im(op: Op, graph: Graph) -> OpRule:
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
         parts = [part_of(context, f"y{i}") for i in range(2)]
-        part_lengths = [
-            sliding_map.transposed(*part) if context.is_split(f"y{i}") else ((0, sliding_map.size),)
-            for i, (sliding_map, part) in enumerate(zip(maps, parts, strict=True))
-        ]
-        rows = [(ranges or ((0, 0),))[0] for ranges in part_lengths]
-        numbers = tuple(stop - start for start, stop in rows)
-        fronts = tuple(
-            part[0] + sliding_map.before - start * sliding_map.stride
-            for sliding_map, part, (start, _) in zip(maps, parts, rows, strict=True)
-        )
+        rows = [maps[i].transposed_part(*parts[i], is_split=context.is_split(f"y{i}")) for i in range(2)]
+        numbers, fronts = tuple(stop - start for start, stop, _ in rows), tuple(front for *_, front in rows)
         lengths = tuple(length for _, length in parts)
         return LocalOpCall(COL2IM_WINDOW, (Ref(op.operands[0]), kernel, dilation, stride, numbers, fronts, lengths))
 

@@ -133,33 +133,20 @@ def index_select_rule(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, operands, results, kinds={"v": "sum"}, linear=_FIRST, localize=localize)
 
 
-def _indexed_dims(op: Op, graph: Graph) -> tuple[list[int], list[tuple[int, ...]]] | None:
-    """The dims that ``x[i, j]`` indexes and the shapes of the indices; None for boolean masks (their size is data)."""
+def index_layout(op: Op, graph: Graph) -> tuple[list[int], list[Dims], Dims, Dims] | None:
+    """``(indexed dims, dims of each index, dims of x, dims of x[indices])``: v0 ... are indexed, i0 ... index. None for
+    boolean masks (their size is data)."""
     args = arguments(op)["indices"]
     places = [i for i, item in enumerate(args) if item is not None]
     values = [graph.by_name[args[i].name] for i in places]
-    if any(value.dtype in (torch.bool, torch.uint8) for value in values):
+    if not places or any(value.dtype in (torch.bool, torch.uint8) for value in values):
         return None
-    return places, [value.shape for value in values]
-
-
-def index_layout(op: Op, graph: Graph) -> tuple[list[int], list[Dims], Dims, Dims] | None:
-    """``(indexed dims, dims of each index, dims of x, dims of x[indices])``: v0 ... are indexed, i0 ... index."""
-    indexed = _indexed_dims(op, graph)
-    if indexed is None or not indexed[0]:
-        return None
-    places, shapes = indexed
-    total = broadcast_shape(*shapes)
+    total = broadcast_shape(*(value.shape for value in values))
     names = tuple(f"i{i}" for i in range(len(total)))
-    indices: list[Dims] = [
-        tuple(
-            (name,) if size == whole else ()
-            for name, size, whole in zip(
-                names[len(total) - len(shape) :], shape, total[len(total) - len(shape) :], strict=True
-            )
-        )
-        for shape in shapes
-    ]
+    indices: list[Dims] = []
+    for shape in (value.shape for value in values):
+        behind = zip(names[len(total) - len(shape) :], total[len(total) - len(shape) :], shape, strict=True)
+        indices.append(tuple((name,) if size == whole else () for name, whole, size in behind))
     rank = len(graph.by_name[op.operands[0]].shape)
     operand = single([f"v{places.index(i)}" if i in places else f"d{i}" for i in range(rank)])
     kept = [(f"d{i}",) for i in range(rank) if i not in places]

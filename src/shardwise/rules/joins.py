@@ -90,11 +90,9 @@ def slice_rule(op: Op, graph: Graph) -> OpRule:
     sliding_map = Sliding(sizes.get(_PARTS, 1), 1, step, before=-(start // sizes.get(_UNIT, 1) if step == 1 else start))
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        if slides and context.is_split("y"):
-            return LocalOpCall(
-                aten.slice.Tensor, (Ref(op.operands[0]), place, 0, context.operand_shapes[0][place], step)
-            )
-        first, last = _local_bounds(context, start, length, step, sizes)
+        first, last = 0, context.operand_shapes[0][place]
+        if not (slides and context.is_split("y")):
+            first, last = _local_bounds(context, start, length, step, sizes)
         return LocalOpCall(aten.slice.Tensor, (Ref(op.operands[0]), place, first, last, step))
 
     dims = [with_dim(names, place, *operand)]

@@ -100,7 +100,8 @@ def _index_rows(
     x: Tensor, indices: Sequence[Tensor], dims: Sequence[int], counts: Sequence[int], *atoms: Sequence[int]
 ) -> Tensor:
     """``x`` indexed in ``dims``; ``counts``: how many atoms each of them has."""
-    place = _place_of_indices(dims)
+    # The indices' dims are in place of adjacent dims, in front of scattered ones.
+    place = dims[0] if list(dims) == list(range(dims[0], dims[0] + len(dims))) else 0
     if any(x.shape[dim] == 0 for dim in dims):
         shape = broadcast_shape(*(index.shape for index in indices))
         kept = x.sum(list(dims), dtype=x.dtype)
@@ -108,21 +109,14 @@ def _index_rows(
         return opened.expand([*kept.shape[:place], *shape, *kept.shape[place:]])
     local_indices = _local_indices(indices, counts, atoms)
     everywhere = _all_of([mine for _, mine in local_indices])
-    rows = x[_selector(x.dim(), dims, [local for local, _ in local_indices])]
+    rows = x[_selector(x.dim(), dims, [local for local, _ in local_indices], slice(None))]
     trailing = rows.dim() - place - everywhere.dim()
     return torch.where(everywhere.reshape([*everywhere.shape, *(1,) * trailing]), rows, 0)
 
 
-def _place_of_indices(dims: Sequence[int]) -> int:
-    """Return the first dim of the indices in ``x[indices]``: in place of adjacent dims, in front of scattered ones."""
-    return dims[0] if list(dims) == list(range(dims[0], dims[0] + len(dims))) else 0
-
-
-def _selector(rank: int, dims: Sequence[int], indices: Sequence[Tensor]) -> tuple[Any, ...]:
-    chosen: list[Any] = [slice(None)] * rank
-    for dim, index in zip(dims, indices, strict=True):
-        chosen[dim] = index
-    return tuple(chosen)
+def _selector(rank: int, dims: Sequence[int], indices: Sequence[Tensor], others: slice | None) -> tuple[Any, ...]:
+    chosen = dict(zip(dims, indices, strict=True))
+    return tuple(chosen.get(dim, others) for dim in range(rank))
 
 
 def _all_of(conditions: Sequence[Tensor]) -> Tensor:
@@ -225,19 +219,11 @@ def _index_put_rows(
         torch.where(everywhere | ~mine, _spare_row(local, mine, x.shape[dim]), x.shape[dim])
         for dim, (local, mine) in zip(dims, local_indices, strict=True)
     ]
-    wide: Tensor = torch.ops.aten.index_put.default(
-        _with_spare(x, dims), _slices(x.dim(), dims, places), values, accumulate
-    )
+    selected = list(_selector(x.dim(), dims, places, None))
+    wide: Tensor = torch.ops.aten.index_put.default(_with_spare(x, dims), selected, values, accumulate)
     for dim in dims:
         wide = wide.narrow(dim, 0, x.shape[dim])
     return wide
-
-
-def _slices(rank: int, dims: Sequence[int], indices: Sequence[Tensor]) -> list[Tensor | None]:
-    slices: list[Tensor | None] = [None] * rank
-    for dim, index in zip(dims, indices, strict=True):
-        slices[dim] = index
-    return slices
 
 
 def _one_hot_classes(index: Tensor, *atoms: Sequence[int]) -> Tensor:

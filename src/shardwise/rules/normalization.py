@@ -12,7 +12,7 @@ from shardwise.rules.arguments import local_size, normal_dim, operand_positions,
 from shardwise.rules.binding import RuleTable, build, dim_names, leading_names, rank_of, single
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.lowerings import normalization as lowerings
-from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, Lowering, OpRule
+from shardwise.rules.rule import Dims, FactorKind, Lowering, OpRule
 
 aten = torch.ops.aten
 
@@ -43,13 +43,9 @@ def _group_norm(op: Op, graph: Graph) -> OpRule:
         [dims],
         kinds=dict.fromkeys(("c", *spatial), "lowered"),
         sizes={"g": arguments(op)["num_groups"]},
-        localize=_local_groups,
+        localize=lambda op, context: replace_arguments(op, num_groups=local_size(context, "g")),
         lowering=lowerings.group_norm,
     )
-
-
-def _local_groups(op: Op, context: LocalContext) -> LocalOpCall:
-    return replace_arguments(op, num_groups=local_size(context, "g"))
 
 
 def _channel_norm(op: Op, graph: Graph, averaged: tuple[str, ...], lowering: Lowering | None) -> OpRule:
@@ -63,10 +59,6 @@ def _channel_norm(op: Op, graph: Graph, averaged: tuple[str, ...], lowering: Low
     return build(op, graph, [dims, *per_channel], [dims, *empty], kinds=kinds, lowering=lowering)
 
 
-def _spatial(op: Op, graph: Graph) -> tuple[str, ...]:
-    return dim_names(rank_of(op, graph) - 2)
-
-
 def _batch_norm(op: Op, graph: Graph) -> OpRule | None:
     """With running statistics everything is parallel; with batch statistics the averaged dims are lowered.
 
@@ -76,13 +68,13 @@ def _batch_norm(op: Op, graph: Graph) -> OpRule | None:
         return _channel_norm(op, graph, (), None)
     if "running_mean" in operand_positions(op):
         return None
-    return _channel_norm(op, graph, ("n", *_spatial(op, graph)), lowerings.batch_norm)
+    return _channel_norm(op, graph, ("n", *dim_names(rank_of(op, graph) - 2)), lowerings.batch_norm)
 
 
 def _instance_norm(op: Op, graph: Graph) -> OpRule | None:
     if "running_mean" in operand_positions(op) or not arguments(op)["use_input_stats"]:
         return None
-    return _channel_norm(op, graph, _spatial(op, graph), lowerings.instance_norm)
+    return _channel_norm(op, graph, dim_names(rank_of(op, graph) - 2), lowerings.instance_norm)
 
 
 def _fixed_batch_norm(op: Op, graph: Graph) -> OpRule | None:

@@ -54,22 +54,14 @@ def parse_rule(text: str) -> Pattern:
     operands = reader.tensors(stop="->")
     reader.expect("->")
     results = reader.tensors(stop="")
-    for side in operands:
-        _reject_repetition(text, side)
-    for side in results:
-        _reject_repetition(text, side)
+    for dims in (*operands, *results):
+        for name, count in Counter(name for dim in dims for name in dim).items():
+            if count > 1:
+                what = f"{shorten_repr(name)} appears twice in the tensor {format_dims(dims)[:60]}"
+                raise NotationError(caret(text, text.find(name), what))
     if not results:
         raise NotationError(caret(text, len(text), "a rule needs at least one result (a scalar is written ())"))
     return Pattern(operands, results)
-
-
-def _reject_repetition(text: str, dims: Dims) -> None:
-    for name, count in Counter(name for dim in dims for name in dim).items():
-        if count > 1:
-            column = text.find(name)
-            raise NotationError(
-                caret(text, column, f"{shorten_repr(name)} appears twice in the tensor {format_dims(dims)[:60]}")
-            )
 
 
 class _TokenCursor:

@@ -137,11 +137,9 @@ def _adaptive(count: int, op: Op, graph: Graph) -> OpRule:
         begins = tuple(begin - starts[i] for i, ranges in enumerate(bins_here) for begin, _ in ranges)
         ends = tuple(end - starts[i] for i, ranges in enumerate(bins_here) for _, end in ranges)
         kernel_args = (Ref(op.operands[0]), output, begins, ends, tuple(map(len, bins_here)))
-        return (
-            LocalOpCall(ADAPTIVE_AVG_WINDOW, kernel_args)
-            if averages
-            else LocalOpCall(ADAPTIVE_MAX_WINDOW, (*kernel_args, starts, sizes))
-        )
+        if averages:
+            return LocalOpCall(ADAPTIVE_AVG_WINDOW, kernel_args)
+        return LocalOpCall(ADAPTIVE_MAX_WINDOW, (*kernel_args, starts, sizes))
 
     single_bins = [f"x{i}" for i in range(count) if after[i] == 1]
     lowered = averages or len(single_bins) == count

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from math import inf
-from typing import Any
 
 import torch
 
@@ -32,12 +30,6 @@ from shardwise.rules.windows import Sliding
 aten = torch.ops.aten
 
 
-def _dims(op: Op) -> tuple[Any, bool]:
-    """Return the dims that the operator reduces (None: all) and whether they are kept."""
-    args = arguments(op)
-    return args.get("dim"), bool(args.get("keepdim", False))
-
-
 def reduce_rule(
     op: Op,
     graph: Graph,
@@ -48,9 +40,8 @@ def reduce_rule(
     localize: Localize | None = None,
 ) -> OpRule:
     """The reduced dims have ``kind``, the others are parallel; a kept dim has no factor in the results."""
-    names = dim_names(rank_of(op, graph))
-    dim, keepdim = _dims(op)
-    reduced = dims_of(dim, len(names))
+    names, args = dim_names(rank_of(op, graph)), arguments(op)
+    reduced, keepdim = dims_of(args.get("dim"), len(names)), args.get("keepdim", False)
     kept: Dims = tuple(() if i in reduced else (name,) for i, name in enumerate(names) if keepdim or i not in reduced)
     return build(
         op,
@@ -197,11 +188,8 @@ def _is_in(op: Op, graph: Graph) -> OpRule:
     """The elements that are looked for are whole."""
     names = dim_names(len(graph.by_name[op.results[0]].shape))
     positions = operand_positions(op)
-    shapes = [graph.by_name[name].shape for name in op.operands]
-    tests = [f"t{i}" for i in range(len(shapes[-1]))] if "test_elements" in positions else []
-    operands = ([single(names)] if "elements" in positions else []) + (
-        [single(tests)] if "test_elements" in positions else []
-    )
+    tests = [f"t{i}" for i in range(len(graph.by_name[op.operands[-1]].shape))]
+    operands = [single(dims) for name, dims in (("elements", names), ("test_elements", tests)) if name in positions]
     return build(op, graph, operands, [single(names)], kinds=dict.fromkeys(tests, "whole"))
 
 
@@ -211,12 +199,9 @@ def _cosine(op: Op, graph: Graph) -> OpRule | None:
     if not left or len(left) != len(right) or left[dim] != right[dim]:
         return None
     names, whole = dim_names(len(left)), broadcast_shape(left, right)
-    operands = [broadcast_dims(shape, whole, names) for shape in (left, right)]
-    every = broadcast_dims(whole, whole, names)
-    kinds: Mapping[str, FactorKind] = {names[dim]: "lowered"}
-    return build(
-        op, graph, operands, [every[:dim] + every[dim + 1 :]], kinds=kinds, lowering=lowerings.cosine_similarity
-    )
+    *operands, every = (broadcast_dims(shape, whole, names) for shape in (left, right, whole))
+    results, lowering = [every[:dim] + every[dim + 1 :]], lowerings.cosine_similarity
+    return build(op, graph, operands, results, kinds={names[dim]: "lowered"}, lowering=lowering)
 
 
 REDUCTIONS: RuleTable = by_operator(

@@ -141,7 +141,7 @@ class OpRule:
         windows: Pairs (x, ``Window``). Factor x of an operand has kind ``whole``. But a rank with a part of the
             result's factor ``Window.factor`` reads only a window of x. Both names are those of undivided factors
             (``base_name``).
-        variants: Pairs (factor, rule). A strategy that names the factor uses this rule (``search.rules.variant``).
+        variants: Pairs (factor, rule). A strategy that names the factor uses this rule (``user_choices.variant``).
         kernel: Replaces a rank's local call by another call with the same result. None: the local call runs.
     """
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count, islice
 from math import gcd, prod
+from typing import Any
 
 import torch
 
@@ -81,16 +82,14 @@ def regroup(before: Sequence[int], after: Sequence[int]) -> tuple[Dims, Dims, di
                 break
         else:
             shared = gcd(left[0], left[1])
-            if shared > 1 and shared in left:
-                factor(shared, (0, 1))
-                left[0], left[1] = left[0] // shared, left[1] // shared
-                continue
+            nests = shared > 1 and shared in left
             if shared > 1:
                 factor(shared, (0, 1))
                 left[0], left[1] = left[0] // shared, left[1] // shared
-            whole += _unrelated(left, place, shapes, factor)
-            for side in (0, 1):
-                advance(side)
+            if not nests:
+                whole += _unrelated(left, place, shapes, factor)
+                for side in (0, 1):
+                    advance(side)
     dims = tuple(tuple(tuple(dim) for dim in side) for side in sides)
     return dims[0], dims[1], sizes, tuple(whole)
 
@@ -142,40 +141,26 @@ def _local_reshape(op: Op, context: LocalContext) -> LocalOpCall:
 # -- reordering --------------------------------------------------------------------------------------------------------
 
 
-def permute_rule(op: Op, graph: Graph, order: Sequence[int]) -> OpRule:
+def _reordered(order: Callable[[dict[str, Any], int], Sequence[int]], op: Op, graph: Graph) -> OpRule:
+    """``order``: returns the dims of the operand in the order of the result, by arguments and rank."""
     names = dim_names(rank_of(op, graph))
-    return build(op, graph, [single(names)], [single([names[i] for i in order])], linear=_FIRST)
+    dims = order(arguments(op), len(names))
+    return build(op, graph, [single(names)], [single([names[i] for i in dims])], linear=_FIRST)
 
 
-def _swap(first: str, second: str, op: Op, graph: Graph) -> OpRule:
-    args, rank = arguments(op), rank_of(op, graph)
+def _swapped(first: str, second: str, args: dict[str, Any], rank: int) -> list[int]:
     order = list(range(rank))
     if rank:
         i, j = normal_dim(args[first], rank), normal_dim(args[second], rank)
         order[i], order[j] = order[j], order[i]
-    return permute_rule(op, graph, order)
+    return order
 
 
-def _permute(op: Op, graph: Graph) -> OpRule:
-    rank = rank_of(op, graph)
-    return permute_rule(op, graph, [normal_dim(d, rank) for d in arguments(op)["dims"]])
-
-
-def _swap_last(op: Op, graph: Graph) -> OpRule:
-    rank = rank_of(op, graph)
-    return permute_rule(op, graph, [*range(rank - 2), *reversed(range(max(rank - 2, 0), rank))])
-
-
-def _reverse(op: Op, graph: Graph) -> OpRule:
-    return permute_rule(op, graph, list(reversed(range(rank_of(op, graph)))))
-
-
-def _move(op: Op, graph: Graph) -> OpRule:
-    args, rank = arguments(op), rank_of(op, graph)
+def _moved(args: dict[str, Any], rank: int) -> list[int]:
     source, destination = dims_in_order(args["source"], rank), dims_in_order(args["destination"], rank)
     rest = iter(i for i in range(rank) if i not in source)
     moved = dict(zip(destination, source, strict=True))
-    return permute_rule(op, graph, [moved[i] if i in moved else next(rest) for i in range(rank)])
+    return [moved[i] if i in moved else next(rest) for i in range(rank)]
 
 
 def dims_in_order(dim: int | Sequence[int], rank: int) -> list[int]:
@@ -308,9 +293,8 @@ def copied_rule(op: Op, graph: Graph, runs: Mapping[int, Sequence[RowRun]], plai
         columns = (tuple(run.length for run in flat), tuple(run.first for run in flat), tuple(run.step for run in flat))
         return LocalOpCall(COPIED_RUNS, (Ref(op.operands[0]), tuple(runs), tuple(map(len, local)), *columns))
 
-    return moved_rule(
-        op, graph, {dim: windows_of_runs(lengths_of_runs) for dim, lengths_of_runs in runs.items()}, localize, names
-    )
+    ranges = {dim: windows_of_runs(runs_of_dim) for dim, runs_of_dim in runs.items()}
+    return moved_rule(op, graph, ranges, localize, names)
 
 
 def _copied_runs(op: Op, graph: Graph) -> OpRule:
@@ -356,11 +340,9 @@ def _roll(op: Op, graph: Graph) -> OpRule:
         shifts[dim] = (shifts.get(dim, 0) + shift) % max(shape[dim], 1)
     moved = {dim: shift for dim, shift in shifts.items() if shift}  # a whole turn would be none of a part
     x = Ref(op.operands[0])
-    plain = (
-        LocalOpCall(aten.roll.default, (x, tuple(moved.values()), tuple(moved)))
-        if moved
-        else LocalOpCall(aten.alias.default, (x,))
-    )
+    plain = LocalOpCall(aten.alias.default, (x,))
+    if moved:
+        plain = LocalOpCall(aten.roll.default, (x, tuple(moved.values()), tuple(moved)))
     runs = {d: (RowRun(shift, shape[d] - shift, 1), RowRun(shape[d] - shift, 0, 1)) for d, shift in moved.items()}
     return copied_rule(op, graph, runs, plain)
 
@@ -446,12 +428,12 @@ def _triangle(op: Op, graph: Graph, *, upper: bool) -> OpRule:
 SHAPES: RuleTable = by_operator(
     {
         "view reshape _unsafe_view flatten.using_ints unflatten.int ravel view_as reshape_as": reshape_rule,
-        "transpose.int swapdims": partial(_swap, "dim0", "dim1"),
-        "swapaxes": partial(_swap, "axis0", "axis1"),
-        "permute": _permute,
-        "t mT mH adjoint": _swap_last,
-        "numpy_T": _reverse,
-        "movedim.int movedim.intlist moveaxis.int moveaxis.intlist": _move,
+        "transpose.int swapdims": partial(_reordered, partial(_swapped, "dim0", "dim1")),
+        "swapaxes": partial(_reordered, partial(_swapped, "axis0", "axis1")),
+        "permute": partial(_reordered, lambda args, rank: dims_in_order(args["dims"], rank)),
+        "t mT mH adjoint": partial(_reordered, lambda _, rank: [*range(rank - 2), *range(rank)[-2:][::-1]]),
+        "numpy_T": partial(_reordered, lambda _, rank: range(rank)[::-1]),
+        "movedim.int movedim.intlist moveaxis.int moveaxis.intlist": partial(_reordered, _moved),
         "squeeze squeeze.dim squeeze.dims": _squeeze,
         "unsqueeze": _unsqueeze,
         "diagonal diag_embed diagonal_scatter": _diagonal,

@@ -12,12 +12,12 @@ The page on adding a rule explains each step. Rules of the user come from ``shar
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch._ops import OpOverload
 
 from shardwise.graph.ir import Graph, Op
+from shardwise.graph.schema import by_operator
 from shardwise.rules.attention import ATTENTION
 from shardwise.rules.autograd_functions import AUTOGRAD_FUNCTIONS
 from shardwise.rules.binding import RuleFunction, RuleTable, RuleTemplate, bind, whole_rule
@@ -42,43 +42,32 @@ from shardwise.rules.shapes import SHAPES
 from shardwise.rules.transforms import TRANSFORMS
 from shardwise.rules.updates import UPDATES
 
-__all__ = ["RULES", "join", "rule_of", "whole_rule"]
+__all__ = ["RULES", "rule_of", "whole_rule"]
 
 
-def join(tables: Iterable[RuleTable]) -> RuleTable:
-    """Return the tables as one. Assert that no operator is in two of them."""
-    joined: dict[OpOverload, RuleTemplate | RuleFunction] = {}
-    for table in tables:
-        twice = sorted(str(target) for target in joined.keys() & table.keys())
-        assert not twice, f"operators with two rules: {', '.join(twice)}"
-        joined.update(table)
-    return joined
-
-
-RULES: RuleTable = join(
-    (
-        MATMUL,
-        ELEMENTWISE,
-        REDUCTIONS,
-        SHAPES,
-        JOINS,
-        INDEXING,
-        UPDATES,
-        ATTENTION,
-        NORMALIZATION,
-        CONVOLUTION,
-        POOLING,
-        IMAGES,
-        LOSSES,
-        CONSTRUCTORS,
-        DROPOUT,
-        LABEL_TERMS,
-        RECURRENT,
-        EXPERTS,
-        TRANSFORMS,
-        LINALG,
-        AUTOGRAD_FUNCTIONS,
-    )
+RULES: RuleTable = by_operator(
+    {},
+    MATMUL,
+    ELEMENTWISE,
+    REDUCTIONS,
+    SHAPES,
+    JOINS,
+    INDEXING,
+    UPDATES,
+    ATTENTION,
+    NORMALIZATION,
+    CONVOLUTION,
+    POOLING,
+    IMAGES,
+    LOSSES,
+    CONSTRUCTORS,
+    DROPOUT,
+    LABEL_TERMS,
+    RECURRENT,
+    EXPERTS,
+    TRANSFORMS,
+    LINALG,
+    AUTOGRAD_FUNCTIONS,
 )
 
 

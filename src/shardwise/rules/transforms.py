@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import torch
-
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.schema import arguments
+from shardwise.graph.schema import arguments, by_operator
 from shardwise.rules.arguments import normal_dim
 from shardwise.rules.binding import RuleTable, build, dim_names, single
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.rule import FactorKind, OpRule
-
-aten = torch.ops.aten
 
 
 def _transform(op: Op, graph: Graph) -> OpRule:
@@ -37,13 +33,11 @@ def _short_time(op: Op, graph: Graph) -> OpRule:
     return build(op, graph, operands, [single([*batch, "f", "t"])], kinds=kinds, linear=((0,),))
 
 
-TRANSFORMS: RuleTable = dict.fromkeys(
-    (
-        *(aten.fft_fft.default, aten.fft_ifft.default, aten.fft_fft2.default, aten.fft_ifft2.default),
-        *(aten.fft_rfft.default, aten.fft_irfft.default, aten.fft_rfft2.default, aten.fft_irfft2.default),
-        *(aten.fft_hfft.default, aten.fft_ihfft.default, aten.fft_hfft2.default, aten.fft_ihfft2.default),
-        *(aten.fft_fftn.default, aten.fft_ifftn.default, aten.fft_rfftn.default, aten.fft_irfftn.default),
-        *(aten.fft_hfftn.default, aten.fft_ihfftn.default, aten.fft_fftshift.default, aten.fft_ifftshift.default),
-    ),
-    zeros_if_empty(_transform),
-) | dict.fromkeys((aten.stft.default, aten.stft.center), zeros_if_empty(_short_time))
+TRANSFORMS: RuleTable = by_operator(
+    {
+        "fft_fft fft_ifft fft_fft2 fft_ifft2 fft_rfft fft_irfft fft_rfft2 fft_irfft2 fft_hfft fft_ihfft fft_hfft2 "
+        "fft_ihfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn fft_hfftn fft_ihfftn "
+        "fft_fftshift fft_ifftshift": zeros_if_empty(_transform),
+        "stft stft.center": zeros_if_empty(_short_time),
+    }
+)

@@ -169,7 +169,7 @@ def _masked_put(op: Op, graph: Graph) -> OpRule | None:
     value_shape = values.shape[len(values.shape) - len(behind) :] if len(values.shape) > len(behind) else values.shape
     if prod(values.shape) != prod(value_shape):  # one value per element that is masked: their number is data
         return None
-    value_dims: Dims = tuple(() for _ in values.shape[: len(values.shape) - len(value_shape)])
+    value_dims: Dims = ((),) * (len(values.shape) - len(value_shape))
     value_dims += broadcast_dims(value_shape, behind, names[end:])
     dims = single(names)
     return build(op, graph, [dims, single(names[start:end]), value_dims], [dims], linear=((0, 2),))

@@ -62,9 +62,8 @@ def _conv_window(
 ) -> Tensor:
     """Return a convolution with as much padding before as asked for, and another after."""
     padding = [min(pair) for pair in zip(before, after, strict=True)]  # what the convolution does itself
-    x = _padded(
-        x, [b - p for b, p in zip(before, padding, strict=True)], [a - p for a, p in zip(after, padding, strict=True)]
-    )
+    rest = ([rows - p for rows, p in zip(side, padding, strict=True)] for side in (before, after))
+    x = _padded(x, *rest)
     batched = x.dim() == weight.dim()
     x = x if batched else x.unsqueeze(0)
     y = _CONVOLUTIONS[len(padding) - 1](x, weight, bias, stride, padding, dilation, groups)
@@ -149,12 +148,9 @@ def _adaptive_avg_window(
 ) -> Tensor:
     """Adaptive average pooling. Dim i of the last ones has ``counts[i]`` bins of its own, from row ``begins`` to row
     ``ends`` each (0: the operator finds its bins)."""
-    return _over_bins(
-        x,
-        tuple(output),
-        _bins(begins, ends, counts),
-        lambda part, sizes, _: (ADAPTIVE_AVG_POOLS[len(sizes) - 1](part, sizes),),
-    )[0]
+    pool = ADAPTIVE_AVG_POOLS[len(output) - 1]
+    bins = _bins(begins, ends, counts)
+    return _over_bins(x, tuple(output), bins, lambda part, sizes, _: (pool(part, sizes),))[0]
 
 
 def _adaptive_max_window(

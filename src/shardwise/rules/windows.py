@@ -111,6 +111,13 @@ class Sliding:
     def ranges(self, offset: int, length: int) -> Ranges:
         return clip_rows(*self.bounds(offset, length), self.size)
 
+    def transposed_part(self, offset: int, length: int, *, is_split: bool) -> tuple[int, int, int]:
+        """Return ``(start, stop, front)`` of a part of the transposed: the rows that it is made from, and its first row
+        in what they make. Of a dim that is not split all rows are there, also those that only padding would read."""
+        ranges = self.transposed(offset, length) if is_split else ((0, self.size),)
+        start, stop = ranges[0] if ranges else (0, 0)
+        return start, stop, offset + self.before - start * self.stride
+
     def padding(self, offset: int, length: int) -> tuple[int, int]:
         """Rows of padding that a part needs before and after the rows of its window."""
         start, stop = self.bounds(offset, length)

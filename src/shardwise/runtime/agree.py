@@ -32,6 +32,36 @@ _HALF_AN_HOUR = timedelta(minutes=30)  # torch's default, for a group without a 
 _turns = count()  # every rank makes the same number of calls
 
 
+def rank_and_world_size() -> tuple[int, int]:
+    """Return (rank, number of ranks); without a process group there is one rank."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def gather_values(value: T, group: Any = None) -> list[T]:
+    """Return the values of all ranks of a group (None: of the job), by rank. Collective."""
+    values: list[Any] = [value]
+    if rank_and_world_size()[1] > 1:
+        values = [None] * dist.get_world_size(group)
+        dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def raise_first(kind: type[ShardwiseError], fault: ShardwiseError | None) -> None:
+    """Raise on every rank if any rank has a fault: this rank's own, else that of the first such rank. Collective."""
+    faults = gather_values(None if fault is None else str(fault))
+    if fault is not None:
+        raise fault
+    failed = next(((rank, text) for rank, text in enumerate(faults) if text is not None), None)
+    if failed is not None:
+        raise kind(f"rank {failed[0]}: {failed[1]}")
+
+
+def patience_seconds() -> float:
+    """Return the timeout in seconds when waiting for other ranks."""
+    timeout = group_timeout() if rank_and_world_size()[1] > 1 else None
+    return (timeout or _HALF_AN_HOUR).total_seconds()
+
+
 def from_rank_zero(compute: Callable[[], T]) -> T:
     """Run ``compute()`` on rank 0 and return its result on every rank; all ranks must call this. A ShardwiseError is
     raised on all of them. It may take longer than the time-out of collectives."""
@@ -48,8 +78,10 @@ def from_rank_zero(compute: Callable[[], T]) -> T:
         if dist.get_rank() == 0:
             try:
                 box = [_dump(outcome)]
-            except (pickle.PicklingError, AttributeError, TypeError) as error:
-                outcome = _not_sent(error)
+            except (pickle.PicklingError, AttributeError, TypeError) as error:  # a class that others cannot import
+                what = f"rank 0 cannot send the captured program to the other ranks: {error}"
+                fix = "define the classes of the model's inputs and outputs at module level, not in a function"
+                outcome = ShardwiseError(what, fix=fix)
                 box = [_dump(outcome)]
         dist.broadcast_object_list(box, src=0)
         if dist.get_rank() != 0:
@@ -96,7 +128,7 @@ def meet_rank_zero(what: str) -> None:
     if dist.get_rank() == 0:
         store.set(turn, "")
         return
-    patience = (group_timeout() or _HALF_AN_HOUR).total_seconds()
+    patience = patience_seconds()
     heard, since, pause = -1, monotonic(), _FIRST_PAUSE_SECONDS
     while True:
         # Poll: a store wait that times out writes its own lines to stderr.
@@ -120,17 +152,6 @@ def meet_rank_zero(what: str) -> None:
         pause = min(2 * pause, _BEAT_SECONDS / 4)
 
 
-def meet_to_read(ranks: Communicator, call: int, number: int, what: str) -> None:
-    """Wait until all ranks of a module read the same output, the ``number``-th of ``call``. Raises ShardwiseError if
-    they read different ones, and CollectiveError if some rank does not read at all."""
-    doing = f"reading an output of call {call}, {what}, which every rank must read (or outputs='whole' in parallelize),"
-    if not ranks.meet((call << 16) + number, doing):
-        raise ShardwiseError(
-            f"ranks read different outputs: rank {ranks.rank} reads {what}, of call {call}",
-            fix="read outputs on every rank, in the same order, or pass outputs='whole' to sw.parallelize",
-        )
-
-
 def wire_device(device: torch.device) -> torch.device:
     """Return the device that a tensor must be on to be sent, for a module on ``device``."""
     return device if device.type == "cuda" else torch.device("cpu")
@@ -143,14 +164,6 @@ def gather_objects(value: Any, ranks: Communicator, device: torch.device, what: 
     content = torch.frombuffer(bytearray(_dump(value)), dtype=torch.uint8)
     lengths = ranks.gather_from_all(torch.tensor([content.numel()], device=device), what).flatten().tolist()
     return [_load(row.cpu().numpy().tobytes()) for row in ranks.gather_flat(content.to(device), lengths, what)]
-
-
-def _not_sent(error: Exception) -> ShardwiseError:
-    """Return the error for an object whose class other processes cannot import by name."""
-    return ShardwiseError(
-        f"rank 0 cannot send the captured program to the other ranks: {error}",
-        fix="define the classes of the model's inputs and outputs at module level, not in a function",
-    )
 
 
 def _dump(value: Any) -> bytes:

@@ -116,13 +116,8 @@ class _CompiledSection:
     shares: tuple[str | None, ...]
 
 
-@dataclass(frozen=True)
-class _CompiledHalf:
-    """The sections of half a region and its outputs, in the order of ``CompileRegion.outputs`` or
-    ``CompileRegion.results``."""
-
-    parts: tuple[_CompiledSection, ...]
-    returned: tuple[str, ...]
+# The sections of half a region, and its outputs in the order of ``CompileRegion.outputs`` or ``CompileRegion.results``.
+_CompiledHalf = tuple[list[_CompiledSection], tuple[str, ...]]
 
 
 def compiled_program(
@@ -219,10 +214,10 @@ class _Compiler:
             (halves[0], region.outputs, ".", "forward"),
             (halves[1], region.results, "'", "input"),
         )
-        for half, ends, mark, part in sides:
-            computed = {name for section in half.parts for name in section.results}
+        for (compiled, returned), ends, mark, part in sides:
+            computed = {name for section in compiled for name in section.results}
             end_of: dict[str, str] = {}
-            for node, end in zip(half.returned, ends, strict=True):
+            for node, end in zip(returned, ends, strict=True):
                 if node in computed and node not in end_of:
                     end_of[node] = end
                 elif node in computed:
@@ -233,7 +228,7 @@ class _Compiler:
                 end_of.setdefault(node, f"region {number}{mark}{node}")
             names |= end_of
             instructions = []
-            for section in half.parts:
+            for section in compiled:
                 results = tuple(names[node] for node in section.results)
                 forms.update(zip(results, section.forms, strict=True))
                 instructions.append(
@@ -406,7 +401,7 @@ class _SectionCompiler:
                 storage.setdefault(_storage(fake), node.name)
             parts.append(_CompiledSection(kernels, tuple(node.name for node in operands), names, forms, tuple(shares)))
             self.values.update(zip(names, results, strict=True))
-        return _CompiledHalf(tuple(parts), tuple(node.name for node in ends[:num_returned]))
+        return parts, tuple(node.name for node in ends[:num_returned])
 
 
 def _storage(tensor: Tensor) -> int:
@@ -472,9 +467,4 @@ def compile_with_inductor(
     with _inductor_context(fake_mode), TracingContext.report_output_strides() as reported:
         function: Any = compile_fx_inner(module, list(operands))
     strides = [None if stride is None else tuple(map(int, stride)) for stride in reported or ()]
-    return function, strides or [None] * _num_results(module)
-
-
-def _num_results(module: fx.GraphModule) -> int:
-    output: Any = module.graph.output_node()
-    return len(output.args[0])
+    return function, strides or [None] * len(output.args[0])

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 
 from shardwise.errors import ShardwiseError
-from shardwise.graph.ir import Ref, map_refs, refs
+from shardwise.graph.ir import refs
 from shardwise.programs.buckets import Bucket
 from shardwise.programs.forms import Form
-from shardwise.programs.instructions import Arrive, Compute, Copy, Depart, Instruction
+from shardwise.programs.instructions import Arrive, Compute, Copy, Depart, Instruction, with_operands
 from shardwise.programs.program import LocalOp, LocalProgram
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.spmd import conversions_of
@@ -57,22 +57,15 @@ def matching_parameters(module: torch.nn.Module, patterns: Iterable[str]) -> fro
     return frozenset(name for name, parameter in named.items() if id(parameter) in chosen)
 
 
-@dataclass(frozen=True)
-class CpuPlacement:
-    """A rank's local program, and the names of its values on the host."""
-
-    program: LocalProgram
-    values: frozenset[str]
-
-
-def place_on_cpu(program: LocalProgram, names: frozenset[str]) -> CpuPlacement:
-    """Place some parameters on the host, and split their conversions from shared buckets. Raises ShardwiseError if an
-    operator that is no lookup reads one, or the module returns one."""
+def place_on_cpu(program: LocalProgram, names: frozenset[str]) -> tuple[LocalProgram, frozenset[str]]:
+    """Place some parameters on the host, and split their conversions from shared buckets. Return the program and the
+    names of its values on the host. Raises ShardwiseError if an operator that is no lookup reads one, or the module
+    returns one."""
     spmd = program.spmd
     values = {source.value for source in spmd.graph.sources if names.intersection(source.names)}
     name_of = {value: spmd.graph.source_of[value].names[0] for value in values}
     if not values:
-        return CpuPlacement(program, frozenset())
+        return program, frozenset()
     instructions: list[Any] = []
     for instruction in program.instructions:
         for conversion in () if isinstance(instruction, LocalOp) else conversions_of(instruction):
@@ -89,7 +82,7 @@ def place_on_cpu(program: LocalProgram, names: frozenset[str]) -> CpuPlacement:
                 f"{name_of[value]} is kept on the host, but the module returns it",
                 fix="return the looked-up rows, or remove it from host=",
             )
-    return CpuPlacement(replace(program, instructions=tuple(instructions)), frozenset(values))
+    return replace(program, instructions=tuple(instructions)), frozenset(values)
 
 
 def with_copies(program: RankProgram, on_host: frozenset[str]) -> tuple[RankProgram, frozenset[str]]:
@@ -146,11 +139,7 @@ class _CpuAssignment:
             name: self._copied(name, instruction) for name in instruction.operands if (name in self.on_host) != here
         }
         if moved:
-            args = tuple(map_refs(arg, lambda name: Ref(moved.get(name, name))) for arg in instruction.args)
-            kwargs = tuple(
-                (key, map_refs(arg, lambda name: Ref(moved.get(name, name)))) for key, arg in instruction.kwargs
-            )
-            instruction = replace(instruction, args=args, kwargs=kwargs)
+            instruction = with_operands(instruction, moved)
         if not here:
             self.placed.append(instruction)
             return

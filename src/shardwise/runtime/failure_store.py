@@ -40,10 +40,6 @@ class FailureStore:
         self._num_read = 0  # number of published statuses at the last read
         self._statuses: list[tuple[int, RankStatus]] = []  # (rank, its latest status), possibly of a later call
 
-    def begin(self) -> None:
-        """Count a new call."""
-        self.call += 1
-
     def ask(self, text: str) -> None:
         """Ask all ranks to agree on the current call; the caller then waits for them."""
         self._asked_call = self.call

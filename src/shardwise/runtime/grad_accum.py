@@ -14,6 +14,7 @@ from torch.amp.grad_scaler import GradScaler
 from shardwise.programs.rank_program import RankProgram
 from shardwise.runtime.compiled import CompiledVariant
 from shardwise.runtime.emit import Emitted
+from shardwise.runtime.guards.registry import memory_range
 from shardwise.runtime.hoisted_constants import Constants
 from shardwise.runtime.step import Forward
 
@@ -67,19 +68,19 @@ class GradAccumState:
 
     def add(self, gradients: Mapping[str, Tensor], read: Iterable[Tensor]) -> None:
         """Add the gradients of a micro-batch. ``read``: tensors read later, whose memory must not be written."""
-        in_use: list[_Extent] = []
+        in_use: list[tuple[int, int]] = []
         if not gradients.keys() <= self.sums.keys():
-            in_use = [_extent(tensor) for tensor in (*read, *self.prepared)]
+            in_use = [memory_range(tensor) for tensor in (*read, *self.prepared)]
         for source, gradient in gradients.items():
             if source in self.sums:
                 self.step.add(source, self.sums[source], gradient)
                 continue
             # A compiler may return one tensor for two gradients, so a sum needs memory of its own. Gradients of one
             # message are adjacent in one storage.
-            memory, first, last = _extent(gradient)
-            is_shared = any(other == memory and first < end and start < last for other, start, end in in_use)
+            first, last = memory_range(gradient)
+            is_shared = any(first < end and start < last for start, end in in_use)
             self.sums[source] = gradient.clone() if is_shared else gradient
-            in_use.append((memory, first, last))
+            in_use.append((first, last))
 
     def end(self) -> dict[str, Tensor]:
         """Finish the step: return source -> the gradient of the stored parameter, over all micro-batches."""
@@ -104,13 +105,3 @@ def scale_of(scaler: GradScaler | None, device: torch.device) -> Tensor | None:
         return None
     scale: Tensor = scaler.scale(torch.ones((), device=device))
     return scale
-
-
-_Extent = tuple[int, int, int]
-
-
-def _extent(tensor: Tensor) -> _Extent:
-    """Return a tensor's storage address and the byte range of its elements within it."""
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    first = int(tensor.storage_offset()) * tensor.itemsize
-    return tensor.untyped_storage().data_ptr(), first, first + (reach + 1) * tensor.itemsize * bool(tensor.numel())

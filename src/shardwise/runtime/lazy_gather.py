@@ -25,7 +25,6 @@ from shardwise.plans.quantities import format_bytes
 from shardwise.programs.buckets import Bucket
 from shardwise.programs.spmd import SpmdProgram, conversions_of
 from shardwise.programs.spmd_steps import Conversion, OpStep
-from shardwise.runtime.agree import meet_to_read
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.messages import Purpose
 from shardwise.runtime.transit import Direction, stages
@@ -122,7 +121,13 @@ class UngatheredOutput:
             return read
         if self._whole is None:
             assert self.part is not None, "it is not read yet"
-            meet_to_read(self.ranks, self.call, self.number, self.described)
+            place = f"reading an output of call {self.call}, {self.described}"
+            doing = f"{place}, which every rank must read (or outputs='whole' in parallelize),"
+            if not self.ranks.meet((self.call << 16) + self.number, doing):
+                raise ShardwiseError(
+                    f"ranks read different outputs: rank {self.ranks.rank} reads {self.described}, of call {self.call}",
+                    fix="read outputs on every rank, in the same order, or pass outputs='whole' to sw.parallelize",
+                )
             with torch.no_grad():
                 self._whole = self._converted(self.part, backward=False).contiguous()
             self.part = None

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardwise.costs import probe
 from shardwise.costs.units import format_quantity
 from shardwise.errors import OutOfDeviceMemoryError
 from shardwise.plans.plan import Plan
+from shardwise.runtime.agree import gather_values
 
 # Relative error by which a predicted peak may be too high (see the page on clusters); refuse only beyond it.
 _TOO_HIGH = 0.05
@@ -22,9 +21,7 @@ def require_memory(plan: Plan, device: torch.device) -> None:
     step. Every rank calls it. Plans without a prediction are not checked."""
     if device.type != "cuda" or plan.predicted is None:
         return
-    rooms: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rooms, memory_on(device))
-    check_memory(plan, dict(enumerate(rooms)))
+    check_memory(plan, dict(enumerate(gather_values(memory_on(device)))))
 
 
 def memory_on(device: torch.device) -> tuple[int, int]:

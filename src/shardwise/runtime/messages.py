@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -14,7 +15,7 @@ from shardwise.errors import CollectiveError, OutOfDeviceMemoryError, ShardwiseE
 from shardwise.graph.ir import Graph
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_layout
-from shardwise.plans.printing import format_bytes
+from shardwise.plans.quantities import format_bytes
 from shardwise.programs.moves import LocalMove
 from shardwise.programs.spmd_steps import Conversion
 from shardwise.runtime.collective_tracker import trail
@@ -109,45 +110,39 @@ class CollectiveMessage:
         Raises CollectiveError, or OutOfDeviceMemoryError.
         """
         self.ranks.launched = self.number = self.ranks.launched + 1
-        try:
-            if not wait:
-                return self._launch(tensors, wait=False)
-            with trail.waiting(self.label):
-                buffers, flights = self._launch(tensors, wait=not self.is_gloos)
-                for flight in flights:
-                    flight.wait()
-                return buffers, []
-        except (RuntimeError, MemoryError) as error:
-            self._explain(error)
-            raise
+        with self._explained(waits=wait):
+            blocks = wait and not self.is_gloos
+            sent = [
+                parcel.launch([tensors[i] for i in positions], blocks)
+                for parcel, positions in zip(self.parcels, self.together, strict=True)
+            ]
+            self.ranks.note(self.kind, self.axes, sum(num_bytes for *_, num_bytes in sent))
+            flights = [] if blocks else [flight for _, flight, _ in sent]
+            for flight in flights if wait else ():
+                flight.wait()
+        return [buffer for buffer, *_ in sent], [] if wait else flights
 
     def finish(self, flights: Sequence[InFlight]) -> None:
         """Wait for a collective. Raises the same errors as ``launch``."""
-        try:
-            with trail.waiting(self.label):
-                for flight in flights:
-                    flight.wait()
-        except (RuntimeError, MemoryError) as error:
-            self._explain(error)
-            raise
+        with self._explained(waits=True):
+            for flight in flights:
+                flight.wait()
 
     @cached_property
     def label(self) -> bytes:
         """Describe the collective for the rank's heartbeat file."""
         return collective_of(self).encode()
 
-    def _explain(self, error: Exception) -> None:
-        explained = conversion_failed(error, self.purpose) or collective_failed(error, self)
-        if explained is not None:
+    @contextmanager
+    def _explained(self, *, waits: bool) -> Iterator[None]:
+        try:
+            with trail.waiting(self.label) if waits else nullcontext():
+                yield
+        except (RuntimeError, MemoryError) as error:
+            explained = conversion_failed(error, self.purpose) or collective_failed(error, self)
+            if explained is None:
+                raise
             raise explained from error
-
-    def _launch(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[list[torch.Tensor], list[InFlight]]:
-        sent = [
-            parcel.launch([tensors[i] for i in positions], wait)
-            for parcel, positions in zip(self.parcels, self.together, strict=True)
-        ]
-        self.ranks.note(self.kind, self.axes, sum(num_bytes for *_, num_bytes in sent))
-        return [buffer for buffer, *_ in sent], [] if wait else [flight for _, flight, _ in sent]
 
     def land(self, buffers: list[torch.Tensor], this_rank: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """Return the results from filled buffers. ``this_rank``: its own tensor, if the move needs it too."""
@@ -180,13 +175,12 @@ class PackedTensors:
 
     def launch(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, InFlight, int]:
         """Start the collective: return (the buffer that is filled, its handle, bytes of the collective)."""
-        if self.kind == "all_reduce":
-            return self._all_reduce(tensors, wait)
-        if self.kind == "all_gather":
-            return self._all_gather(tensors, wait)
-        if self.kind == "reduce_scatter":
-            return self._reduce_scatter(tensors, wait)
-        return self._all_to_all(tensors, wait)
+        starts = {
+            "all_reduce": self._all_reduce,
+            "all_gather": self._all_gather,
+            "reduce_scatter": self._reduce_scatter,
+        }
+        return starts.get(str(self.kind), self._all_to_all)(tensors, wait)
 
     def land(self, buffer: torch.Tensor, this_rank: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """Return the results from the buffer. ``this_rank``: its own tensor, if the move needs it too."""

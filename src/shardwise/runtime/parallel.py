@@ -36,7 +36,6 @@ from shardwise.runtime.program_cache import (
     in_plan_precision,
     refuse_input_gradients,
 )
-from shardwise.runtime.replicas import ReplicaCheck
 from shardwise.runtime.stage import BoundaryTensor, StageCall
 from shardwise.runtime.step_profile import StepProfile, profile_step
 
@@ -200,7 +199,7 @@ class Parallel(ParallelModule):
         self.plan.only_stage  # noqa: B018 - raises PlanError for several
         flat, spec = self._begin(args, kwargs)
         mode = self._mode(loss_only=loss_only, predicts=predicts)
-        check: ReplicaCheck | None = self._due_check() if torch.is_grad_enabled() else None
+        check = self._due_check() if torch.is_grad_enabled() else None
         same = self._same if check is None and torch.is_grad_enabled() and (self.training or loss_only) else None
         compiled, inputs_here = self._program(flat, spec, mode)
         if same is not None:  # ranks make this call: one that they refuse leaves nothing to compare

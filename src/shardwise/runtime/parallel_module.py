@@ -133,14 +133,12 @@ class ParallelModule(ShardedModule):
         install_shards(self, module, plan, holder, self.device, seed, init, weights)
         self._protect()
         self._state = TensorTable(self)
-        self._replicas: ReplicaCheck | PipelineCheck | None = None
-        if settings.check_replicas:
+        self._replicas: ReplicaCheck | None = None
+        if (every := settings.check_replicas) and plan.is_pipeline:
             own = {number: self._stage_ranks[number] for number in self._stages}
-            self._replicas = (
-                PipelineCheck(settings, plan, self._everyone, own)
-                if plan.is_pipeline
-                else ReplicaCheck(settings.check_replicas, self._ranks, self.device)
-            )
+            self._replicas = PipelineCheck(every, self.device, plan, self._everyone, own)
+        elif every:
+            self._replicas = ReplicaCheck(every, self._ranks, self.device)
         self.stand_for(module)
 
     def _join(self, module: torch.nn.Module, name: str) -> None:
@@ -400,7 +398,7 @@ class ParallelModule(ShardedModule):
         self._failed = False
         return key, shapes, batch
 
-    def _due_check(self) -> Any:
+    def _due_check(self) -> ReplicaCheck | None:
         return self._replicas if self.training and self._replicas is not None and self._replicas.is_due() else None
 
     # -- a step over micro-batches -------------------------------------------------------------------------------------
@@ -525,11 +523,11 @@ class ParallelModule(ShardedModule):
         *,
         keeps: bool,
         scale: torch.Tensor | None = None,
-        check: ReplicaCheck | PipelineCheck | None = None,
+        check: ReplicaCheck | None = None,
     ) -> list[torch.Tensor]:
         """Run the schedule and return the losses of the micro-batches on ranks of the last stage. ``tensors``: this
         rank's parts of a ``batch``, or all of it (None)."""
-        if isinstance(check, PipelineCheck):
+        if check is not None:
             check.begin(tensors if batch is None else {}, self._state.tensors)
         seed, split = self._seed_of_call(draws=ready.draws), with_samples_in(self.plan)
         if batch is not None and self._parts is not None:
@@ -539,7 +537,7 @@ class ParallelModule(ShardedModule):
                 batch = None
         step = StageInputs(tensors, batch is not None, split, {}, seed, self.device, scale)
         step.whole = self._whole(ready, step, batch)
-        checks = check.stages if isinstance(check, PipelineCheck) else {} if check is None else {0: check}
+        checks = {} if check is None else check.stages
         for worker in ready.workers:
             worker.begin(step, keeps=keeps, check=checks.get(worker.number))
         try:
@@ -555,8 +553,8 @@ class ParallelModule(ShardedModule):
             if explanation is None:
                 raise
             raise explanation from error
-        if isinstance(check, PipelineCheck):
-            check.settle_forward()
+        if check is not None:
+            check.settle()
         return losses
 
     def _whole(self, ready: StageCall, step: StageInputs, batch: Batch | None) -> dict[str, torch.Tensor]:
@@ -589,7 +587,7 @@ class ParallelModule(ShardedModule):
             results = interpret(prelude, values)
         return {name: results[name] for name in ready.passes.whole}
 
-    def _add_gradients(self, ready: StageCall, check: ReplicaCheck | PipelineCheck | None) -> None:
+    def _add_gradients(self, ready: StageCall, check: ReplicaCheck | None) -> None:
         """Add the step's gradients to ``.grad``, summed over stages for parameters that several pipeline ranks have."""
         state = self._state.tensors
         totals: dict[str, torch.Tensor] = {}
@@ -604,11 +602,10 @@ class ParallelModule(ShardedModule):
         reached = [(state[name], gradient) for name, gradient in totals.items() if state[name].requires_grad]
         for worker in ready.workers:
             compiled = worker.programs[max(worker.sizes)].compiled
-            stage_check = check.stages[worker.number] if isinstance(check, PipelineCheck) else check
-            if stage_check is not None:
-                stage_check.watch(compiled.spmd, compiled.tensors)
+            if check is not None:
+                check.stages[worker.number].watch(compiled.spmd, compiled.tensors)
         torch.autograd.backward([parameter for parameter, _ in reached], [gradient for _, gradient in reached])
-        if isinstance(check, PipelineCheck):
+        if check is not None:
             check.settle()
 
     def _exchange(self, what: str, ranks: Sequence[int]) -> AbstractContextManager[None]:

@@ -12,12 +12,18 @@ import torch.distributed as dist
 from shardwise.errors import LaunchError, PlanError, PlanWarning, ShardwiseError, listed, warn_user
 from shardwise.graph.kinds import check_kinds
 from shardwise.layouts.placement import Placement
-from shardwise.plans.file import format_ranks
 from shardwise.plans.plan import Plan
-from shardwise.plans.plan_precision import only_priced
+from shardwise.plans.printing import only_priced
+from shardwise.plans.quantities import format_ranges
 from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.plans.schedule import SCHEDULES, schedule_of
-from shardwise.runtime.agree import from_rank_zero, meet_rank_zero, show_progress_once
+from shardwise.runtime.agree import (
+    from_rank_zero,
+    gather_values,
+    meet_rank_zero,
+    rank_and_world_size,
+    show_progress_once,
+)
 from shardwise.runtime.cpu_embedding import matching_parameters
 from shardwise.runtime.hooks import announce_hooks
 from shardwise.runtime.initial.materialize import Init
@@ -144,7 +150,7 @@ def _check_ranks(plan: Plan, size: int, compile: Compile | None) -> bool:
     """Return whether the plan splits backward, which compiled kernels do not. Raises PlanError unless the plan is for
     the running ranks, and if it splits backward and ``compile`` is True."""
     if size != plan.num_ranks:
-        places = "; ".join(f"stage {i} on ranks {format_ranks(s.placement.ranks)}" for i, s in enumerate(plan.stages))
+        places = "; ".join(f"stage {i} on ranks {format_ranges(s.placement.ranks)}" for i, s in enumerate(plan.stages))
         raise PlanError(
             f"the plan is for {plan.num_ranks} devices ({places if plan.is_pipeline else plan.mesh}); {size} ranks "
             "are running",
@@ -154,7 +160,7 @@ def _check_ranks(plan: Plan, size: int, compile: Compile | None) -> bool:
         ranks = plan.only_stage.placement.ranks
         if ranks != Placement.whole(plan.mesh).ranks:
             raise PlanError(
-                f"the plan puts the devices of {plan.mesh} on ranks {format_ranks(ranks)}; a plan of one stage "
+                f"the plan puts the devices of {plan.mesh} on ranks {format_ranges(ranks)}; a plan of one stage "
                 "runs on all ranks in their order",
                 fix=f'write "ranks": "0-{size - 1}" in the file, and name the mesh axes in the intended order',
             )
@@ -177,23 +183,22 @@ def agree_on_plan(plan: Plan | str | Path | None) -> Plan:
         agreed = Plan.load(plan) if isinstance(plan, str | Path) else plan
     except ShardwiseError as error:
         failure = error
-    rank, size = dist.get_rank(), dist.get_world_size()
+    rank, size = rank_and_world_size()
     if size > 1:
         meet_rank_zero("its plan")
-    states: list[Any] = [None] * size
-    dist.all_gather_object(states, agreed.digest if agreed else ("failed" if failure else None))
+    states = gather_values(agreed.digest if agreed else ("failed" if failure else None))
     if failure is not None:
         raise failure
     broken = [i for i, state in enumerate(states) if state == "failed"]
     if broken:
         raise LaunchError(f"rank {', '.join(map(str, broken))} could not load its plan")
-    if states[0] is None:
+    if (first := states[0]) is None:
         raise LaunchError("rank 0 has no plan", fix="make or load the plan on rank 0; other ranks may pass None")
     others = [i for i, state in enumerate(states) if state not in (None, states[0])]
     if others:
-        shown = ", ".join(f"rank {i} has {states[i][:12]}" for i in others[:4])
+        shown = ", ".join(f"rank {i} has {(states[i] or '')[:12]}" for i in others[:4])
         raise LaunchError(
-            f"ranks disagree on the plan: rank 0 has {states[0][:12]}, {shown}",
+            f"ranks disagree on the plan: rank 0 has {first[:12]}, {shown}",
             fix="plan on rank 0 and pass None elsewhere, or load the same file on every rank",
         )
     if None in states:

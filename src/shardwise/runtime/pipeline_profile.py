@@ -26,6 +26,7 @@ from shardwise.plans.plan import Plan
 from shardwise.plans.price_scope import prices_of
 from shardwise.plans.quantities import format_seconds
 from shardwise.programs.vjp import VjpCache
+from shardwise.runtime.agree import gather_values
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.stage import StageCall, StageWorker
 from shardwise.runtime.step_profile import StepProfile, profile_step, steps_of
@@ -104,7 +105,7 @@ def profile_pipeline(
     profiles_here = {
         worker.number: _operators(worker, plan, ranks[worker.number], device, steps) for worker in ready.workers
     }
-    everywhere = _from_all((median(walls), busy / sum(walls), seconds, last, profiles_here))
+    everywhere = gather_values((median(walls), busy / sum(walls), seconds, last, profiles_here))
     places = dict.fromkeys(stage.placement.ranks for stage in plan.stages)
     place_of = {rank: place for place, place_ranks in enumerate(places) for rank in place_ranks}
     slowest: dict[tuple[int, Kind], float] = defaultdict(float)
@@ -115,7 +116,10 @@ def profile_pipeline(
             slowest[key] = max(slowest[key], mean_seconds)
         operators = {**profiles, **operators}
         events.setdefault(place_of[rank], timed)
-    measured = tuple(_measured(slowest, number) for number in range(len(plan.stages)))
+    measured = []
+    for number in range(len(plan.stages)):  # a backward that is not split counts as its input half
+        backward = slowest[number, "backward"] or slowest[number, "input"]
+        measured.append(StageSeconds(slowest[number, "forward"], backward, slowest[number, "weight"], 0.0, 0.0))
     predicted = _predicted(plan, ready)
     order = ready.runs.order
     simulated = simulate_pipeline(order, [replace(stage, update=0.0) for stage in predicted])
@@ -123,19 +127,13 @@ def profile_pipeline(
         (max(wall for wall, *_ in everywhere), simulated.seconds),
         (1 - mean(share for _, share, *_ in everywhere), simulated.bubbles),
         simulate_pipeline(order, measured).bubbles,
-        measured,
+        tuple(measured),
         predicted,
         operators,
         f"a step of {len(ready.passes.sizes)} micro-batches in {len(plan.stages)} stages, {plan.schedule}",
         plan.stages[0].mesh,
         (tuple(events[place] for place in sorted(events)), _simulated_events(order, simulated.starts, predicted)),
     )
-
-
-def _from_all(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def _steps(
@@ -154,10 +152,10 @@ def _steps(
             step()
         dist.barrier()  # a pipeline rank waits at the end for slower ones
         walls.append(time.perf_counter() - start)
-        busy += sum(timed.seconds for timed in actions)
-        for timed in actions:
-            taken[timed.action.stage, timed.action.kind].append(timed.seconds)
-        last = tuple(_event(timed.action, timed.start - start, timed.seconds) for timed in actions)
+        for action, _, seconds in actions:
+            busy += seconds
+            taken[action.stage, action.kind].append(seconds)
+        last = tuple(_event(action, began - start, seconds) for action, began, seconds in actions)
     return walls, busy, {key: mean(seconds) for key, seconds in taken.items()}, last
 
 
@@ -169,13 +167,6 @@ def _operators(worker: StageWorker, plan: Plan, ranks: Communicator, device: tor
     run, group = steps_of(in_passes, tensors, plan.micro_batches), ranks.group(ranks.mesh.sub_axes)
     run()
     return profile_step(run, in_passes, plan.alone(worker.number), state, device, steps, group=group)
-
-
-def _measured(seconds: Mapping[tuple[int, Kind], float], number: int) -> StageSeconds:
-    """Return the measured seconds of a stage; a backward that is not split counts as its input half."""
-    backward = seconds.get((number, "backward"), 0.0)
-    parts = seconds.get((number, "input"), 0.0), seconds.get((number, "weight"), 0.0)
-    return StageSeconds(seconds[number, "forward"], backward or parts[0], parts[1], 0.0, 0.0)
 
 
 def _predicted(plan: Plan, ready: StageCall) -> tuple[StageSeconds, ...]:

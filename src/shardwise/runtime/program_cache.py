@@ -18,7 +18,7 @@ from shardwise.graph.capture import Capture, capture
 from shardwise.graph.closure_guards import ClosureGuards
 from shardwise.graph.code_reachability import reachable_code
 from shardwise.graph.custom_operators import STREAMS
-from shardwise.graph.fakes import deep_copy
+from shardwise.graph.fakes import empty_copy
 from shardwise.graph.ir import Graph, Ref
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.segments import announce_kept
@@ -63,7 +63,7 @@ def in_plan_precision(method: Callable[_P, _R]) -> Callable[_P, _R]:
     @wraps(method)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         module: Any = args[0]
-        failure_store.begin()
+        failure_store.call += 1
         try:
             check_ambient(module.plan.precision.autocast, "around a call of a parallel module")
             with no_autocast():
@@ -182,7 +182,7 @@ class ProgramCache:
         self, module: torch.nn.Module, plan: Plan, settings: RunSettings, ranks: Communicator, host_ranks: Communicator
     ) -> None:
         self.plan, self.settings, self.ranks, self.host_ranks = plan, settings, ranks, host_ranks
-        self.model = meta_copy(module)
+        self.model = empty_copy(module, "meta")  # to capture it again
         self._settings_of_model: ClosureGuards | None
         self._settings_of_model = ClosureGuards.of_settings(module, reachable_code(self.model, settings.loss))
         self._surroundings: ClosureGuards | None = None  # when the model was captured last
@@ -254,7 +254,7 @@ class ProgramCache:
         """Create the process groups of a program; every rank of the job calls it."""
         self.ranks.create_groups(move.axes for c in spmd.conversions for move in c.moves)
         if self.host_ranks is not self.ranks:
-            values = place_on_cpu(localize(spmd, 0), self.settings.host).values
+            values = place_on_cpu(localize(spmd, 0), self.settings.host)[1]
             self.host_ranks.create_groups(m.axes for c in spmd.conversions if c.value in values for m in c.moves)
 
     def compiled_of(
@@ -312,12 +312,12 @@ class ProgramCache:
         if self.settings.streams:
             local = _with_streams(local)
             self._announce_kept(local)
-        placed = place_on_cpu(local, self.settings.host)
+        placed, host_values = place_on_cpu(local, self.settings.host)
         vjp_cache = VjpCache(device.type if device.type != "meta" else "cpu")
 
         def written(**settings: Any) -> tuple[RankProgram, frozenset[str]]:
-            program = differentiate(placed.program, vjp_cache, loss_only=loss_only, **settings)
-            return with_copies(program, placed.values)
+            program = differentiate(placed, vjp_cache, loss_only=loss_only, **settings)
+            return with_copies(program, host_values)
 
         def emitted(program: RankProgram, on_host: frozenset[str]) -> Emitted:
             return emit(program, self.ranks, device=device, on_host=on_host, host_ranks=self.host_ranks)
@@ -401,17 +401,6 @@ def _with_streams(program: LocalProgram) -> LocalProgram:
     return replace(program, instructions=tuple(map(streamed, program.instructions)))
 
 
-def meta_copy(module: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy without values for capturing the module again; tied tensors stay tied."""
-    memo: dict[int, Any] = {}
-    for tensor in [*module.parameters(), *module.buffers()]:
-        empty = torch.empty_like(tensor, device="meta")
-        if isinstance(tensor, torch.nn.Parameter):
-            empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
-        memo[id(tensor)] = empty
-    return deep_copy(module, memo)
-
-
 @contextmanager
 def apart_from_caller() -> Iterator[None]:
     """Capture calls and build programs apart from the caller's modes. Only rank 0 captures, so it must not trigger the
@@ -440,7 +429,8 @@ def refuse_input_gradients(named: Mapping[str, torch.Tensor], plan: Plan) -> Non
 
 def check_frozen(compiled: Executable) -> None:
     """Raise ShardwiseError for parameters unfrozen after ``sw.parallelize``: no collective reduces their gradients."""
-    thawed = [name for name, position in compiled.frozen if _requires_grad(compiled.tensors[position])]
+    frozen = ((name, compiled.tensors[position]) for name, position in compiled.frozen)
+    thawed = [name for name, tensor in frozen if tensor is not None and tensor.requires_grad]
     if thawed:
         raise ShardwiseError(
             f"{listed(thawed)} was frozen at sw.parallelize and requires a gradient now, which no collective "
@@ -448,7 +438,3 @@ def check_frozen(compiled: Executable) -> None:
             fix="plan and parallelize with requires_grad_(True), then freeze and unfreeze at any time. To "
             "continue from here: sw.save_checkpoint, then sw.plan, sw.parallelize and sw.load_checkpoint",
         )
-
-
-def _requires_grad(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.requires_grad

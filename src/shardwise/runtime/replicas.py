@@ -13,7 +13,7 @@ invariant and replicated axes only: shards and partial sums differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -127,21 +127,19 @@ class Subject:
         return f"{words.get(self.kind, self.kind)} {self.op if self.kind == 'operator' else self.name}"
 
 
-@dataclass(frozen=True)
-class Instrumented:
-    """A program that also returns fingerprints of ``subjects``. ``leaders``, of shape [ranks, fingerprints]: per rank
-    and fingerprint the first rank that must have the same one."""
-
-    program: fx.GraphModule
-    subjects: tuple[Subject, ...]
-    leaders: Tensor
+# A program that also returns fingerprints; their subjects; of shape [ranks, fingerprints]: per rank and fingerprint the
+# first rank that must have the same one.
+Instrumented = tuple[fx.GraphModule, tuple[Subject, ...], Tensor]
 
 
 class ReplicaCheck:
     """The check of one module in every ``every``-th training call, starting with the first. ``part``: the part of the
-    module, for messages."""
+    module, for messages; ``stages``: the checks of this rank's stages, by number; ``difference``: what one of several
+    stages found first, as (message, differing ranks)."""
 
     part = ""
+    difference: tuple[str, list[int]] | None = None
+    stages: Mapping[int, ReplicaCheck]
 
     def __init__(self, every: int, ranks: Communicator, device: torch.device) -> None:
         self.every, self.ranks = every, ranks
@@ -150,6 +148,7 @@ class ReplicaCheck:
         self._count = 0
         self._instrumented: dict[fx.GraphModule, Instrumented] = {}
         self._hooks: list[Any] = []
+        self.stages = {0: self}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_instrumented": {}, "_hooks": []}  # a copy builds its own programs
@@ -159,6 +158,13 @@ class ReplicaCheck:
         self._unwatch()  # a checked call without a backward pass
         self._count += 1
         return (self._count - 1) % self.every == 0
+
+    def begin(self, batch: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+        """Compare what several stages have before a step. ``batch``: whole, by name; ``state``: this rank's parameters.
+        Raises ReplicaError on all ranks."""
+
+    def settle(self) -> None:
+        """Raise ReplicaError on all ranks if one of several stages has found a difference since ``begin``."""
 
     def run(
         self, step: CallableStep, tensors: Sequence[Tensor], batch: Sequence[Tensor]
@@ -178,15 +184,15 @@ class ReplicaCheck:
         program, spmd = emitted.forward, emitted.program.spmd
         if program not in self._instrumented:
             self._instrumented[program] = self._instrument(program, spmd, emitted.program.resolve)
-        instrumented = self._instrumented[program]
+        checked, subjects, leaders_of_values = self._instrumented[program]
         names = [source.names[0] for source in spmd.graph.sources if source.kind == "input"]
         inputs = tuple(Subject("batch", name, None, tensor.dtype) for name, tensor in zip(names, batch, strict=False))
-        leaders = torch.cat([_leaders([s.layout for s in inputs], spmd.mesh), instrumented.leaders], dim=1)
+        leaders = torch.cat([_leaders([s.layout for s in inputs], spmd.mesh), leaders_of_values], dim=1)
 
         def forward(*tensors: Tensor) -> Any:
             prints = [self.fingerprint(tensor) for tensor in batch]
-            *results, computed = instrumented.program(*tensors)
-            self.compare((*inputs, *instrumented.subjects), [*prints, *computed], leaders, "forward")
+            *results, computed = checked(*tensors)
+            self.compare((*inputs, *subjects), [*prints, *computed], leaders, "forward")
             self.passed += 1
             return results
 
@@ -221,7 +227,7 @@ class ReplicaCheck:
             root.add_module(name, module)
         root.add_module("fingerprint", self.fingerprint)
         leaders = _leaders([subject.layout for subject in subjects], spmd.mesh)
-        return Instrumented(fx.GraphModule(root, graph, "CheckedProgram"), tuple(subjects), leaders)
+        return fx.GraphModule(root, graph, "CheckedProgram"), tuple(subjects), leaders
 
     # ---------------------------------------------------------------------------------------------------- the gradients
 

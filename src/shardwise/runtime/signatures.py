@@ -421,16 +421,12 @@ def _block(layout: Layout, device: int) -> list[tuple[int, int, int]] | None:
     """Return (dim, the device's position along it, number of positions) for every split dim; None if the device's part
     is not a block."""
     mesh, places = layout.mesh, []
-    coordinates = mesh.coordinates(device)
     for dim, atoms in enumerate(layout.dims):
         axes = [axis for atom in atoms for axis in atom.axes]
         if axes and (layout.windows or any(atom.axes for atom in atoms[1:])):
             return None
-        position = 0
-        for axis in axes:
-            position = position * mesh.size_of((axis,)) + coordinates[axis]
         if mesh.size_of(axes) > 1:
-            places.append((dim, position, mesh.size_of(axes)))
+            places.append((dim, mesh.index_along(axes, device), mesh.size_of(axes)))
     return places
 
 

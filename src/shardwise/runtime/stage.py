@@ -226,9 +226,8 @@ class StageWorker:
             loss = results.get(stage.part.loss or "")
             return tensors[0].new_zeros(()) if loss is None else loss.clone()
         sent = zip(stage.sent, self.sends, strict=False)
-        return tuple(crossing.packed(results[crossing.value], example) for crossing, example in sent) or _token(
-            delivered
-        )
+        token = torch.zeros(1, device=delivered[0].device if delivered else None)
+        return tuple(crossing.packed(results[crossing.value], example) for crossing, example in sent) or (token,)
 
     def _tensors(self, stage: StageProgram, micro_batch: int, received: Sequence[Tensor]) -> list[Tensor]:
         step, compiled = self.step, stage.compiled
@@ -250,7 +249,9 @@ class StageWorker:
                     rows = shard(rows, layout, stage.ranks.coordinates)
                 tensors.append(rows.to(step.device))
             else:
-                tensors.append(step.seed if position == compiled.seed else _require(tensor, source.names[0]))
+                held = step.seed if position == compiled.seed else tensor
+                assert held is not None, f"this rank does not hold {source.names[0]}"
+                tensors.append(held)
         return tensors
 
     def _write(
@@ -442,12 +443,3 @@ def _through_hooks(saved: Sequence[Any]) -> Sequence[Any]:
 
 
 _TOKEN = (torch.empty(1, device="meta"),)  # a schedule needs a message even if nothing crosses
-
-
-def _token(delivered: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return (torch.zeros(1, device=delivered[0].device if delivered else None),)
-
-
-def _require(tensor: Tensor | None, name: str) -> Tensor:
-    assert tensor is not None, f"this rank does not hold {name}"
-    return tensor

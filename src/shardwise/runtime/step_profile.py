@@ -12,12 +12,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
@@ -31,6 +31,7 @@ from shardwise.plans.price_scope import prices_of
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.programs.instructions import Compute, Instruction, sent_by
 from shardwise.programs.rank_program import RankProgram
+from shardwise.runtime.agree import gather_values
 from shardwise.runtime.grad_accum import GradAccumStep
 from shardwise.runtime.step import CallableStep
 from shardwise.runtime.transit import Converting, Departing
@@ -114,11 +115,7 @@ def profile_step(
     others."""
 
     def gather(value: Any) -> list[Any]:
-        if alone is not None:
-            return [value]
-        values: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(values, value, group=group)
-        return values
+        return [value] if alone is not None else gather_values(value, group)
 
     wall, peak = _measured(step, device, steps)
     is_compiled = emitted_step.compiling is not None and emitted_step.compiling.variant is not None
@@ -266,26 +263,17 @@ class _Clock:
         return f"device.matmul_efficiency.{work.dtype}" if work.flops else "device.memory_efficiency"
 
 
-@dataclass(frozen=True)
-class _ProfiledHalf:
-    """A part of a step that runs uncompiled. ``part``: the part name of its events."""
-
-    module: fx.GraphModule
-    instructions: Sequence[Instruction]
-    part: str
-
-
 class _TimedHalf(fx.Interpreter):
-    """Runs one half of a program on a clock."""
+    """Runs a list of instructions on a clock. ``part``: the part name of their events."""
 
-    def __init__(self, half: _ProfiledHalf, clock: _Clock) -> None:
-        super().__init__(half.module)
-        self.clock, self.half = clock, half
+    def __init__(self, module: fx.GraphModule, instructions: Sequence[Instruction], part: str, clock: _Clock) -> None:
+        super().__init__(module)
+        self.instructions, self.part, self.clock = instructions, part, clock
 
     def run_node(self, n: fx.Node) -> Any:
         target = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
-        part, instructions = self.half.part, self.half.instructions
-        result = self.clock.time(n, target, part, instructions, lambda: super(_TimedHalf, self).run_node(n))
+        call = partial(super().run_node, n)
+        result = self.clock.time(n, target, self.part, self.instructions, call)
         self.clock.count((*self.env.values(), result))
         return result
 
@@ -294,32 +282,25 @@ class _TimedHalf(fx.Interpreter):
 def _timed(step: CallableStep | GradAccumStep, clock: _Clock) -> Iterator[None]:
     """Run all halves on a clock within the context, uncompiled."""
     emitted, program = step.emitted, step.emitted.program
-    halves = [
-        _ProfiledHalf(emitted.forward, program.forward, "forward"),
-        _ProfiledHalf(emitted.backward, program.backward, "backward"),
-    ]
+    halves = [(emitted.forward, program.forward, "forward"), (emitted.backward, program.backward, "backward")]
     if isinstance(step, GradAccumStep):
         ahead, behind = step.ahead, step.behind
-        halves.append(_ProfiledHalf(ahead.forward, ahead.program.forward, ONCE))
-        halves.append(_ProfiledHalf(behind.backward, behind.program.backward, ONCE))
+        halves += [(ahead.forward, ahead.program.forward, ONCE), (behind.backward, behind.program.backward, ONCE)]
 
-    def run(half: _ProfiledHalf) -> Callable[..., Any]:
-        def forward(*args: Any) -> Any:
-            clock.num_passes += half.part == "forward"
-            return _TimedHalf(half, clock).run(*args)
-
-        return forward
+    def run(module: fx.GraphModule, instructions: Sequence[Instruction], part: str, *args: Any) -> Any:
+        clock.num_passes += part == "forward"
+        return _TimedHalf(module, instructions, part, clock).run(*args)
 
     for half in halves:
-        vars(half.module)["forward"] = run(half)
+        vars(half[0])["forward"] = partial(run, *half)
     before, step.compiling = step.compiling, None
     if isinstance(step, GradAccumStep):
         add, step.add = step.add, clock.add
     try:
         yield
     finally:
-        for half in halves:
-            del vars(half.module)["forward"]
+        for module, *_ in halves:
+            del vars(module)["forward"]
         step.compiling = before
         if isinstance(step, GradAccumStep):
             step.add = add

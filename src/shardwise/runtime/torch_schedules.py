@@ -18,7 +18,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -49,13 +48,7 @@ class Worker(Protocol):
         """Return the cotangents of the received tensors; none for weights."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimedAction:
-    """A measured action of this pipeline rank. ``start``: in seconds of ``time.perf_counter``."""
-
-    action: Action
-    start: float
-    seconds: float
+TimedAction = tuple[Action, float, float]  # start in seconds of ``time.perf_counter``, duration
 
 
 class _Progress:
@@ -82,7 +75,7 @@ class _Progress:
 
     def done(self, action: Action, start: float) -> None:
         if self.record is not None:
-            self.record.append(TimedAction(action, start, self.now() - start))
+            self.record.append((action, start, self.now() - start))
         self._done.add(action)
         while self._left and self._left[0] in self._done:
             self._left.popleft()

@@ -17,7 +17,6 @@ from shardwise.graph.ir import Graph
 from shardwise.layouts.conversions import Move
 from shardwise.programs.instructions import Arrive, Convert, Depart
 from shardwise.programs.moves import LocalMove, local_move, sharing_buffers
-from shardwise.programs.spmd_steps import Conversion
 from shardwise.runtime.communicator import Communicator, is_gloo
 from shardwise.runtime.messages import CollectiveMessage, Purpose, conversion_failed
 
@@ -54,12 +53,24 @@ class BlockingExchange:
         return self.message.land(buffers, tensors if self.message.with_own else ())
 
 
-class Converting(torch.nn.Module):
+class _Exchange(torch.nn.Module):
+    def __init__(self, instruction: Convert | Depart | Arrive) -> None:
+        super().__init__()
+        self.instruction: Any = instruction
+
+    def extra_repr(self) -> str:
+        conversions, backward = self.instruction.conversions, self.instruction.backward
+        first = conversions[0]
+        before, after = (first.target.dual, first.source.dual) if backward else (first.source, first.target)
+        tensors = "" if len(conversions) == 1 else f"{len(conversions)} tensors such as {first.value}: "
+        return f"{tensors}{before} -> {after}"
+
+
+class Converting(_Exchange):
     """Conversions that are awaited at once: tensors -> tensors, one -> one."""
 
     def __init__(self, instruction: Convert, graph: Graph, ranks: Communicator) -> None:
-        super().__init__()
-        self.instruction = instruction
+        super().__init__(instruction)
         self.purpose = Purpose(instruction.conversions, graph, ranks, instruction.backward)
         self.single = len(instruction.conversions) == 1
         moves = [conversion.moves for conversion in instruction.conversions]
@@ -68,9 +79,6 @@ class Converting(torch.nn.Module):
     def forward(self, *tensors: Tensor) -> Any:
         converted = self.direction(tensors)
         return converted[0] if self.single else tuple(converted)
-
-    def extra_repr(self) -> str:
-        return describe_conversions(self.instruction)
 
 
 @dataclass(frozen=True)
@@ -91,38 +99,30 @@ class Transit:
         return Transit(Direction(tuple(steps[:sends]), purpose), exchange.message, Direction(tuple(after), purpose))
 
 
-class Departing(torch.nn.Module):
+class Departing(_Exchange):
     """Launches a message: tensors -> [the buffers being filled, the handle to wait for]. The handle keeps the sent
     tensors alive."""
 
     def __init__(self, instruction: Depart, graph: Graph, ranks: Communicator) -> None:
-        super().__init__()
-        self.instruction = instruction
-        self.transit = Transit.of(
-            Purpose(instruction.conversions, graph, ranks, instruction.backward), instruction.overwrites
-        )
+        super().__init__(instruction)
+        purpose = Purpose(instruction.conversions, graph, ranks, instruction.backward)
+        self.transit = Transit.of(purpose, instruction.overwrites)
 
     def forward(self, *tensors: Tensor) -> list[Any]:
         return [*self.transit.message.launch(self.transit.before(tensors), wait=False)]
 
-    def extra_repr(self) -> str:
-        return describe_conversions(self.instruction)
 
-
-class Arriving(torch.nn.Module):
+class Arriving(_Exchange):
     """Waits for a message and unpacks it: the result of ``Departing`` -> tensors. Frees the sent tensors first."""
 
     def __init__(self, instruction: Arrive, transit: Transit) -> None:
-        super().__init__()
-        self.instruction, self.transit = instruction, transit
+        super().__init__(instruction)
+        self.transit = transit
 
     def forward(self, flight: list[Any]) -> tuple[Tensor, ...]:
         self.transit.message.finish(flight[1])
         del flight[1]
         return tuple(self.transit.after(flight.pop()))
-
-    def extra_repr(self) -> str:
-        return describe_conversions(self.instruction)
 
 
 def stages(moves: Sequence[Sequence[Move]], purpose: Purpose, in_place: bool = False) -> list[Together]:
@@ -144,13 +144,3 @@ def stages(moves: Sequence[Sequence[Move]], purpose: Purpose, in_place: bool = F
 
 def _each(parts: Sequence[LocalMove]) -> Together:
     return lambda tensors: [part.unpack((tensor,)) for part, tensor in zip(parts, tensors, strict=True)]
-
-
-def describe_conversions(instruction: Convert | Depart | Arrive) -> str:
-    """Describe the conversions of an instruction."""
-    conversions: tuple[Conversion, ...] = instruction.conversions
-    first = conversions[0]
-    direction = (
-        f"{first.target.dual} -> {first.source.dual}" if instruction.backward else f"{first.source} -> {first.target}"
-    )
-    return direction if len(conversions) == 1 else f"{len(conversions)} tensors such as {first.value}: {direction}"

@@ -104,7 +104,6 @@ class FoldedSteps:
     def _simulated(
         self, removed: Collection[int], memory_policy: MemoryPolicy, simulate: Simulate
     ) -> SimulatedStep | None:
-        """Return the step of the model without some blocks, or None if it cannot be shortened so."""
         graph = self.folding.without(removed)
         return None if graph is None else simulate(graph, _among(memory_policy, graph))
 

@@ -21,17 +21,19 @@ from shardwise.layouts.choice import Choices
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.routes import SHARDED, STATES, Floats, Ints, Routes
 from shardwise.search.constants import REGATHER_TRAFFIC, RESEND_TRAFFIC
-from shardwise.search.cost_graph import Components, CostGraph, FoldedView
+from shardwise.search.cost_graph import (
+    Components,
+    CostGraph,
+    FoldedView,
+    OperatorVariable,
+    ReceivedVariable,
+    SharedVariable,
+    StorageVariable,
+    Variable,
+)
 from shardwise.search.domains import Domain, Domains
 from shardwise.search.elimination import Scope
 from shardwise.search.memory_policy import PricedPolicy
-from shardwise.search.variables import OperatorVariable, ReceivedVariable, SharedVariable, StorageVariable, Variable
-
-
-def build(domains: Domains, fixed: Choices, policy: PricedPolicy | None = None) -> CostGraph:
-    """Return the cost graph. ``fixed``: the choices of the user."""
-    return Tables(domains, fixed).priced(policy or PricedPolicy())
-
 
 # The part of the memory policy that decides a table; equal parts mean equal tables.
 How = tuple[bool, ...]
@@ -62,7 +64,8 @@ class _ConversionCount(NamedTuple):
 
 
 class Tables:
-    """The cost graphs over some domains. ``taken``: the known layouts in which the next stage takes values."""
+    """The cost graphs over some domains. ``fixed``: the choices of the user; ``taken``: the known layouts in which the
+    next stage takes values."""
 
     def __init__(self, domains: Domains, fixed: Choices, taken: Mapping[str, Layout] | None = None) -> None:
         self.domains, self.graph = domains, domains.graph
@@ -113,7 +116,6 @@ class Tables:
         return number
 
     def _store(self, name: str) -> None:
-        """Add the storage of a parameter: every layout that is sharded or whole."""
         domains, routes = self.domains, self.domains.routes(name)
         value, updated = self.graph.by_name[name], name in self.graph.updated
         nodes = sendable(routes)
@@ -401,7 +403,6 @@ class Tables:
         how: Callable[[PricedPolicy], How] = lambda policy: (),
         transient: Callable[[], Floats] | None = None,
     ) -> None:
-        """Add a table over ``scope``; ``static``: its content, whatever the memory policy."""
         assert list(scope) == sorted(scope), "scopes ascend: makers come before consumers"
         number = self._numbers.setdefault(static, len(self._numbers))
         self._factors.append(_CostTable(scope, number, how, table, transient))
@@ -455,7 +456,6 @@ def is_brought(routes: Routes, starts: Ints, nodes: Ints) -> NDArray[np.bool_]:
 
 
 def keeps_size(routes: Routes, starts: Ints, nodes: Ints) -> NDArray[np.bool_]:
-    """Return [starts, nodes] whether a device has as many elements in both layouts."""
     return np.equal.outer(routes.numel[starts], routes.numel[nodes])
 
 

@@ -18,11 +18,9 @@ from numpy.typing import NDArray
 
 from shardwise.costs.cluster import Device
 from shardwise.costs.flops import FLOPS
-from shardwise.costs.fragments import Fragments
 from shardwise.costs.kernels import is_view
 from shardwise.costs.prices import Prices
-from shardwise.costs.pricing import overlap_windows
-from shardwise.costs.routing import Router
+from shardwise.costs.pricing import Fragments, Router, overlap_windows
 from shardwise.costs.saved_for_backward import saved_for_backward
 from shardwise.graph.ir import Arg, Graph, Op, Value, map_refs
 from shardwise.layouts.choice import INVARIANT, REPLICATED, AxisChoice, PassSum, ShardPositions, Split, Where
@@ -119,7 +117,6 @@ class SearchSpace:
 
     @cached_property
     def operators(self) -> tuple[Op, ...]:
-        """Return the operators that have a choice, in execution order."""
         return tuple(
             op for op in self.graph.ops if op.name in self.heavy or any(name in self.active for name in op.operands)
         )
@@ -185,12 +182,12 @@ class Domains:
     """The domains of all operators of a graph on one mesh. ``eliminations``: of the problems of cost graphs over them,
     which mostly differ only in prices."""
 
-    def __init__(self, choosing: SearchSpace, router: Router) -> None:
+    def __init__(self, choosing: SearchSpace, axes: Axes, prices: Prices) -> None:
         self.choosing, self.graph, self.rules, self.atoms = choosing, choosing.graph, choosing.rules, choosing.atoms
         self.parameters, self.active, self.received = choosing.parameters, choosing.active, choosing.received
         self.operators, self.consumers = choosing.operators, choosing.consumers
-        self.router, self.axes, self.prices = router, router.axes, router.prices
-        self.fragments = Fragments(self.graph, router)
+        self.router, self.axes, self.prices = Router(axes, prices, self.atoms, self.parameters), axes, prices
+        self.fragments = Fragments(self.graph, self.router)
         self.eliminations: dict[Shape, Elimination] = {}
         self._routes: dict[str, Routes] = {}
         self._domains: dict[object, Domain] = {}

@@ -135,8 +135,6 @@ class _ExactSearch:
         return self.add(solution.assignment)
 
     def overlapped(self, per_byte: float) -> float:
-        """Return the best bound over the multiplier of traffic, at a price per byte. Leaves in ``best_of_last`` the
-        assignment of least seconds and bytes so priced, in ``bracket`` the two that the bound lies between."""
 
         def weights(multiplier: float) -> CostWeights:
             return CostWeights(1.0, 1.0 - multiplier, multiplier, per_byte)
@@ -187,7 +185,6 @@ class _ExactSearch:
         return value if per_byte > BYTE_TIE_BREAK else value - float(item.components[BYTES]) * BYTE_TIE_BREAK
 
     def within_memory(self) -> float:
-        """Return the best bound over the price of a byte, and assignments around the limit."""
         assert self.memory_bytes is not None, "no limit"
         large = self.best_of_last
         small = self.solved(CostWeights(0.0, 0.0, 0.0, 1.0))
@@ -280,7 +277,6 @@ class _ExactSearch:
             self.add([*first.assignment[:cut], *second.assignment[cut:]])
 
     def descend(self) -> None:
-        """Change single variables while that makes the step faster."""
         assert self.best is not None, "nothing to improve"
         at: dict[int, list[tuple[Scope, int]]] = {}
         for number, (_, scopes) in enumerate(self.cost.by_kind):

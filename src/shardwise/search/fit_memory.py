@@ -25,7 +25,7 @@ from math import inf
 from shardwise.errors import PlanError
 from shardwise.graph.segments import Segment
 from shardwise.search.auto import MeshSearch
-from shardwise.search.config import SearchConfig
+from shardwise.search.candidates import CandidateRanking
 from shardwise.search.constants import (
     BINDING_LIMIT,
     FOLDED_STEP_ERROR,
@@ -35,8 +35,8 @@ from shardwise.search.constants import (
 )
 from shardwise.search.cost_graph import BYTES, CostGraph
 from shardwise.search.memory_policy import MEMORY_POLICIES, REPEATS, MemoryPolicy, Offload, ReshardMode, blocks_of
-from shardwise.search.planner import Planner, PlannerResult, SearchResult
-from shardwise.search.ranking import CandidateRanking
+from shardwise.search.planner import Planner, PlannerResult
+from shardwise.search.stored_program import SearchConfig
 
 
 def fit_memory(
@@ -59,15 +59,15 @@ def fit_memory(
     remaining = _memory_policies(planner, segments, reshard_mode, offload)
     weakest = next(remaining)
     policies = [weakest]
-    bound = planner.bound_without_limit(weakest.costs)
-    if weakest.price > BINDING_LIMIT * bound or weakest.answer.ranking.excess:
+    bound = weakest.planner.bound_without_limit()
+    if weakest.price > BINDING_LIMIT * bound or weakest.ranking.excess:
         policies = [weakest, *remaining]
         once = (
             policy
             for policy in policies
             if policy.memory_policy.recompute is None and policy.memory_policy.reshard_mode == "once"
         )
-        bound = min([bound, *(planner.bound_without_limit(policy.costs) for policy in once)])
+        bound = min([bound, *(policy.planner.bound_without_limit() for policy in once)])
     fitting: list[_PolicyResult] = []
     refused: list[_PolicyResult] = []
     # Entries are (seconds, number, is_settled). The seconds are a lower bound of the price of a policy at first, and
@@ -85,29 +85,29 @@ def fit_memory(
             if not fitting:
                 raise _slower(least, planner.settings)
             break
-        if fitting and price >= min(_seconds(other.answer.ranking) for other in fitting):
+        if fitting and price >= min(_seconds(other.ranking) for other in fitting):
             break
         if policy.is_ruled_out(price, fitting):
             continue
         if is_settled:
-            (refused if policy.answer.ranking.excess else fitting).append(policy)
+            (refused if policy.ranking.excess else fitting).append(policy)
         else:
             heappush(left, (policy.price, number, True))
     if not fitting:
-        smallest = min(refused, key=lambda policy: policy.answer.ranking.best.num_bytes)
-        return smallest.planner.planned(smallest.answer)
+        smallest = min(refused, key=lambda policy: policy.ranking.best.num_bytes)
+        return smallest.planner.planned(smallest.ranking)
     eased: list[tuple[_PolicyResult, Planner, CandidateRanking]] = []
-    for policy in sorted(fitting, key=lambda policy: _seconds(policy.answer.ranking)):
-        least = _seconds(policy.answer.ranking) - (policy.price - bound)  # easing saves no more than price - bound
+    for policy in sorted(fitting, key=lambda policy: _seconds(policy.ranking)):
+        least = _seconds(policy.ranking) - (policy.price - bound)  # easing saves no more than price - bound
         fastest = min((_seconds(result) for _, _, result in eased), default=FOLDED_STEP_ERROR * cutoff)
         if least < fastest:
             eased += [(policy, *pair) for pair in _eased(policy, segments, fastest)]
     if not eased:
-        raise _slower(min(_seconds(policy.answer.ranking) for policy in fitting), planner.settings)
+        raise _slower(min(_seconds(policy.ranking) for policy in fitting), planner.settings)
     policy, easier, ranking = min(eased, key=lambda candidate: _seconds(candidate[2]))
     if _seconds(ranking) > FOLDED_STEP_ERROR * cutoff:
         raise _slower(_seconds(ranking), planner.settings)
-    best = easier.planned(SearchResult(ranking, policy.answer.searches))
+    best = easier.planned(ranking)
     if best.ranking.excess and planner.folded is not None:  # the memory estimated from few blocks was too low
         return fit_memory(replace(planner, folded=None), segments, reshard_mode, offload)
     if len(policies) == 1:
@@ -125,8 +125,8 @@ def least_memory(
     without = replace(planner, settings=replace(planner.settings, memory_bytes=0.0, known=inf))
     policies = list(_memory_policies(without, segments, reshard_mode, offload))
     policies.sort(key=lambda policy: min(num_bytes for num_bytes, _ in policy.searches[1]))
-    least = min(policies[:NUM_LEAST_POLICIES], key=lambda policy: policy.answer.ranking.best.num_bytes)
-    return least.planner.planned(least.answer)
+    least = min(policies[:NUM_LEAST_POLICIES], key=lambda policy: policy.ranking.best.num_bytes)
+    return least.planner.planned(least.ranking)
 
 
 def _at_least(price: float, answered: Sequence[_PolicyResult]) -> float:
@@ -135,7 +135,7 @@ def _at_least(price: float, answered: Sequence[_PolicyResult]) -> float:
     This is the price, scaled by the least ratio of step to price among the policies simulated so far. The ratio counts
     only if it is above 1, and if enough policies were simulated. PRICE_CUTOFF allows for steps below their price.
     """
-    simulated = [policy.answer.ranking.best for policy in answered]
+    simulated = [policy.ranking.best for policy in answered]
     ratios = [best.step.seconds / best.candidate.additive_price for best in simulated if best.step is not None]
     return price / PRICE_CUTOFF * max(1.0, min(ratios) if len(ratios) >= MIN_POLICIES_FOR_RATIO else 1.0)
 
@@ -152,15 +152,10 @@ def _slower(seconds: float, settings: SearchConfig) -> PlanError:
 
 @dataclass(frozen=True, eq=False)
 class _PolicyResult:
-    """A memory policy and the results of its searches, each computed on first use.
-
-    Attributes:
-        planner: The planner with the policy in ``settings.memory_policy``.
-        costs: The cost graph of every mesh.
-    """
+    """A memory policy and the results of its searches, each computed on first use. ``planner``: the planner with the
+    policy in ``settings.memory_policy``."""
 
     planner: Planner
-    costs: Sequence[CostGraph]
 
     @property
     def memory_policy(self) -> MemoryPolicy:
@@ -172,12 +167,12 @@ class _PolicyResult:
 
         The second list has, for every other mesh, its least additive bytes and its cost graph.
         """
-        return self.planner.searches(self.costs)
+        return self.planner.searches()
 
     @cached_property
     def least(self) -> float:
         """Return a lower bound of ``price``, without the memory limit."""
-        return self.planner.least_seconds(self.costs)
+        return self.planner.least_seconds()
 
     @cached_property
     def price(self) -> float:
@@ -190,8 +185,7 @@ class _PolicyResult:
 
     @property
     def least_that_fits(self) -> float:
-        """Return the additive price of the cheapest plan if it fits, otherwise of the plan that was ranked best."""
-        ranking = self.answer.ranking
+        ranking = self.ranking
         is_cheapest = ranking.cheapest.num_bytes <= ranking.limit
         return (ranking.cheapest if is_cheapest else ranking.best).candidate.additive_price
 
@@ -215,19 +209,13 @@ class _PolicyResult:
         )
 
     @cached_property
-    def answer(self) -> SearchResult:
-        """Build the programs of the searches, and return their ranking.
-
-        If no mesh fits, this ranks the plan of the fewest additive bytes. Its program may still fit, because additive
-        bytes can slightly exceed the peak.
-        """
-        return self.planner.answer_of(*self.searches)
+    def ranking(self) -> CandidateRanking:
+        return self.planner.ranking_of(*self.searches)
 
 
 def _memory_policies(
     planner: Planner, segments: Sequence[Segment], reshard_mode: ReshardMode | None, offload: Offload
 ) -> Iterator[_PolicyResult]:
-    """Yield the policies of MEMORY_POLICIES that the model, the device and the user's choices allow."""
     has_blocks = bool(blocks_of(planner.graph))
     decided = offload != "auto" or not planner.cluster.device.host_bandwidth
     for policy in MEMORY_POLICIES:
@@ -239,8 +227,7 @@ def _memory_policies(
         if decided and (how == "offload" or policy.offloads):
             continue
         moved = policy.offload if offload == "auto" else offload
-        with_policy = planner.under(MemoryPolicy.of(planner.graph, segments, how, mode, moved))
-        yield _PolicyResult(with_policy, [with_policy.cost_graph(mesh) for mesh in with_policy.meshes])
+        yield _PolicyResult(planner.under(MemoryPolicy.of(planner.graph, segments, how, mode, moved)))
 
 
 def _eased(
@@ -250,7 +237,7 @@ def _eased(
 
     There is one for each weaker way in ``REPEATS``. One that cannot be faster than ``fastest`` is yielded unchanged.
     """
-    ranking, planner, strong = policy.answer.ranking, policy.planner, policy.memory_policy
+    ranking, planner, strong = policy.ranking, policy.planner, policy.memory_policy
     if strong.recompute is None or ranking.best.step is None:
         yield planner, ranking
         return

@@ -148,7 +148,6 @@ class _IntegerProgram:
         return assignment, self.constant + proven / scale
 
     def _matrix(self) -> tuple[Table, list[int], csr_array, Table]:
-        """Return the prices of the columns, where those of each variable start, and the rows and their right sides."""
         from scipy.sparse import csr_array
 
         starts = np.cumsum([0, *(len(values) for values in self.values)]).tolist()

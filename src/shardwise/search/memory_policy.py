@@ -104,7 +104,6 @@ class MemoryPolicy:
 
     @property
     def offloads(self) -> bool:
-        """Return whether saved values of all repeated blocks are offloaded."""
         return self.offload == "all"
 
     @property
@@ -126,7 +125,6 @@ class MemoryPolicy:
 
     @property
     def on_device(self) -> MemoryPolicy:
-        """Return the policy without offloading."""
         return replace(self, segments=_kept_on_device(self.segments), offload="none")
 
     @staticmethod

@@ -65,7 +65,6 @@ class OrderProblem:
 
     @cached_property
     def updates(self) -> list[float]:
-        """The seconds of the optimizers of every pipeline rank."""
         return [sum(self.stages[stage].update for stage in stages) for stages in self.stages_at]
 
     @cached_property
@@ -76,7 +75,6 @@ class OrderProblem:
 
     @cached_property
     def seconds(self) -> list[tuple[float, float, float]]:
-        """The seconds of every stage's forward, input and weight part."""
         return [(stage.forward, stage.input, stage.weight) for stage in self.stages]
 
     @cached_property
@@ -255,7 +253,6 @@ class _Construction:
         self.events = [(0.0, place) for place in range(work.num_places)]
 
     def run(self) -> float:
-        """Return its seconds; inf if it does not end within the room."""
         work, events = self.work, self.events
         while events:
             now, place = heappop(events)

@@ -2,15 +2,16 @@
 
 Every mesh has a cost graph and a search. The candidates of all meshes that are nearly as cheap as the cheapest
 (``search.candidates``) become programs; a step of each is simulated, and the fastest that fits is taken
-(``search.ranking``). Bytes of the search leave out temporaries and messages. If these break the limit, the search
+(``search.candidates``). Bytes of the search leave out temporaries and messages. If these break the limit, the search
 continues under a limit that is lower by as much, then without the choices that hold the most transient bytes
-(``search.transients``). The peak of the program decides what fits, and is printed.
+(``search.auto``). The peak of the program decides what fits, and is printed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import ceil, inf, log10
 
 from shardwise.costs.cluster import Cluster
@@ -34,10 +35,16 @@ from shardwise.programs.vjp import VjpCache
 from shardwise.progress import each
 from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule
-from shardwise.search.auto import MeshSearch, domains_of, run_search, separate_axes
+from shardwise.search.auto import MeshSearch, run_search, searches_within, separate_axes
 from shardwise.search.block_extrapolation import FoldedSteps
-from shardwise.search.candidates import BOUNDED, Candidate, candidates
-from shardwise.search.config import SearchConfig
+from shardwise.search.candidates import (
+    BOUNDED,
+    Candidate,
+    CandidateRanking,
+    SimulatedCandidate,
+    candidates,
+    rank_candidates,
+)
 from shardwise.search.constants import (
     CANDIDATE_PRICE_RATIO,
     CANDIDATE_PRICE_RATIO_RECOMPUTED,
@@ -50,14 +57,12 @@ from shardwise.search.constants import (
 )
 from shardwise.search.cost_graph import CostGraph
 from shardwise.search.cost_tables import Tables
-from shardwise.search.domains import SearchSpace
+from shardwise.search.decide import apply_layouts
+from shardwise.search.domains import Domains, SearchSpace
 from shardwise.search.dynamic_programming import DoesNotFit
 from shardwise.search.memory_policy import MemoryPolicy
-from shardwise.search.ranking import CandidateRanking, SimulatedCandidate, rank_candidates
-from shardwise.search.stored_program import StoredProgram, build_program, build_stored_program
-from shardwise.search.transients import searches_within
+from shardwise.search.stored_program import SearchConfig, StoredProgram, build_program, build_stored_program
 from shardwise.search.user_choices import annotated_rules, fixed_choices
-from shardwise.search.user_layouts import apply_layouts
 
 
 @dataclass(frozen=True)
@@ -72,15 +77,6 @@ class PlannerResult:
     search: MeshSearch
     ranking: CandidateRanking
     memory_policy: MemoryPolicy
-
-
-@dataclass(frozen=True, eq=False)
-class SearchResult:
-    """The candidate of a planner among those it was ranked with, whose program need not have been built yet, and the
-    searches that they come from (none: nothing of them fits)."""
-
-    ranking: CandidateRanking
-    searches: Sequence[MeshSearch] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,29 +132,28 @@ class Planner:
     def plan(self) -> PlannerResult:
         """Return the fastest plan over all meshes that keeps the user's choices and fits; if none does
         (``ranking.excess``) the one that needs least memory."""
-        answer = self.answer_of(*self.searches())
-        planned = self.planned(answer)
-        if self.folded is not None and planned.ranking.excess and not answer.ranking.excess:
+        ranking = self.ranking_of(*self.searches())
+        planned = self.planned(ranking)
+        if self.folded is not None and planned.ranking.excess and not ranking.excess:
             return replace(self, folded=None).plan()  # the estimate was too low
         return planned
 
-    def answer_of(self, searches: Sequence[MeshSearch], refused: Sequence[tuple[float, CostGraph]]) -> SearchResult:
-        """Return the answer of ``searches``."""
+    def ranking_of(
+        self, searches: Sequence[MeshSearch], refused: Sequence[tuple[float, CostGraph]]
+    ) -> CandidateRanking:
+        """Return the best candidate of ``searches``; without any, the plan of the fewest additive bytes."""
         if searches:
-            return SearchResult(self.fastest(searches), searches)
+            return replace(self.fastest(searches), searches=tuple(searches))
         num_bytes, cost = min(refused, key=lambda pair: pair[0])
         least = run_search(cost, self.settings.search, num_bytes)
-        return SearchResult(self.within_moments(least, self.rank([least])))
+        return self.within_moments(least, self.rank([least]))
 
-    def searches(
-        self, costs: Sequence[CostGraph] | None = None
-    ) -> tuple[list[MeshSearch], list[tuple[float, CostGraph]]]:
-        """Return the searches of the meshes on which something fits, and for the others the least bytes. ``costs``: of
-        all meshes, if they are known."""
+    def searches(self) -> tuple[list[MeshSearch], list[tuple[float, CostGraph]]]:
+        """Return the searches of the meshes on which something fits, and for the others the least bytes."""
         searches: list[MeshSearch] = []
         refused: list[tuple[float, CostGraph]] = []
-        for number, mesh in enumerate(each(self.meshes, lambda mesh: f"prices and search on {mesh}")):
-            cost = self.cost_graph(mesh) if costs is None else costs[number]
+        for mesh in each(self.meshes, lambda mesh: f"prices and search on {mesh}"):
+            cost = self.cost_graph(mesh)
             cutoff = CANDIDATE_PRICE_RATIO * min((search.outcome.seconds for search in searches), default=inf)
             try:
                 searches.append(run_search(cost, self.settings.search, self.limit, cutoff))
@@ -170,10 +165,19 @@ class Planner:
 
     def cost_graph(self, mesh: Mesh) -> CostGraph:
         """Return the choices on a mesh and their prices."""
+        if mesh not in self._cost_graphs:
+            self._cost_graphs[mesh] = self._priced(mesh)
+        return self._cost_graphs[mesh]
+
+    @cached_property
+    def _cost_graphs(self) -> dict[Mesh, CostGraph]:
+        return {}
+
+    def _priced(self, mesh: Mesh) -> CostGraph:
         settings = self.settings
         if mesh not in self.tables:
             fixed = fixed_choices(self.graph, self.rules, self.factored, self.annotations, mesh)
-            domains = domains_of(self.choosing, Axes.of(mesh, separate_axes(fixed, mesh)), self.prices(mesh))
+            domains = Domains(self.choosing, Axes.of(mesh, separate_axes(fixed, mesh)), self.prices(mesh))
             taken = {
                 name: on_mesh(layout, mesh) or Layout.whole(mesh, layout.shape)
                 for name, layout in settings.taken.items()
@@ -262,7 +266,6 @@ class Planner:
         )
 
     def _searched_below(self, search: MeshSearch, allowed: float) -> tuple[MeshSearch, bool]:
-        """Return the search under a limit, and whether that was too low and it is the one of least memory instead."""
         try:
             return run_search(search.cost, self.settings.search, allowed), False
         except DoesNotFit as error:
@@ -313,7 +316,6 @@ class Planner:
         return SimulatedCandidate(candidate, choice, spmd, memory.peak, step, others)
 
     def _choice(self, search: MeshSearch, assignment: list[int]) -> Choice:
-        """Return the choice that an assignment stands for, independent of recomputation."""
         key = search.mesh, tuple(assignment)
         if key not in self.choices:
             self.choices[key] = search.choice(assignment)
@@ -349,39 +351,34 @@ class Planner:
             return self, ranking
         planner, best = tried[least_that_fits(bytes_of, len(strong), self.limit)]
         if planner is not self:
-            best = replace(best, candidate=planner._repriced(best.candidate))
+            found = best.candidate  # its choices stay, at their price under the mixed policy
+            cost = planner.cost_graph(found.search.mesh)
+            search = replace(found.search, cost=cost)
+            best = replace(best, candidate=Candidate(search, found.assignment, cost.components(found.assignment)))
         return planner, replace(ranking, best=best)
 
-    def _repriced(self, candidate: Candidate) -> Candidate:
-        """Return a candidate found under another memory policy at its price under this one: its choices are the
-        same."""
-        cost = self.cost_graph(candidate.search.mesh)
-        search = replace(candidate.search, cost=cost)
-        return Candidate(search, candidate.assignment, cost.components(candidate.assignment))
-
-    def bound_without_limit(self, costs: Iterable[CostGraph]) -> float:
-        """Return a bound of the additive price of all plans on the meshes of these cost graphs, which recompute
-        nothing: whatever the memory of a plan, and whatever it recomputes."""
-        searches = (run_search(cost, self.settings.search, None) for cost in costs)
+    def bound_without_limit(self) -> float:
+        """Return a bound of the additive price of all plans, if the memory policy recomputes nothing: whatever the
+        memory of a plan, and whatever it recomputes."""
+        searches = (run_search(self.cost_graph(mesh), self.settings.search, None) for mesh in self.meshes)
         return min(float(search.outcome.bound) for search in searches)
 
-    def least_seconds(self, costs: Iterable[CostGraph]) -> float:
-        """Return a bound of the additive price of all plans on the meshes of these cost graphs, whatever their memory,
-        by one solve of each."""
+    def least_seconds(self) -> float:
+        """Return a bound of the additive price of all plans, whatever their memory, by one solve on each mesh."""
         if self.settings.search not in BOUNDED:
             return 0.0
-        searches = (run_search(cost, self.settings.search, None, 0.0) for cost in costs)
+        searches = (run_search(self.cost_graph(mesh), self.settings.search, None, 0.0) for mesh in self.meshes)
         return min(float(search.outcome.bound) for search in searches) * (1 - EXACT_GAP)
 
-    def planned(self, answer: SearchResult) -> PlannerResult:
-        """Return the plan of an answer; its program is built if it was only estimated."""
-        ranking, best = answer.ranking, answer.ranking.best
+    def planned(self, ranking: CandidateRanking) -> PlannerResult:
+        """Return the plan of a ranking's best candidate; its program is built if it was only estimated."""
+        best = ranking.best
         if best.spmd is None:
             best = self._built(best.candidate, simulated=len(self.graph.ops) <= MAX_SIMULATED_OPERATORS, whole=True)
             ranking = replace(ranking, best=best)
         assert best.spmd is not None, "a whole program was built"
         search = ranking.search
-        prediction = with_bound_over_meshes(ranking.prediction, search.mesh, answer.searches)
+        prediction = with_bound_over_meshes(ranking.prediction, search.mesh, ranking.searches)
         prediction = _as_emitted(prediction, best.spmd, search)
         if self.settings.layouts or self.settings.zero is not None or self.settings.memory_policy:
             prediction = _as_stored(prediction, best, search, self._choice(search, best.candidate.assignment))

@@ -16,12 +16,11 @@ import numpy as np
 from shardwise.layouts.choice import INVARIANT, AxisChoice, Split
 from shardwise.layouts.routes import Floats, Ints
 from shardwise.search.constants import BYTE_TIE_BREAK
-from shardwise.search.cost_graph import BYTES, CostGraph, CostWeights
+from shardwise.search.cost_graph import BYTES, CostGraph, CostWeights, OperatorVariable
 from shardwise.search.domains import Domain
 from shardwise.search.dynamic_programming import DoesNotFit, SearchOutcome
 from shardwise.search.elimination import Problem, Scope, Solution, fix_variables
 from shardwise.search.solving import minimise
-from shardwise.search.variables import OperatorVariable
 
 # Seconds per byte that are tried where a plan does not fit: from a byte that takes as long as to write it on a fast
 # device to one that outweighs everything.
@@ -83,12 +82,10 @@ class _Levels:
         return best.assignment
 
     def _completed(self) -> Solution:
-        """Return the strategies chosen, with the best layouts between them."""
         return minimise(fix_variables(self.problem, self.chosen))
 
     @staticmethod
     def _least_split(domain: Domain) -> int:
-        """Return the strategy that repeats the work on all axes that the user left open."""
         return min(range(len(domain)), key=lambda i: sum(choice != INVARIANT for choice in domain.choices[i]))
 
     def _heaviest_first(self) -> list[int]:

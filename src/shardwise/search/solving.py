@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from shardwise.search.conditioning import solve_conditioned
 from shardwise.search.constants import MAX_JOINT_COMBINATIONS
-from shardwise.search.elimination import Elimination, Problem, Solution, TooWide, elimination_of, solve
+from shardwise.search.elimination import Problem, Solution, TooWide, solve
 
 Solver = Callable[[Problem], Solution]
 
@@ -18,20 +18,14 @@ class WideWarning(UserWarning):
 
 
 def minimise(problem: Problem) -> Solution:
-    """Minimise by elimination; if that is too wide, as an integer program; if that is too large, by conditioning."""
     try:
         return solve(problem, max_joint=MAX_JOINT_COMBINATIONS)
     except TooWide as error:
         return _bounded(problem, f"{error}")
 
 
-def as_integer_program(problem: Problem) -> Solution:
-    """Solve as an integer program; if that is too large, by conditioning."""
-    return _bounded(problem, "")
-
-
-def _bounded(problem: Problem, cause: str) -> Solution:
-    """Solve without narrow elimination. ``cause``: why, if it is not the search that was asked for."""
+def _bounded(problem: Problem, cause: str = "") -> Solution:
+    """Solve as an integer program; if that is too large, by conditioning. ``cause``: why, if it was not asked for."""
     from shardwise.search.ilp import TooLarge, solve_ilp
 
     how = "as an integer program"
@@ -46,11 +40,5 @@ def _bounded(problem: Problem, cause: str) -> Solution:
     return solution
 
 
-def narrow_elimination(problem: Problem) -> Elimination:
-    """Return the elimination of a problem. Raises TooWide if it is not worth it."""
-    return elimination_of(problem, max_joint=MAX_JOINT_COMBINATIONS)
-
-
 def solver_of(search: str) -> Solver:
-    """Return the solver that a search uses to minimise a sum of tables."""
-    return as_integer_program if search == "ilp" else minimise
+    return _bounded if search == "ilp" else minimise

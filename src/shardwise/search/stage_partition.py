@@ -149,7 +149,6 @@ class StagePartition:
         )
 
     def memory_binds(self, cut: StageCut) -> bool:
-        """Return whether a stage of a cut seems to need recomputation."""
         return any(self.held[stage][ends] > self.limit for stage, ends in enumerate(pairwise(cut.starts)))
 
     def next_cut(self) -> StageCut:
@@ -234,12 +233,8 @@ class StagePartition:
         return self.seconds * (1 + RECOMPUTED_SHARE * share)
 
     def _values(self, stage: int) -> Floats:
-        """Return the value of a stage, from every position to every other."""
-        if stage not in self.values:
-            self.values[stage] = self._valued(stage)
-        return self.values[stage]
-
-    def _valued(self, stage: int) -> Floats:
+        if stage in self.values:
+            return self.values[stage]
         timed = [(key, seconds) for key, seconds in self.planned.items() if seconds]
         estimates = {of: self._estimates(of) for of in {stage, *(of for (of, _, _), _ in timed)}}
         ratio = min((seconds / estimates[of][begin, end] for (of, begin, end), seconds in timed), default=1.0)
@@ -253,7 +248,8 @@ class StagePartition:
         for (of, begin, end), of_stage in timed:
             if of == stage:  # its plan fits, whatever its estimate was
                 seconds[begin, end], over[begin, end] = of_stage, 0.0
-        return np.where(self.seconds < inf, seconds + over, inf)
+        self.values[stage] = np.where(self.seconds < inf, seconds + over, inf)
+        return self.values[stage]
 
 
 def _slowest(values: Sequence[Floats]) -> float:

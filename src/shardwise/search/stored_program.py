@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import inf
 
 from shardwise.costs.ledger import static_bytes
 from shardwise.costs.memory import memory_of_program
@@ -13,7 +14,9 @@ from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import price_program
 from shardwise.costs.timeline import simulate_program
 from shardwise.graph.ir import Graph
+from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
+from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.differentiate import finished, keeping_all
 from shardwise.programs.grad_accum_program import with_once
 from shardwise.programs.program import busiest_rank, localize
@@ -21,10 +24,37 @@ from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.spmd import Choice, SpmdProgram, build_spmd
 from shardwise.programs.vjp import VjpCache
 from shardwise.rules.rule import OpRule
-from shardwise.search.config import SearchConfig
 from shardwise.search.constants import MAX_SIMULATED_OPERATORS
-from shardwise.search.memory_policy import with_memory_policy
-from shardwise.search.zero import reduce_at_parameter, shard_storage
+from shardwise.search.decide import Kept
+from shardwise.search.memory_policy import MemoryPolicy, with_memory_policy
+from shardwise.search.zero import Zero, reduce_at_parameter, shard_storage
+
+
+@dataclass(frozen=True)
+class SearchConfig:
+    """The settings of a search. ``search``: one of ``search.auto``; ``passes``: micro-batches of a step;
+    ``memory_bytes``: the limit for the tensors of a device (None: what the cluster's devices have beside their
+    reserve); ``bucket_bytes``: the largest message that several parameters share; ``layouts``: those in which the user
+    keeps tensors; ``zero``: whether parameters are stored in parts wherever they would be copied; ``in_flight``:
+    micro-batches whose values a device keeps for backward at once; ``turns``: the stages of a pipeline rank, which take
+    turns, so that transient bytes are there once; ``taken``: the layouts in which the next stage takes values, device
+    by device; ``known``: seconds of the step of an existing plan (a search for a better one ends where prices are
+    clearly above it); ``together``: the equal stages of a pipeline rank, whose micro-batches all run one after the
+    other in a step."""
+
+    search: str = "dynamic_programming"
+    optimizer: str = "adamw"
+    passes: int = 1
+    memory_bytes: float | None = None
+    bucket_bytes: int = BUCKET_BYTES
+    layouts: Mapping[str, Kept] = field(default_factory=dict)
+    memory_policy: MemoryPolicy = field(default_factory=MemoryPolicy)
+    zero: Zero | None = None
+    in_flight: int = 1
+    turns: int = 1
+    taken: Mapping[str, Layout] = field(default_factory=dict)
+    known: float = inf
+    together: int = 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,7 +89,6 @@ class ProgramWithPolicy:
 
     @property
     def busiest(self) -> RankProgram:
-        """Return the step of the rank that holds most."""
         return finished(replace(self.stored.kept, spmd=self.spmd))
 
     def prediction(self, prices: Prices) -> Prediction:
@@ -101,7 +130,6 @@ def build_stored_program(
 def build_program(
     graph: Graph, rules: Mapping[str, OpRule], choice: Choice, mesh: Mesh, settings: SearchConfig, vjp_cache: VjpCache
 ) -> ProgramWithPolicy:
-    """Return the program of a choice under some settings."""
     return build_stored_program(graph, rules, choice, mesh, settings, vjp_cache).with_lifetimes(graph, settings)
 
 

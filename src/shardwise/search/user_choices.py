@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ast import literal_eval
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 
-from shardwise.errors import LayoutError, ShardwiseError, problem
+from shardwise.errors import LayoutError, ShardwiseError, UnsplitWarning, problem, warn_user
 from shardwise.graph.annotate import SUMMED, Annotation
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.normalize_random import DROPOUT
@@ -16,8 +16,8 @@ from shardwise.layouts.strategy import named_factors
 from shardwise.layouts.text import parse_layout
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.rule import OpRule, base_name
+from shardwise.rules.tables import rule_of, whole_rule
 from shardwise.search.modes import follows_operand
-from shardwise.search.rules import rules_of, variant
 from shardwise.search.user_strategies import SplitCounts, choices_for, num_blockers
 
 
@@ -159,7 +159,6 @@ def annotated_ops(graph: Graph, factored: Factored, annotation: Annotation) -> l
 
 
 def _factor_names(rule: OpRule) -> set[str]:
-    """Return the undivided factors, those of its variants included."""
     rules = (rule, *(variant for _, variant in rule.variants))
     return {base_name(factor.name) for member in rules for factor in member.factors}
 
@@ -184,3 +183,31 @@ def _is_split_off(op: Op, inside: list[Op], graph: Graph) -> bool:
     names = {result for other in inside for result in other.results}
     sources = [name for name in op.operands if name in graph.source_of and graph.source_of[name].kind == "parameter"]
     return str(op.target) == "aten.add.Tensor" and len(sources) == 1 and any(name in names for name in op.operands)
+
+
+def rules_of(graph: Graph, *, known: Container[str] = ()) -> dict[str, OpRule]:
+    """Return the rule of every op; operators without one are kept whole, with one warning that names them all, once per
+    kind. ``known``: ops that a plan has decided already; they cause no warning."""
+    rules: dict[str, OpRule] = {}
+    missing: dict[str, Op] = {}
+    for op in graph.ops:
+        rule = rule_of(op, graph)
+        if rule is None:
+            rule = whole_rule(op, graph)
+            if op.name not in known:
+                missing.setdefault(str(op.target), op)
+        rules[op.name] = rule
+    if missing:
+        where = {target: ", ".join(filter(None, (op.name, op.source))) for target, op in missing.items()}
+        named = ", ".join(f"{target} ({place})" for target, place in where.items())
+        warn_user(
+            f"no rule for {named}: they run unsplit on gathered operands (sw.rule gives an operator one)",
+            UnsplitWarning,
+        )
+    return rules
+
+
+def variant(rule: OpRule, strategy: str) -> OpRule:
+    """Return the variant of a rule that has the factors of a strategy's text; the rule itself if none is named."""
+    named = set(map(base_name, named_factors(strategy)))
+    return next((variant for name, variant in rule.variants if name in named), rule)

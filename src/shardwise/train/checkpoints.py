@@ -23,9 +23,14 @@ from weakref import WeakKeyDictionary
 import torch
 
 from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError
-from shardwise.runtime.agree import show_progress_once
+from shardwise.runtime.agree import (
+    gather_values,
+    patience_seconds,
+    raise_first,
+    rank_and_world_size,
+    show_progress_once,
+)
 from shardwise.runtime.parallel_module import ParallelModule
-from shardwise.train.agreement import gather_values, patience_seconds, raise_first, rank_and_world_size
 from shardwise.train.files import StagedFile, StreamedFile
 from shardwise.train.manifest import Chunk, Manifest, StoredTensor
 from shardwise.train.parts import MODEL, Names, TensorPart, TrainingState, state_of

@@ -21,8 +21,8 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from shardwise.errors import ShardwiseError
 from shardwise.graph.trees import flatten_with_path, leaf_name, unflatten
 from shardwise.layouts.layout import Layout
+from shardwise.runtime.agree import gather_values
 from shardwise.runtime.initial.materialize import stable_seed
-from shardwise.train.agreement import gather_values
 from shardwise.train.parts import splits_in
 
 Rows = tuple[int, int]  # [start, stop) of a batch
@@ -295,10 +295,7 @@ class _BatchParts:
 
     def _range(self, layout: Layout, dim: int, size: int) -> Rows:
         axes = [axis for atom in layout.dims[dim] for axis in atom.axes]
-        coordinates = layout.mesh.coordinates(self.position)
-        count, position = layout.mesh.size_of(axes), 0
-        for axis in axes:
-            position = position * layout.mesh.sizes[axis] + coordinates[axis]
+        count, position = layout.mesh.size_of(axes), layout.mesh.index_along(axes, self.position)
         return position * size // count, (position + 1) * size // count
 
 

@@ -107,17 +107,15 @@ def _copy_elements(target: torch.Tensor, source: torch.Tensor, first: int) -> No
 def _room(num_bytes: int, *, pinned: bool) -> torch.Tensor:
     """Allocate page-aligned memory, as direct I/O needs it."""
     whole = num_bytes + PAGE_BYTES
-    room = torch.empty(whole, dtype=torch.uint8, pin_memory=True) if pinned else _in_large_pages(whole)
+    if pinned:
+        room = torch.empty(whole, dtype=torch.uint8, pin_memory=True)
+    else:  # huge pages, if the system has them: copies and direct I/O need fewer page-table lookups
+        memory = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(AttributeError, OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        room = torch.frombuffer(memory, dtype=torch.uint8)
     first = -room.data_ptr() % PAGE_BYTES
     return room[first : first + num_bytes]
-
-
-def _in_large_pages(num_bytes: int) -> torch.Tensor:
-    """Allocate memory in huge pages if the system has them: copies and direct I/O need fewer page-table lookups."""
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(AttributeError, OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _source(part: TensorPart, piece: WritePiece) -> torch.Tensor:

@@ -57,14 +57,6 @@ class TensorPart:
         return [box.sizes for box in self.boxes] != [self.shape]
 
 
-@dataclass(frozen=True)
-class ModuleParts:
-    """The parts of a module, by the names of ``model.named_parameters()``; ``tied``: additional name -> that name."""
-
-    parts: Mapping[str, TensorPart]
-    tied: Mapping[str, str]
-
-
 def splits_in(module: torch.nn.Module) -> dict[str, ParallelModule]:
     """Return the parallel modules in a module (which may be one itself), by path."""
     if isinstance(module, ParallelModule):
@@ -80,8 +72,9 @@ def is_seed(name: str) -> bool:
     return name.rpartition(".")[2] == SEED
 
 
-def module_parts(module: torch.nn.Module) -> ModuleParts:
-    """Return this rank's parts of a module: shards of parallel modules (also nested ones), other tensors whole. Raises
+def module_parts(module: torch.nn.Module) -> tuple[dict[str, TensorPart], dict[str, str]]:
+    """Return this rank's parts of a module by the names of ``model.named_parameters()``, and additional names of tied
+    tensors -> that name. Shards of parallel modules (also nested ones) are parts, other tensors whole. Raises
     ShardwiseError for views of shards."""
     parts: dict[str, TensorPart] = {}
     tied: dict[str, str] = {}
@@ -95,7 +88,7 @@ def module_parts(module: torch.nn.Module) -> ModuleParts:
         else:
             tied[name] = first
     parts |= {name: TensorPart.whole(split._seed) for name, split in seeds_in(module).items()}
-    return ModuleParts(parts, tied)
+    return parts, tied
 
 
 def _persistent(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -155,17 +148,17 @@ def state_of(par: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], 
     """Return the state of a module, of optimizers of its parameters, and of this rank's generators. Raises
     ShardwiseError for parameters that are not the module's, and for states whose place in the whole tensor is
     unknown."""
-    module = module_parts(par)
-    parts = {MODEL + name: part for name, part in module.parts.items()}
+    of_module, tied = module_parts(par)
+    parts = {MODEL + name: part for name, part in of_module.items()}
     plain: dict[str, dict[str, Any]] = {}
-    names = names_in_groups(optimizers, module)
+    names = names_in_groups(optimizers, of_module)
     for optimizer, groups in zip(optimizers, names, strict=True):
         for group, names_of_group in zip(optimizer.param_groups, groups, strict=True):
             for parameter, name in zip(group["params"], names_of_group, strict=True):
                 for key, value in optimizer.state.get(parameter, {}).items():
                     full = state_name(name, key)
                     if isinstance(value, torch.Tensor):
-                        parts[full] = _state_part(full, value, module.parts[name])
+                        parts[full] = _state_part(full, value, of_module[name])
                     else:
                         plain.setdefault(name, {})[key] = encode(value, full)
     settings = [
@@ -177,12 +170,14 @@ def state_of(par: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], 
     ]
     parts[f"{RANDOM}{rank}"] = random_part()
     values = {"kinds": [kind_of(optimizer) for optimizer in optimizers], "settings": settings}
-    return TrainingState(parts, module.tied, names, plain, values)
+    return TrainingState(parts, tied, names, plain, values)
 
 
-def names_in_groups(optimizers: Sequence[torch.optim.Optimizer], module: ModuleParts) -> list[list[list[str]]]:
-    """Return the names of the parameters in every group of every optimizer."""
-    name_of = {id(part.tensor): name for name, part in module.parts.items()}
+def names_in_groups(
+    optimizers: Sequence[torch.optim.Optimizer], parts: Mapping[str, TensorPart]
+) -> list[list[list[str]]]:
+    """Return the names of the parameters in every group of every optimizer. ``parts``: of the module."""
+    name_of = {id(part.tensor): name for name, part in parts.items()}
     for optimizer in optimizers:
         for position, group in enumerate(optimizer.param_groups):
             if any(id(parameter) not in name_of for parameter in group["params"]):

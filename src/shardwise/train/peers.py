@@ -35,8 +35,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import CollectiveError, ShardwiseError
+from shardwise.runtime.agree import gather_values, rank_and_world_size
 from shardwise.runtime.private import check_own_folder
-from shardwise.train.agreement import gather_values, rank_and_world_size
 from shardwise.train.checkpoints import assign_writers
 from shardwise.train.files import CheckpointReader, StagedFile
 from shardwise.train.manifest import BLOCK_BYTES, DataFile, Manifest, parse_manifest
@@ -95,7 +95,7 @@ class SurvivingState:
 class _PeerTransfer:
     """A transfer in progress, with the note to write when it has been received (``note``: None for a send)."""
 
-    work: dist.Work
+    work: Any
     peer: int
     note: Path | None
     text: str = ""
@@ -226,18 +226,14 @@ class Peers:
         for tag, mirror in enumerate(self.mirrored):
             if mirror.is_sent and mirror.writer == self.rank:
                 work = dist.isend(self.staged[self._path(mirror, slot)].buffer, mirror.keeper, self.group, tag)
-                self._start(work, mirror.keeper, None)
+                self.under_way.append(_PeerTransfer(work, mirror.keeper, None))
             elif mirror.is_sent and mirror.keeper == self.rank:
                 path = self._path(mirror, slot, copy=True)
                 work = dist.irecv(self.staged[path].buffer, mirror.writer, self.group, tag)
-                self._start(work, mirror.writer, _note(path), text)
+                self.under_way.append(_PeerTransfer(work, mirror.writer, _note(path), text))
         self.filled += self.filled < _NUM_SLOTS
         for path in here_now:
             _write(_note(path), text)
-
-    def _start(self, work: dist.Work | None, peer: int, note: Path | None, text: str = "") -> None:
-        assert work is not None, "this rank is in the group"
-        self.under_way.append(_PeerTransfer(work, peer, note, text))
 
     @property
     def folder(self) -> Path:
@@ -305,9 +301,6 @@ class Peers:
             with contextlib.suppress(OSError):
                 return (folder / _TENSORS).read_text(), notes
         return None
-
-    def reader(self, kept: SurvivingState, manifest: Manifest) -> PeerReader:
-        return PeerReader(self, kept, manifest)
 
     def forget_after(self, step: int) -> None:
         """Delete the notes of states after ``step``, from which training continues, and the fetched files."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from shardwise.errors import ShardwiseError
 from shardwise.plans.plan import Plan
 from shardwise.plans.result import PlanningResult, plan_of
+from shardwise.runtime.agree import rank_and_world_size
 from shardwise.runtime.generation import current, plan_file
-from shardwise.train.agreement import rank_and_world_size
 
 _turns = count()  # a script may have several plans
 

@@ -19,9 +19,9 @@ import torch
 
 from shardwise.errors import CheckpointError, ShardwiseError
 from shardwise.layouts.boxes import Box
+from shardwise.runtime.agree import raise_first, rank_and_world_size
 from shardwise.runtime.initial.weights import INDEX
 from shardwise.runtime.parallel_module import ParallelModule
-from shardwise.train.agreement import raise_first, rank_and_world_size
 from shardwise.train.checkpoints import save_checkpoint
 from shardwise.train.files import CheckpointReader
 from shardwise.train.locks import Lock, lock

@@ -11,15 +11,13 @@ from typing import Any
 import torch
 
 from shardwise.errors import PlanWarning
+from shardwise.runtime.agree import gather_values, rank_and_world_size
 from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.generation import current
 from shardwise.runtime.parallel_module import ParallelModule
-from shardwise.runtime.replicas import ReplicaCheck
-from shardwise.runtime.stage_replicas import PipelineCheck
-from shardwise.train.agreement import gather_values, rank_and_world_size
 from shardwise.train.checkpoints import Optimizers, Resumable, Resumables, Schedulers, values_of
 from shardwise.train.parts import TrainingState, state_of
-from shardwise.train.peers import PeerCopy, Peers, SurvivingState
+from shardwise.train.peers import PeerCopy, PeerReader, Peers, SurvivingState
 from shardwise.train.resuming import load_newest, load_one
 from shardwise.train.retention import checkpoints_in, rename_later_checkpoints
 from shardwise.train.rounds import Rounds
@@ -94,7 +92,7 @@ class Recovery:
             manifest = store.manifest(kept)
             what = "was kept in memory" if store.is_local else "other machines have copies of"
             self._say(f"goes on after step {kept.step}, which {what}")
-            reader = partial(store.reader, kept)
+            reader = partial(PeerReader, store, kept)
             checkpoint = load_one(store.memory, lambda: manifest, reader, self.par, self._resumables, skips=False)
         elif saved is not None:
             assert self.folder is not None
@@ -132,7 +130,9 @@ class Recovery:
         if due:
             state = state_of(self.par, self._resumables.optimizers, rank_and_world_size()[0])
             state.values.update(values_of(step, self._resumables, extra))
-        structure = self._structure if state is None else _structure(state)
+        structure = self._structure
+        if state is not None:
+            structure = [(name, part.tensor.shape, part.tensor.dtype) for name, part in state.parts.items()]
         changed = structure != self._structure
         self._land()
         stops, renews, fails = self._rounds.meet(stopping, changed, self._failed)
@@ -142,7 +142,9 @@ class Recovery:
             for store in self._stores:
                 store.outdated = True
         self._structure = structure
-        self._see_checked()
+        check = getattr(self.par, "_replicas", None)
+        if check is not None and check.passed > self._passed:
+            self._passed, self._checked = check.passed, self._step  # it saw the state before this step
         for store in due:
             if state is not None and store in self._stores:
                 self._copy(store, state, step)
@@ -183,11 +185,6 @@ class Recovery:
 
     # --------------------------------------------------------------------------------------------------------- to keep
 
-    def _see_checked(self) -> None:
-        check = getattr(self.par, "_replicas", None)
-        if isinstance(check, (ReplicaCheck, PipelineCheck)) and check.passed > self._passed:
-            self._passed, self._checked = check.passed, self._step  # it saw the state before this step
-
     def _land(self) -> None:
         try:
             for store in self._stores:
@@ -216,7 +213,3 @@ class Recovery:
                     then = ": after a loss training continues from the last checkpoint or copy"
                 what = f"{kept} any more ({reason}){then}; give {store.memory} more space"
                 warnings.warn(what, PlanWarning, stacklevel=5)
-
-
-def _structure(state: TrainingState) -> object:
-    return [(name, part.tensor.shape, part.tensor.dtype) for name, part in state.parts.items()]

@@ -17,9 +17,8 @@ import torch
 
 from shardwise.errors import CheckpointError, PlanWarning, ShardwiseError, listed
 from shardwise.layouts.text import format_dtype
-from shardwise.runtime.agree import show_progress_once
+from shardwise.runtime.agree import gather_values, raise_first, rank_and_world_size, show_progress_once
 from shardwise.runtime.cpu_optimizer import with_states_on_host
-from shardwise.train.agreement import gather_values, raise_first, rank_and_world_size
 from shardwise.train.checkpoints import Optimizers, Resumable, Resumables, Schedulers, finish_saving
 from shardwise.train.data import DataLoader
 from shardwise.train.files import CheckpointReader
@@ -164,13 +163,11 @@ def load_one(
 
 def _unowned(load: _Load | None) -> tuple[list[str], list[str]]:
     """Return (tensors of the model that no rank has, parameters whose states no rank's optimizer has). Collective."""
-    everywhere = [
-        lists for lists in gather_values(None if load is None else (load.left, load.forgotten)) if lists is not None
-    ]
-    return (
-        sorted(set.intersection(*(set(left) for left, _ in everywhere))) if everywhere else [],
-        sorted(set.intersection(*(set(forgotten) for _, forgotten in everywhere))) if everywhere else [],
+    everywhere = [lists for lists in gather_values(load and (load.left, load.forgotten)) if lists]
+    left, forgotten = (
+        sorted(set.intersection(*(set(lists[which]) for lists in everywhere)) if everywhere else ()) for which in (0, 1)
     )
+    return left, forgotten
 
 
 def _another(path: Path, faults: Sequence[str]) -> ShardwiseError:
@@ -221,7 +218,7 @@ class _Load:
     ) -> None:
         self.path, self.manifest, self.par, self.resumables = path, manifest, par, resumables
         self.optimizers = resumables.optimizers
-        self.module = module_parts(par)
+        self.parts, _ = module_parts(par)
         self.reader, self.on_host = reader, with_states_on_host()
         self.values: Mapping[str, Any] = {name: decode(value) for name, value in manifest.values.items()}
         states = self.values.get("schedulers")
@@ -230,7 +227,7 @@ class _Load:
         self.converted = ""
         self._random = f"{RANDOM}{source}"
         self.parameters = self._parameters()
-        self.names = names_in_groups(self.optimizers, self.module)
+        self.names = names_in_groups(self.optimizers, self.parts)
         self.settings = self._settings() if self.optimizers else []
         self.states = self._states() if self.optimizers else {}
         self.forgotten = self._forgotten() if self.optimizers else []  # parameters whose states no optimizer here has
@@ -242,7 +239,7 @@ class _Load:
         parameters: dict[str, TensorPart] = {}
         faults: list[str] = []
         changed: dict[str, list[str]] = {}
-        for name, part in self.module.parts.items():
+        for name, part in self.parts.items():
             stored = self.manifest.find(MODEL + name)
             if stored is None:
                 if not is_seed(name):  # a checkpoint of a module that is not parallel has none
@@ -321,7 +318,7 @@ class _Load:
         self, optimizer: torch.optim.Optimizer, group: Mapping[str, Any], parameter: torch.Tensor, name: str, full: str
     ) -> TensorPart:
         """Return an empty tensor for a state, with its boxes."""
-        stored, whole = self.manifest.tensors[full], self.module.parts[name]
+        stored, whole = self.manifest.tensors[full], self.parts[name]
         of_parameter = stored.shape == whole.shape and bool(stored.shape or not full.endswith(".step"))
         before = optimizer.state.get(parameter, {}).get(full.rpartition(".")[2])
         if isinstance(before, torch.Tensor):
@@ -386,7 +383,7 @@ class _Load:
         for group, stored in zip(groups, settings, strict=True):
             group.update(stored)
         optimizer.load_state_dict({"state": {}, "param_groups": groups})
-        names = {id(part.tensor): name for name, part in self.module.parts.items()}
+        names = {id(part.tensor): name for name, part in self.parts.items()}
         plain = _section(self.values.get("plain"))
         for group in optimizer.param_groups:
             for parameter in group["params"]:

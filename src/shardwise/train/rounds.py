@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import StragglerWarning
-from shardwise.runtime.agree import wire_device
+from shardwise.runtime.agree import rank_and_world_size, wire_device
 from shardwise.runtime.collective_tracker import trail
-from shardwise.train.agreement import rank_and_world_size
 
 _WINDOW = 20  # steps that are compared together
 _SLOWER = 1.2  # busy time of a straggler, relative to the median of the other ranks
@@ -34,7 +33,7 @@ class Rounds:
     def __init__(self, device: torch.device, stages: Sequence[Sequence[int]] = ()) -> None:
         self._stages = stages
         self._device, self._on_host = wire_device(device), device.type == "cpu"
-        self._began, self._waited = time.perf_counter(), trail.waited_seconds
+        self.skip()
         self._busy: deque[list[float]] = deque(maxlen=_WINDOW)  # per step, of every rank
         self._named: set[int] = set()
 
@@ -53,7 +52,7 @@ class Rounds:
             self._busy.append(seconds)
             if rank == 0 and self._on_host:
                 self._name_stragglers()
-        self._began, self._waited = time.perf_counter(), trail.waited_seconds
+        self.skip()
         return flags
 
     def skip(self) -> None:

@@ -57,7 +57,7 @@ class SaveJob:
         return f"written-{rank}-{self.token}.json"
 
     def remove_files(self) -> None:
-        for staged in self.files if _belongs_to(self.folder, self.token) else ():
+        for staged in self.files if _owner(self.folder) == self.token else ():
             with contextlib.suppress(OSError):
                 (self.folder / staged.file.name).unlink()
 
@@ -114,7 +114,7 @@ def _save(job: SaveJob) -> None:
     if job.rank == 0:
         _finish(job)
     else:
-        _poll(job, lambda: _belongs_to(job.path, job.token), "rank 0 completes it")
+        _poll(job, lambda: _owner(job.path) == job.token, "rank 0 completes it")
 
 
 def _finish(job: SaveJob) -> None:
@@ -129,7 +129,7 @@ def _finish(job: SaveJob) -> None:
         _place(job.folder, FILE, replace(job.manifest, files=files).to_text())
         _check_owner(job)
         os.rename(job.folder, job.path)
-        if not _belongs_to(job.path, job.token):
+        if _owner(job.path) != job.token:
             raise _taken(job)
         _begun.discard(job.path.absolute())
         _sync_folder(job.path.parent)
@@ -138,7 +138,7 @@ def _finish(job: SaveJob) -> None:
             give_up(job.path, job.token, 0, str(error))
             error = _failed(job.path, f"rank 0: {error}")
         # Delete all files, also those of ranks that hang. The folder and the reason stay, so that other ranks see them.
-        for file in job.folder.glob("*.safetensors") if _belongs_to(job.folder, job.token) else ():
+        for file in job.folder.glob("*.safetensors") if _owner(job.folder) == job.token else ():
             with contextlib.suppress(OSError):
                 file.unlink()
         raise error from None
@@ -170,14 +170,10 @@ def _poll(job: SaveJob, is_done: Callable[[], bool], what: str) -> None:
 def give_up(path: Path, token: str, rank: int, reason: str) -> CheckpointError:
     """Report to the other ranks that this one cannot save, and return the error to raise here."""
     folder = incomplete(path)
-    if _belongs_to(folder, token):
+    if _owner(folder) == token:
         with contextlib.suppress(OSError):
             (folder / f"failed-{rank}").write_text(reason)
     return _failed(path, f"rank {rank}: {reason}")
-
-
-def _belongs_to(folder: Path, token: str) -> bool:
-    return _owner(folder) == token
 
 
 def _owner(folder: Path) -> str | None:

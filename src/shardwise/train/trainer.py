@@ -17,8 +17,8 @@ import torch
 
 from shardwise.errors import PlanWarning, ShardwiseError, problem
 from shardwise.graph.batch import num_samples
+from shardwise.runtime.agree import gather_values, rank_and_world_size
 from shardwise.runtime.parallel import Parallel
-from shardwise.train.agreement import gather_values, rank_and_world_size
 from shardwise.train.checkpoints import finish_saving, save_checkpoint
 from shardwise.train.data import DataLoader, arguments_of
 from shardwise.train.peers import PeerCopy

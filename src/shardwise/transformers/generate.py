@@ -23,11 +23,10 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPas
 
 from shardwise.errors import ShardwiseError
 from shardwise.plans.plan import Plan
-from shardwise.runtime.agree import from_rank_zero
+from shardwise.runtime.agree import from_rank_zero, rank_and_world_size
 from shardwise.runtime.local_shards import shard
 from shardwise.runtime.parallel import Parallel
 from shardwise.runtime.parallelize import parallelize
-from shardwise.train.agreement import rank_and_world_size
 from shardwise.transformers.caches import (
     CACHE,
     CachedDecoder,

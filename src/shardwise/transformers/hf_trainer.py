@@ -28,10 +28,9 @@ from shardwise.errors import PlanWarning, ShardwiseError
 from shardwise.graph.step_precision import Precision
 from shardwise.plans.plan import Plan
 from shardwise.plans.result import PlanningResult
-from shardwise.runtime.agree import meet_rank_zero
+from shardwise.runtime.agree import gather_values, meet_rank_zero, rank_and_world_size
 from shardwise.runtime.parallel import Parallel
 from shardwise.runtime.parallelize import parallelize
-from shardwise.train.agreement import gather_values, rank_and_world_size
 from shardwise.train.checkpoints import save_checkpoint
 from shardwise.train.data import same_random_numbers
 from shardwise.train.pretrained import locked, on_rank_zero, save_pretrained

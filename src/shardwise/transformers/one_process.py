@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
 from shardwise.launch.ranks import init_ranks
-from shardwise.train.agreement import gather_values, rank_and_world_size
+from shardwise.runtime.agree import gather_values, rank_and_world_size
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -60,6 +60,46 @@ def _xavier(tensor: Tensor, gain: float, numerator: int) -> float:
     return gain * math.sqrt(numerator / sum(_fans(tensor)))
 
 
+def _he(tensor: Tensor, negative_slope: float, mode: str, nonlinearity: str) -> float:
+    """Return the deviation ``gain / sqrt(fan)``."""
+    fan_in, fan_out = _fans(tensor)
+    return torchs.calculate_gain(cast(Any, nonlinearity), negative_slope) / math.sqrt(
+        fan_in if mode == "fan_in" else fan_out
+    )
+
+
+def _check_mode(name: str, mode: str) -> str:
+    if mode not in ("fan_in", "fan_out"):
+        raise ValueError(problem(f'there is no {name} "{mode}"', fix='choose "fan_in" or "fan_out"'))
+    return mode
+
+
+def _he_uniform(tensor: Tensor, random: Any, *, negative_slope: float = 0, mode: str = "fan_in",
+                nonlinearity: str = "leaky_relu") -> Tensor:  # fmt: skip
+    """Uniform with the variance ``gain**2 / fan`` (He et al., ICCV 2015).
+
+    ``gain`` is that of ``nonlinearity`` ("relu", "leaky_relu" with ``negative_slope``, "tanh", "sigmoid"); ``mode``
+    chooses "fan_in" or "fan_out".
+    """
+    bound = math.sqrt(3) * _he(tensor, negative_slope, mode, nonlinearity)
+    return tensor.uniform_(-bound, bound, generator=random)
+
+
+def _scaled(tensor: Tensor, random: Any, *, scale: float = 1.0, mode: str = "fan_in",
+            distribution: str = "truncated_normal") -> Tensor:  # fmt: skip
+    """A distribution with the variance ``scale / fan``. ``mode``: "fan_in", "fan_out" or "fan_avg"; ``distribution``:
+    "truncated_normal" (within two deviations), "untruncated_normal" or "uniform"."""
+    fan_in, fan_out = _fans(tensor)
+    fan = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[mode]
+    sigma = math.sqrt(scale / max(1.0, fan))
+    if distribution == "uniform":
+        return tensor.uniform_(-math.sqrt(3) * sigma, math.sqrt(3) * sigma, generator=random)
+    if distribution == "untruncated_normal":
+        return tensor.normal_(0, sigma, generator=random)
+    wide = sigma / 0.87962566103423978  # standard deviation of a standard normal truncated at two deviations
+    return torchs.trunc_normal_(tensor, 0, wide, -2 * wide, 2 * wide, generator=random)
+
+
 CLASSES = classes_of({
     "Constant": ("A constant value.", lambda tensor, random, *, value: tensor.fill_(value)),
     "Dirac": ("A convolution kernel that copies its inputs.", lambda tensor, random, *, groups=1: torchs.dirac_(
@@ -85,70 +125,27 @@ CLASSES = classes_of({
         lambda tensor, random, *, gain=1: tensor.uniform_(
             -_xavier(tensor, gain, 6), _xavier(tensor, gain, 6), generator=random)),
     "Zero": ("Zeros.", lambda tensor, random: tensor.fill_(0)),
-}, _Known, __name__)  # fmt: skip
+}, _Known, __name__) | classes_of({
+    "HeNormal": (
+        "Normal with the variance of ``HeUniform``.",
+        lambda tensor, random, *, negative_slope=0, mode="fan_in", nonlinearity="leaky_relu": tensor.normal_(
+            0, _he(tensor, negative_slope, mode, nonlinearity), generator=random)),
+    "HeUniform": _he_uniform,
+}, _Known, __name__, checks={"mode": _check_mode}) | classes_of({"VarianceScaling": _scaled}, _Known, __name__, checks={
+    "mode": one_of("fan_in", "fan_out", "fan_avg"),
+    "distribution": one_of("truncated_normal", "untruncated_normal", "uniform"),
+})  # fmt: skip
 globals().update(CLASSES)
-
-
-class HeUniform(_Known, negative_slope=0, mode="fan_in", nonlinearity="leaky_relu"):
-    """Uniform with the variance ``gain**2 / fan`` (He et al., ICCV 2015).
-
-    ``gain`` is that of ``nonlinearity`` ("relu", "leaky_relu" with ``negative_slope``, "tanh", "sigmoid"); ``mode``
-    chooses "fan_in" or "fan_out".
-    """
-
-    def _settle(self) -> None:
-        if self.mode not in ("fan_in", "fan_out"):
-            raise ValueError(problem(f'there is no mode "{self.mode}"', fix='choose "fan_in" or "fan_out"'))
-        self.gain = torchs.calculate_gain(self.nonlinearity, self.negative_slope)
-
-    def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
-        bound = math.sqrt(3) * self._sigma(tensor)
-        return tensor.uniform_(-bound, bound, generator=random)
-
-    def _sigma(self, tensor: Tensor) -> float:
-        fan_in, fan_out = _fans(tensor)
-        return self.gain / math.sqrt(fan_in if self.mode == "fan_in" else fan_out)
-
-
-class HeNormal(HeUniform):
-    """Normal with the variance of ``HeUniform``."""
-
-    def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
-        return tensor.normal_(0, self._sigma(tensor), generator=random)
-
-
-class VarianceScaling(_Known, scale=1.0, mode="fan_in", distribution="truncated_normal"):
-    """A distribution with the variance ``scale / fan``. ``mode``: "fan_in", "fan_out" or "fan_avg"; ``distribution``:
-    "truncated_normal" (within two deviations), "untruncated_normal" or "uniform"."""
-
-    def _settle(self) -> None:
-        one_of("fan_in", "fan_out", "fan_avg")("mode", self.mode)
-        one_of("truncated_normal", "untruncated_normal", "uniform")("distribution", self.distribution)
-
-    def fill(self, tensor: Tensor, random: torch.Generator) -> Tensor:
-        fan_in, fan_out = _fans(tensor)
-        fan = {"fan_in": fan_in, "fan_out": fan_out, "fan_avg": (fan_in + fan_out) / 2}[self.mode]
-        sigma = math.sqrt(self.scale / max(1.0, fan))
-        if self.distribution == "uniform":
-            return tensor.uniform_(-math.sqrt(3) * sigma, math.sqrt(3) * sigma, generator=random)
-        if self.distribution == "untruncated_normal":
-            return tensor.normal_(0, sigma, generator=random)
-        wide = sigma / 0.87962566103423978  # standard deviation of a standard normal truncated at two deviations
-        return torchs.trunc_normal_(tensor, 0, wide, -2 * wide, 2 * wide, generator=random)
-
-
 _NAMED: dict[str, Callable[[], Initializer]] = {
     **{name.lower(): kind for name, kind in CLASSES.items() if name not in ("Constant", "Sparse")},
-    **{kind.__name__.lower(): kind for kind in (HeUniform, HeNormal, VarianceScaling)},
     "zeros": CLASSES["Zero"], "ones": CLASSES["One"],
 }  # fmt: skip
 
 
 def initializer(
-    init: Tensor | str | Initializer | float,
-    shape: Sequence[int] | int | None = None,
+    init: Tensor | str | Initializer | float, shape: Sequence[int] | int | None = None,
     dtype: torch.dtype | None = torch.float32,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return a new tensor of initial values.
 
     Values are drawn on the CPU in float32, or in float64 for that dtype.
@@ -207,4 +204,4 @@ def _fans(tensor: Tensor) -> tuple[int, int]:
 
 
 CALLED["initializer"] = initializer
-__all__ = ["HeNormal", "HeUniform", "Initializer", "VarianceScaling", "initializer", *CLASSES]
+__all__ = ["Initializer", "initializer", *CLASSES]

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from shardwise.mindspore import rank_groups
 from shardwise.mindspore.communication import management as D
-from shardwise.mindspore.library import rank_groups
 from shardwise.mindspore.named import absent
 from shardwise.mindspore.ops import communication as C
 from shardwise.mindspore.ops.communication import ReduceOp
@@ -66,7 +66,7 @@ def gather_into_tensor(tensor: Tensor, dst: int = 0, group: str | None = None) -
 
 def scatter_tensor(tensor: Tensor, src: int = 0, group: str | None = None) -> Tensor:
     """Return this rank's part, along dim 0, of the tensor of ``src``."""
-    members = D.find_group(group or D.GlobalComm.WORLD_COMM_GROUP)
+    members = D.find_group(group)
     (whole,) = C.Broadcast(src, group)((tensor,))
     return whole.chunk(members.size)[members.position]
 
@@ -76,7 +76,7 @@ def all_to_all_single_with_output_shape(
     group: str | None = None, async_op: bool = False,
 ) -> Pair:  # fmt: skip
     """Exchange equal parts along dim 0 among all ranks, or parts of the given sizes."""
-    members = D.find_group(group or D.GlobalComm.WORLD_COMM_GROUP)
+    members = D.find_group(group)
     if input_split_sizes is None and output_split_sizes is None:
         return _with_handle(C.AlltoAll(members.size, 0, 0, group)(tensor), async_op)
     rest, shape = tuple(tensor.shape[1:]), tuple(output_shape)
@@ -89,7 +89,7 @@ def all_to_all_single_with_output_shape(
 
 def barrier(group: str | None = None) -> None:
     """Wait for all ranks of a group."""
-    rank_groups.all_reduce(torch.zeros(1), ReduceOp.SUM, D.find_group(group or D.GlobalComm.WORLD_COMM_GROUP))
+    rank_groups.all_reduce(torch.zeros(1), ReduceOp.SUM, D.find_group(group))
 
 
 def send(tensor: Tensor, dst: int = 0, group: str | None = None, tag: int = 0) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 from shardwise.errors import problem
-from shardwise.mindspore import context
+from shardwise.mindspore import context, rank_groups
 from shardwise.mindspore.checks import closest, integer, of_type
-from shardwise.mindspore.library import rank_groups, ranks
+from shardwise.mindspore.library import ranks
 from shardwise.mindspore.notes import note
 
 WORLD_GROUPS = {name: f"{name}_world_group" for name in ("hccl", "nccl", "mccl", "gloo")}
@@ -48,7 +50,7 @@ def init(backend_name: str | None = None) -> None:
     if backend_name is not None and backend_name not in WORLD_GROUPS:
         raise ValueError(problem(f'there is no backend "{backend_name}"', fix=closest(backend_name, WORLD_GROUPS)))
     on_cpu = backend_name in ON_CPU or context.settings().device_target == "CPU"
-    if not rank_groups.is_connected():
+    if not dist.is_initialized():
         ranks.init_ranks("gloo" if on_cpu else None)
     used = rank_groups.backend()
     if backend_name not in (None, used):
@@ -62,18 +64,20 @@ def init(backend_name: str | None = None) -> None:
 
 def release() -> None:
     """Leave the group of all ranks and remove all other groups. Raises RuntimeError before ``init``."""
-    if not rank_groups.is_connected():
+    if not dist.is_initialized():
         raise RuntimeError(problem("the ranks are not connected", fix="call init() before release()"))
     _groups.clear()
     ranks.finish()
     GlobalComm.INITED = False
 
 
-def find_group(group: str = HCCL_WORLD_COMM_GROUP) -> rank_groups.RankGroup:
-    """Return a group by its name. Raises TypeError or ValueError if there is none, RuntimeError before ``init``."""
+def find_group(group: str | None = None) -> rank_groups.RankGroup:
+    """Return a group by its name, or all ranks. Raises TypeError or ValueError if there is none, RuntimeError before
+    ``init``."""
+    group = GlobalComm.WORLD_COMM_GROUP if group is None else group
     of_type("the group", group, str, "give the name of a group, made by create_group(name, rank_ids)")
     if group in WORLD_GROUPS.values():
-        if ranks.world_size() > 1 and not rank_groups.is_connected():
+        if ranks.world_size() > 1 and not dist.is_initialized():
             what = f"this is rank {ranks.rank()} of {ranks.world_size()}, which are not connected yet"
             raise RuntimeError(problem(what, fix="call shardwise.mindspore.communication.init() first"))
         return rank_groups.all_ranks_group()

@@ -14,24 +14,15 @@ from shardwise.mindspore.dataset.files import (
 )
 from shardwise.mindspore.dataset.pipeline import Dataset
 from shardwise.mindspore.dataset.pipeline import zipped as zip
-from shardwise.mindspore.dataset.samplers import (
-    DistributedSampler,
-    RandomSampler,
-    Sampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    SubsetSampler,
-    WeightedRandomSampler,
-)
-from shardwise.mindspore.dataset.sources import GeneratorDataset, NumpySlicesDataset
+from shardwise.mindspore.dataset.sources import SAMPLERS, GeneratorDataset, NumpySlicesDataset, Sampler
 from shardwise.mindspore.named import absent
 
+globals().update(SAMPLERS)
 __all__ = [
-    "CSVDataset", "Cifar10Dataset", "Cifar100Dataset", "CocoDataset", "Dataset", "DistributedSampler",
-    "FashionMnistDataset", "GeneratorDataset", "ImageFolderDataset", "MindDataset", "MnistDataset",
-    "NumpySlicesDataset", "RandomSampler", "Sampler", "Schema", "SequentialSampler", "Shuffle", "SubsetRandomSampler",
-    "SubsetSampler", "TFRecordDataset", "TextFileDataset", "VOCDataset", "WeightedRandomSampler", "config", "text",
-    "transforms", "vision", "zip",
+    "CSVDataset", "Cifar10Dataset", "Cifar100Dataset", "CocoDataset", "Dataset", "FashionMnistDataset",
+    "GeneratorDataset", "ImageFolderDataset", "MindDataset", "MnistDataset", "NumpySlicesDataset", "Sampler", "Schema",
+    "Shuffle", "TFRecordDataset", "TextFileDataset", "VOCDataset", "config", "text", "transforms", "vision", "zip",
+    *SAMPLERS,
 ]  # fmt: skip
 _FILES = "GeneratorDataset, with a function that reads such files"
 _OTHERS = ("CelebADataset", "CityscapesDataset", "IMDBDataset", "SpeechCommandsDataset")

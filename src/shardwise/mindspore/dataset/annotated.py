@@ -16,10 +16,9 @@ import numpy as np
 
 from shardwise.errors import problem
 from shardwise.mindspore.checks import one_of
-from shardwise.mindspore.dataset.files import PARTS, ROWS, Files, folder_of, paths_of
+from shardwise.mindspore.dataset.files import PARTS, ROWS, Files, folder_of, image_of, paths_of
 from shardwise.mindspore.dataset.transforms import numpys
 from shardwise.mindspore.dataset.values import Array
-from shardwise.mindspore.dataset.vision import Decode
 from shardwise.mindspore.notes import note
 
 IMAGES = {**ROWS, "decode": False, **PARTS, "extra_metadata": False, "decrypt": None}
@@ -165,18 +164,11 @@ class _Annotated(Files):
         rows, read, columns = self.described(**own)
 
         def row(entry: Any) -> tuple[Any, ...]:
-            path, *rest = read(entry)
-            data = np.frombuffer(path.read_bytes(), np.uint8)
-            name = (np.array(path.stem),) if extra_metadata else ()
-            return (Decode()(data) if decode else data, *(self._read(value, decode) for value in rest), *name)
+            values = read(entry)
+            name = (np.array(values[0].stem),) if extra_metadata else ()
+            return (*(image_of(value, decode) if isinstance(value, Path) else value for value in values), *name)
 
         return rows, row, (*columns, "_meta-filename") if extra_metadata else columns
-
-    def _read(self, value: Any, decode: bool) -> Any:
-        if not isinstance(value, Path):
-            return value
-        data = np.frombuffer(value.read_bytes(), np.uint8)
-        return Decode()(data) if decode else data
 
 
 class VOCDataset(_Annotated, dataset_dir=..., task="Segmentation", usage="train", class_indexing=None, **IMAGES):

@@ -18,11 +18,13 @@ from shardwise.errors import problem
 from shardwise.mindspore.dataset.records import RecordFile, written_with
 from shardwise.mindspore.dataset.sources import GeneratorDataset
 from shardwise.mindspore.dataset.values import Array
-from shardwise.mindspore.dataset.vision import Decode
+from shardwise.mindspore.dataset.vision import decoded
 
 # Settings of file datasets after their own ones.
 ROWS = {"num_samples": None, "num_parallel_workers": None, "shuffle": None}
 PARTS = {"sampler": None, "num_shards": None, "shard_id": None, "cache": None}
+LINES = {"num_samples": None, "num_parallel_workers": None, "shuffle": True, "num_shards": None, "shard_id": None,
+         "cache": None}  # fmt: skip
 
 
 class Listed:
@@ -58,6 +60,12 @@ class Files(GeneratorDataset):
 def paths_of(dataset_files: Any) -> list[Path]:
     """Return the paths of one file or several."""
     return [Path(dataset_files)] if isinstance(dataset_files, (str, Path)) else [*map(Path, dataset_files)]
+
+
+def image_of(path: Path, decode: bool) -> Array:
+    """Return the bytes of an image, or its pixels."""
+    data = np.frombuffer(path.read_bytes(), np.uint8)
+    return decoded(data) if decode else data
 
 
 def folder_of(dataset_dir: Any) -> Path:
@@ -229,12 +237,7 @@ class ImageFolderDataset(
         ]
         if not rows:
             raise ValueError(problem(f"{folder} has no images in folders of classes", fix=f"files in {endings}"))
-
-        def read(row: tuple[Path, int]) -> tuple[Any, Any]:
-            data = np.frombuffer(row[0].read_bytes(), np.uint8)
-            return (Decode()(data) if decode else data), np.array(row[1], np.int32)
-
-        return rows, read, self.columns
+        return rows, lambda row: (image_of(row[0], decode), np.array(row[1], np.int32)), self.columns
 
     def get_class_indexing(self) -> dict[str, int]:
         """Return class name -> class index."""
@@ -244,10 +247,7 @@ class ImageFolderDataset(
         return len(self._numbers)
 
 
-class CSVDataset(
-    Files, dataset_files=..., field_delim=",", column_defaults=None, column_names=None, num_samples=None,
-    num_parallel_workers=None, shuffle=True, num_shards=None, shard_id=None, cache=None,
-):  # fmt: skip
+class CSVDataset(Files, dataset_files=..., field_delim=",", column_defaults=None, column_names=None, **LINES):
     """Lines of CSV files. ``column_defaults``: values with the types of the columns (else text); ``column_names``: by
     default the first line."""
 
@@ -263,10 +263,7 @@ class CSVDataset(
         return rows, None, column_names
 
 
-class TextFileDataset(
-    Files, dataset_files=..., num_samples=None, num_parallel_workers=None, shuffle=True, num_shards=None, shard_id=None,
-    cache=None,
-):  # fmt: skip
+class TextFileDataset(Files, dataset_files=..., **LINES):
     """Lines of files: the column "text"."""
 
     columns = ("text",)

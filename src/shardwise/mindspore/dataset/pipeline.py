@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import itertools
 import random
-from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -24,43 +23,53 @@ from shardwise.mindspore.checks import unknown_words
 from shardwise.mindspore.common.seed import data_seed
 from shardwise.mindspore.dataset import records
 from shardwise.mindspore.dataset.transforms import applied, pad_end
-from shardwise.mindspore.dataset.values import (
-    Array,
-    Columns,
-    Row,
-    as_array,
-    count_of,
-    named,
-    names_of,
-    once,
-)
+from shardwise.mindspore.dataset.values import Array, Columns, Row, as_array, count_of, named, names_of, once
 from shardwise.mindspore.tensor import Tensor
 
+RowsOf = Callable[[int], Iterator[Row]]
 PadInfo = dict[str, tuple[Any, Any]] | None  # column -> (shape or None for the longest, value)
 
 
-class Dataset(ABC):
-    """Rows of named columns. Every operation returns a new dataset based on this one."""
+class Dataset:
+    """Rows of named columns. Every operation returns a new dataset based on this one.
 
-    def __init__(self, columns: Sequence[str]) -> None:
-        self._columns = tuple(columns)
-        self._passes = 0
+    Args:
+        rows_of: returns the rows of a pass; passes count from 0.
+        size: returns the number of rows per pass.
+        batch_size: returns the number of source items per row.
+    """
 
-    @abstractmethod
+    def __init__(
+        self, columns: Sequence[str], rows_of: RowsOf | None = None, size: Callable[[], int] | None = None,
+        batch_size: Callable[[], int] = lambda: 1,
+    ) -> None:  # fmt: skip
+        self._columns, self._passes = tuple(columns), 0
+        self._rows_of, self._size, self._batch_size = rows_of, size, batch_size
+
+    def _derived(
+        self, rows_of: RowsOf, columns: Sequence[str] | None = None, size: Callable[[], int] | None = None,
+        batch_size: Callable[[], int] | None = None,
+    ) -> Dataset:  # fmt: skip
+        """Return a dataset made from this one's rows, by default with the same columns and number of rows."""
+        names = self._columns if columns is None else columns
+        return Dataset(names, rows_of, size or self.get_dataset_size, batch_size or self.get_batch_size)
+
     def rows(self, number: int) -> Iterator[Row]:
         """Return the rows of a pass; ``number`` counts passes, from 0."""
+        assert self._rows_of is not None, "a subclass returns its own rows"
+        return self._rows_of(number)
 
-    @abstractmethod
     def get_dataset_size(self) -> int:
         """Return the number of rows per pass."""
+        assert self._size is not None, "a subclass counts its own rows"
+        return self._size()
 
     def get_col_names(self) -> list[str]:
-        """Return the names of the columns."""
         return list(self._columns)
 
     def get_batch_size(self) -> int:
         """Return the number of source items per row."""
-        return 1
+        return self._batch_size()
 
     def __len__(self) -> int:
         return self.get_dataset_size()
@@ -160,7 +169,7 @@ class Dataset(ABC):
                 if rest and not drop_remainder:
                     yield padded(rest, bucket)
 
-        return Derived(self, rows, size=_counted(rows))
+        return self._derived(rows, size=_counted(rows))
 
     def save(self, file_name: str, num_files: int = 1, file_type: str = "mindrecord") -> None:
         """Write the rows of the next pass into files that ``MindDataset`` reads."""
@@ -180,7 +189,11 @@ class Dataset(ABC):
             if tuple(dataset.get_col_names()) != self._columns:
                 what = f"concat of the columns {list(self._columns)} and {dataset.get_col_names()}"
                 raise ValueError(problem(what, fix="the same names: rename(input_columns, output_columns)"))
-        return Joined((self, *others), self._columns, itertools.chain, sum)
+        sources = (self, *others)
+        return Dataset(
+            self._columns, lambda number: itertools.chain(*(source.rows(number) for source in sources)),
+            lambda: sum(source.get_dataset_size() for source in sources),
+        )  # fmt: skip
 
     __add__ = concat
 
@@ -190,7 +203,7 @@ class Dataset(ABC):
         if len(old) != len(new):
             raise ValueError(problem(f"rename of {len(old)} columns to {len(new)} names", fix="one name for each"))
         names = dict(zip(old, new, strict=True))
-        return Derived(self, self.rows, [names.get(name, name) for name in self._columns])
+        return self._derived(self.rows, [names.get(name, name) for name in self._columns])
 
     def filter(
         self, predicate: Callable[..., Any], input_columns: Columns = None, num_parallel_workers: int | None = None
@@ -202,7 +215,7 @@ class Dataset(ABC):
         def rows(number: int) -> Iterator[Row]:
             return (row for row in self.rows(number) if predicate(*(row[place] for place in places)))
 
-        return Derived(self, rows, size=_counted(rows))
+        return self._derived(rows, size=_counted(rows))
 
     def apply(self, apply_func: Callable[[Dataset], Dataset]) -> Dataset:
         """Return the result of a function of this dataset."""
@@ -242,7 +255,7 @@ class Dataset(ABC):
             for i in itertools.count() if times is None else range(times):
                 yield from self.rows(number * (times or 0) + i)
 
-        return Derived(self, rows, size=lambda: self.get_dataset_size() * (times or 1))
+        return self._derived(rows, size=lambda: self.get_dataset_size() * (times or 1))
 
     def map(
         self, operations: Callable[..., Any] | Sequence[Callable[..., Any]], input_columns: Columns = None,
@@ -251,18 +264,33 @@ class Dataset(ABC):
     ) -> Dataset:  # fmt: skip
         """Transform columns by functions in turn. Each takes the numpy arrays of the columns, by default the first, and
         returns one array or a tuple. ``output_columns``: names of the results, if they differ."""
-        inputs = named(input_columns, self._columns) if input_columns is not None else self._columns[:1]
+        names = self._columns
+        inputs = named(input_columns, names) if input_columns is not None else names[:1]
         outputs = inputs if output_columns is None else names_of(output_columns)
         unknown_words(settings, "python_multiprocessing", "cache", "callbacks", "max_rowsize", "offload")
         functions = tuple(operations) if isinstance(operations, Sequence) else (operations,)
-        mapped = self._mapped(functions, inputs, outputs)
+        kept = [name for name in names if name not in inputs]
+        place = sum(name not in inputs for name in names[: names.index(inputs[0])])
+        columns = once(names if tuple(outputs) == tuple(inputs) else (*kept[:place], *outputs, *kept[place:]))
+
+        def rows(number: int) -> Iterator[Row]:
+            for row in self.rows(number):
+                values = dict(zip(names, row, strict=True))
+                operands = applied(functions, tuple(values[name] for name in inputs))
+                if len(operands) != len(outputs):
+                    what = f"map() gives {len(operands)} values for the columns {', '.join(outputs)}"
+                    raise RuntimeError(problem(what, fix="name them: output_columns=[...]"))
+                values.update(zip(outputs, map(as_array, operands), strict=True))
+                yield tuple(values[name] for name in columns)
+
+        mapped = self._derived(rows, columns)
         return mapped if column_order is None else mapped.project(column_order)
 
     def project(self, columns: str | Sequence[str]) -> Dataset:
         """Select columns, in this order."""
         names = named(columns, self._columns)
         places = [self._columns.index(name) for name in names]
-        return Derived(self, lambda number: (tuple(row[i] for i in places) for row in self.rows(number)), names)
+        return self._derived(lambda number: (tuple(row[i] for i in places) for row in self.rows(number)), names)
 
     def shuffle(self, buffer_size: int) -> Dataset:
         """Shuffle rows: each is drawn from the next ``buffer_size``."""
@@ -278,7 +306,7 @@ class Dataset(ABC):
             chance.shuffle(buffer)
             yield from buffer
 
-        return Derived(self, rows)
+        return self._derived(rows)
 
     def take(self, count: int = -1) -> Dataset:
         """Keep the first ``count`` rows; -1: all."""
@@ -295,27 +323,7 @@ class Dataset(ABC):
             whole = self.get_dataset_size()
             return max(0, (whole if stop is None else min(whole, stop)) - start)
 
-        return Derived(self, lambda number: itertools.islice(self.rows(0 if fixed else number), start, stop), size=size)
-
-    def _mapped(
-        self, functions: Sequence[Callable[..., Any]], inputs: Sequence[str], outputs: Sequence[str]
-    ) -> Dataset:
-        names = self._columns
-        kept = [name for name in names if name not in inputs]
-        place = sum(name not in inputs for name in names[: names.index(inputs[0])])
-        columns = once(names if tuple(outputs) == tuple(inputs) else (*kept[:place], *outputs, *kept[place:]))
-
-        def rows(number: int) -> Iterator[Row]:
-            for row in self.rows(number):
-                values = dict(zip(names, row, strict=True))
-                operands = applied(functions, tuple(values[name] for name in inputs))
-                if len(operands) != len(outputs):
-                    what = f"map() gives {len(operands)} values for the columns {', '.join(outputs)}"
-                    raise RuntimeError(problem(what, fix="name them: output_columns=[...]"))
-                values.update(zip(outputs, map(as_array, operands), strict=True))
-                yield tuple(values[name] for name in columns)
-
-        return Derived(self, rows, columns)
+        return self._derived(lambda number: itertools.islice(self.rows(0 if fixed else number), start, stop), size=size)
 
 
 class _Passes(Iterator[Any]):
@@ -347,62 +355,19 @@ class _Passes(Iterator[Any]):
         return self._form(self._names, items)
 
 
-# ------------------------------------------------------------------------------------------------------- operations
-
-
-class Derived(Dataset):
-    """A dataset made from another one's rows; by default with the same columns and number of rows.
-
-    ``rows_of``: the rows of a pass; ``size``: the number of rows; ``batch_size``: of source items per row.
-    """
-
-    def __init__(
-        self, source: Dataset, rows_of: Callable[[int], Iterator[Row]], columns: Sequence[str] | None = None,
-        size: Callable[[], int] | None = None, batch_size: Callable[[], int] | None = None,
-    ) -> None:  # fmt: skip
-        super().__init__(source.get_col_names() if columns is None else columns)
-        self._rows_of, self._size = rows_of, size or source.get_dataset_size
-        self._batch_size = batch_size or source.get_batch_size
-
-    def rows(self, number: int) -> Iterator[Row]:
-        return self._rows_of(number)
-
-    def get_dataset_size(self) -> int:
-        return self._size()
-
-    def get_batch_size(self) -> int:
-        return self._batch_size()
-
-
-class Joined(Dataset):
-    """Several datasets: ``join`` joins their rows, and ``size`` their numbers of rows."""
-
-    def __init__(
-        self, sources: Sequence[Dataset], columns: Sequence[str], join: Callable[..., Iterator[Row]],
-        size: Callable[[Iterable[int]], int],
-    ) -> None:  # fmt: skip
-        super().__init__(columns)
-        self._sources, self._join, self._size = tuple(sources), join, size
-
-    def rows(self, number: int) -> Iterator[Row]:
-        return self._join(*(source.rows(number) for source in self._sources))
-
-    def get_dataset_size(self) -> int:
-        return self._size(source.get_dataset_size() for source in self._sources)
-
-
 def zipped(datasets: Sequence[Dataset]) -> Dataset:
     """Combine the columns of several datasets, as long as the shortest."""
     columns = once(tuple(name for dataset in datasets for name in dataset.get_col_names()))
-    return Joined(datasets, columns, lambda *sources: (sum(rows, ()) for rows in zip(*sources, strict=False)), min)
+    return Dataset(
+        columns,
+        lambda number: (sum(rows, ()) for rows in zip(*(dataset.rows(number) for dataset in datasets), strict=False)),
+        lambda: min(dataset.get_dataset_size() for dataset in datasets),
+    )
 
 
 def _counted(rows: Callable[[int], Iterator[Row]]) -> Callable[[], int]:
     """Return the number of rows, counted once."""
     return cache(lambda: sum(1 for _ in rows(0)))
-
-
-# ---------------------------------------------------------------------------------------------------------- batches
 
 
 @dataclass(frozen=True)
@@ -471,7 +436,7 @@ def _batched(
             left, batches = left - size, batches + 1
         return batches
 
-    return Derived(source, rows, columns, count, lambda: size_of(BatchInfo(0, 0)) * source.get_batch_size())
+    return source._derived(rows, columns, count, lambda: size_of(BatchInfo(0, 0)) * source.get_batch_size())
 
 
 def _mapped_batches(

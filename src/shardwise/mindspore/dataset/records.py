@@ -23,6 +23,7 @@ from torch.utils.data import Dataset as Rows
 from shardwise.errors import problem
 from shardwise.mindspore.checks import closest, whole
 from shardwise.mindspore.dataset.values import Array, as_array, named
+from shardwise.mindspore.named import absent
 
 NUMBERS, TEXTS = ("int32", "int64", "float32", "float64"), ("string", "bytes")
 Schema = Mapping[str, Mapping[str, Any]]
@@ -252,3 +253,4 @@ def _foreign(path: Path, error: Exception) -> RuntimeError:
 
 
 __all__ = ["FileWriter"]
+__getattr__ = absent("shardwise.mindspore.mindrecord", lambda: __all__, {"FileReader": "dataset.MindDataset"})

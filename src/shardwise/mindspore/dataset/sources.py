@@ -1,4 +1,4 @@
-"""Datasets of Python objects and arrays."""
+"""Datasets of Python objects and arrays, and samplers, which decide the order of their rows."""
 
 from __future__ import annotations
 
@@ -12,9 +12,50 @@ import torch
 from shardwise.errors import problem
 from shardwise.mindspore.common.seed import data_seed
 from shardwise.mindspore.dataset.pipeline import Dataset
-from shardwise.mindspore.dataset.samplers import Sampler
 from shardwise.mindspore.dataset.values import Row, as_array, count_of, names_of
-from shardwise.mindspore.named import WithSettings
+from shardwise.mindspore.named import Function, WithSettings, classes_of
+
+
+class Sampler(WithSettings, num_samples=None):
+    """Base of samplers: ``__iter__`` yields indices; ``num_rows``: rows of the source, ``number``: of the pass."""
+
+    num_rows = 0
+    number = 0
+    function: Function = staticmethod(lambda rows, chance, *, num_samples: range(rows))
+
+    def __iter__(self) -> Iterator[int]:
+        chance = np.random.default_rng([data_seed(), self.number])
+        return iter(list(type(self).function(self.num_rows, chance, **self._chosen()))[: self.num_samples])
+
+
+def _shard(rows: Sequence[int], count: int, number: int) -> list[int]:
+    """Return every ``count``-th row from ``number`` on. Shards are equally long: the first rows repeat at the end."""
+    return [rows[(number + i * count) % len(rows)] for i in range(-(-len(rows) // count))] if len(rows) else []
+
+
+# Functions of the number of rows, and of the random generator of the pass.
+SAMPLERS = classes_of({
+    "DistributedSampler": (
+        "Every ``num_shards``-th row, from ``shard_id`` on. Shards are equally long: the first rows repeat at the end.",
+        lambda rows, chance, *, num_shards, shard_id, shuffle=True, num_samples=None, offset=-1: _shard(
+            chance.permutation(rows) if shuffle else range(rows), num_shards, shard_id)),
+    "RandomSampler": (
+        "Rows in a random order; with ``replacement`` rows may repeat.",
+        lambda rows, chance, *, replacement=False, num_samples=None: (
+            chance.integers(0, rows, num_samples or rows) if replacement else chance.permutation(rows))),
+    "SequentialSampler": (
+        "Rows in order, from ``start_index`` on.",
+        lambda rows, chance, *, start_index=None, num_samples=None: range(start_index or 0, rows)),
+    "SubsetRandomSampler": (
+        "The given rows, in a random order.",
+        lambda rows, chance, *, indices, num_samples=None: chance.permutation(np.atleast_1d(indices))),
+    "SubsetSampler": ("The given rows.", lambda rows, chance, *, indices, num_samples=None: np.atleast_1d(indices)),
+    "WeightedRandomSampler": (
+        "Rows drawn with these weights.",
+        lambda rows, chance, *, weights, num_samples=None, replacement=True: chance.choice(
+            len(weights), num_samples or len(weights), replacement, np.asarray(weights, float) / np.sum(weights))),
+}, Sampler, __name__)  # fmt: skip
+globals().update(SAMPLERS)
 
 
 class GeneratorDataset(
@@ -65,9 +106,7 @@ class GeneratorDataset(
             raise ValueError(problem("a sampler decides the order by itself", fix="leave shuffle and num_shards out"))
 
     def rows(self, number: int) -> Iterator[Row]:
-        items = self._items(number)
-        for item in itertools.islice(items, self._samples):
-            yield self._row(item)
+        return map(self._row, itertools.islice(self._items(number), self._samples))
 
     def _items(self, number: int) -> Iterator[Any]:
         if self._by_index:
@@ -75,8 +114,7 @@ class GeneratorDataset(
         if callable(self._source):
             return iter(self._source())
         if number and iter(self._source) is self._source:
-            what = "the source is an iterator, which has only one pass"
-            raise RuntimeError(problem(what, fix="give the generator function itself, without calling it"))
+            raise _used_up("the source is an iterator, which has only one pass")
         return iter(self._source)
 
     def _order(self, number: int) -> Sequence[int]:
@@ -87,9 +125,7 @@ class GeneratorDataset(
         order = list(range(len(self._source)))
         if self._shuffle:
             np.random.default_rng([data_seed(), number]).shuffle(order)
-        count, shard = self._shards
-        length = -(-len(order) // count)
-        return [order[(shard + i * count) % len(order)] for i in range(length)] if order else []
+        return _shard(order, *self._shards)
 
     def _row(self, item: Any) -> Row:
         if isinstance(item, Mapping):
@@ -117,9 +153,12 @@ class GeneratorDataset(
         if hasattr(self._source, "__len__"):
             return len(self._source)
         if not callable(self._source) and iter(self._source) is self._source:
-            what = "the source is an iterator, whose rows cannot be counted without using them up"
-            raise RuntimeError(problem(what, fix="give the generator function itself, without calling it"))
+            raise _used_up("the source is an iterator, whose rows cannot be counted without using them up")
         return sum(1 for _ in self._items(0))
+
+
+def _used_up(what: str) -> RuntimeError:
+    return RuntimeError(problem(what, fix="give the generator function itself, without calling it"))
 
 
 class NumpySlicesDataset(
@@ -155,8 +194,5 @@ def _shards(num_shards: int | None, shard_id: int | None) -> tuple[int, int]:
 
 
 def _numpy_dtype(column_type: Any) -> np.dtype[Any]:
-    return (
-        torch.empty(0, dtype=column_type).numpy().dtype
-        if isinstance(column_type, torch.dtype)
-        else np.dtype(column_type)
-    )
+    is_torchs = isinstance(column_type, torch.dtype)
+    return torch.empty(0, dtype=column_type).numpy().dtype if is_torchs else np.dtype(column_type)

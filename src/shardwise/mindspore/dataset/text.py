@@ -13,9 +13,9 @@ import numpy as np
 from shardwise.errors import problem
 from shardwise.mindspore.checks import closest
 from shardwise.mindspore.dataset.pipeline import Dataset
-from shardwise.mindspore.dataset.transforms import Transform, numpys
+from shardwise.mindspore.dataset.transforms import DTYPES, Transform
 from shardwise.mindspore.dataset.values import Array, Columns, names_of
-from shardwise.mindspore.named import WithSettings, absent, classes_of
+from shardwise.mindspore.named import absent, classes_of
 
 
 def _texts(x: Any) -> list[str]:
@@ -100,103 +100,87 @@ class Vocab:
         return [self._words.get(int(number), "") for number in np.asarray(ids).reshape(-1)]
 
 
-class Lookup(WithSettings, vocab=..., unknown_token=None, data_type=np.int32):
+class Lookup(Transform, vocab=..., unknown_token=None, data_type=np.int32):
     """Lookup of word ids. ``unknown_token``: the word that replaces those that the vocabulary lacks."""
 
     def _settle(self) -> None:
-        self._numbers, self._dtype, unknown = self.vocab.vocab(), numpys(self.data_type), self.unknown_token
+        self._numbers, unknown = self.vocab.vocab(), self.unknown_token
         if unknown is not None and unknown not in self._numbers:
             what = f"the vocabulary has no unknown_token {unknown!r}"
             raise ValueError(problem(what, fix=closest(unknown, self._numbers)))
-        self._unknown = None if unknown is None else self._numbers[unknown]
 
     def __call__(self, words: Any) -> Array:
-        numbers = [self._numbers.get(word, self._unknown) for word in _texts(words)]
+        numbers = [self._numbers.get(word, self._numbers.get(self.unknown_token)) for word in _texts(words)]
         if None in numbers:
             word = _texts(words)[numbers.index(None)]
             raise RuntimeError(problem(f"the vocabulary lacks {word!r}", fix="Lookup(vocab, unknown_token='<unk>')"))
-        return np.array(numbers, self._dtype).reshape(np.shape(words))
+        return np.array(numbers, self.data_type).reshape(np.shape(words))
 
 
-class PythonTokenizer(WithSettings, tokenizer=...):
-    """Tokenizer by a Python function of a string."""
+class _Tokenizer(Transform):
+    """``function`` returns the words of a string. ``with_offsets`` is refused."""
+
+    def _settle(self) -> None:
+        if self._chosen().get("with_offsets"):
+            raise NotImplementedError(problem(f"{type(self).__name__}(with_offsets=True)", fix="PythonTokenizer"))
 
     def __call__(self, text: Any) -> Array:
-        words = [word for string in _texts(text) for word in self.tokenizer(string)]
-        return np.array(words or [""])
+        return np.array([word for string in _texts(text) for word in super(_Tokenizer, self).__call__(string)] or [""])
 
 
-class WhitespaceTokenizer(PythonTokenizer, with_offsets=False):
-    """Tokenizer that splits at whitespace. ``with_offsets`` is refused."""
-
-    with_offsets = False
-
-    def _settle(self) -> None:
-        if self.with_offsets:
-            raise NotImplementedError(problem(f"{type(self).__name__}(with_offsets=True)", fix="PythonTokenizer"))
-        self.tokenizer = self.words
-
-    def words(self, text: str) -> list[str]:
-        return text.split()
-
-
-class UnicodeCharTokenizer(WhitespaceTokenizer):
-    """Tokenizer into single characters."""
-
-    def words(self, text: str) -> list[str]:
-        return list(text)
-
-
-class BasicTokenizer(WhitespaceTokenizer):
+def _basic(
+    text: str, *, lower_case: bool = False, keep_whitespace: bool = False, normalization_form: Any = None,
+    preserve_unused_token: bool = True, with_offsets: bool = False,
+) -> list[str]:  # fmt: skip
     """Tokenizer into words and single punctuation marks; ``lower_case``: convert to lower case."""
-
-    def __init__(self, lower_case: bool = False, keep_whitespace: bool = False, *settings: Any, **named: Any) -> None:
-        super().__init__()
-        self.lower_case, self.pattern = lower_case, r"\w+|[^\w\s]|\s+" if keep_whitespace else r"\w+|[^\w\s]"
-
-    def words(self, text: str) -> list[str]:
-        return re.findall(self.pattern, text.lower() if self.lower_case else text)
+    return re.findall(r"\w+|[^\w\s]" + r"|\s+" * keep_whitespace, text.lower() if lower_case else text)
 
 
-class RegexTokenizer(WhitespaceTokenizer, delim_pattern=..., keep_delim_pattern="", with_offsets=False):
+def _between(text: str, *, delim_pattern: str, keep_delim_pattern: str = "", with_offsets: bool = False) -> list[str]:
     """Tokenizer that splits at matches of ``delim_pattern``; matches of ``keep_delim_pattern`` are kept as tokens."""
+    pieces, place = [], 0
+    for match in re.finditer(delim_pattern, text):
+        pieces.append(text[place : match.start()])
+        if keep_delim_pattern and re.fullmatch(keep_delim_pattern, match[0]):
+            pieces.append(match[0])
+        place = match.end()
+    return [word for word in (*pieces, text[place:]) if word]
 
-    def _settle(self) -> None:
-        super()._settle()
-        self.pattern, self.kept = re.compile(self.delim_pattern), re.compile(self.keep_delim_pattern)
 
-    def words(self, text: str) -> list[str]:
-        pieces, place = [], 0
-        for match in self.pattern.finditer(text):
-            pieces.append(text[place : match.start()])
-            if self.kept.pattern and self.kept.fullmatch(match[0]):
-                pieces.append(match[0])
-            place = match.end()
-        return [word for word in (*pieces, text[place:]) if word]
+def _wordpieces(
+    text: str, *, vocab: Vocab, suffix_indicator: str = "##", max_bytes_per_token: int = 100,
+    unknown_token: str = "[UNK]", with_offsets: bool = False,
+) -> list[str]:  # fmt: skip
+    """Tokenizer into the longest pieces in the vocabulary; pieces after the first have the prefix ``suffix_indicator``.
+    A word without such pieces becomes ``unknown_token`` (Wu et al. 2016, section 4.1)."""
+
+    def pieces_of(word: str) -> list[str]:
+        pieces, start = [], 0
+        while start < len(word):
+            lead = suffix_indicator if start else ""
+            end = next((end for end in range(len(word), start, -1) if lead + word[start:end] in vocab._numbers), None)
+            if end is None or len(word.encode()) > max_bytes_per_token:
+                return [unknown_token or word]
+            pieces.append(lead + word[start:end])
+            start = end
+        return pieces
+
+    return [piece for word in text.split() for piece in pieces_of(word)]
+
+
+def _bert(
+    text: str, *, vocab: Vocab, suffix_indicator: str = "##", max_bytes_per_token: int = 100,
+    unknown_token: str = "[UNK]", lower_case: bool = False, keep_whitespace: bool = False,
+    normalization_form: Any = None, preserve_unused_token: bool = True, with_offsets: bool = False,
+) -> list[str]:  # fmt: skip
+    """``BasicTokenizer``, then ``WordpieceTokenizer``."""
+    settings: dict[str, Any] = {"max_bytes_per_token": max_bytes_per_token, "unknown_token": unknown_token}
+    words = " ".join(_basic(text, lower_case=lower_case, keep_whitespace=keep_whitespace))
+    return _wordpieces(words, vocab=vocab, suffix_indicator=suffix_indicator, **settings)
 
 
 def _changed(text: Any, function: Callable[[str], Any]) -> Array:
     return np.array([function(string) for string in _texts(text)]).reshape(np.shape(text))
-
-
-class RegexReplace(WithSettings, pattern=..., replace=..., replace_all=True):
-    """Replacement of all matches of ``pattern``, or of the first."""
-
-    def _settle(self, pattern: str) -> None:
-        self.pattern = re.compile(pattern)
-
-    def __call__(self, text: Any) -> Array:
-        return _changed(text, lambda string: self.pattern.sub(self.replace, string, 0 if self.replace_all else 1))
-
-
-class ToNumber(WithSettings, data_type=...):
-    """Conversion of strings to numbers."""
-
-    def _settle(self) -> None:
-        self.dtype = numpys(self.data_type)
-
-    def __call__(self, text: Any) -> Array:
-        return _changed(text, float).astype(self.dtype)
 
 
 def _shortened(first: Any, second: Any, *, max_length: int) -> tuple[Array, Array]:
@@ -221,57 +205,28 @@ CLASSES = classes_of({
         lambda words, *, token, begin=True: np.array([token, *_texts(words)] if begin else [*_texts(words), token])),
     "CaseFold": ("Conversion to lower case.", lambda text: _changed(text, str.casefold)),
     "Ngram": _runs,
+    "RegexReplace": (
+        "Replacement of all matches of ``pattern``, or of the first.",
+        lambda text, *, pattern, replace, replace_all=True: _changed(
+            text, lambda string: pattern.sub(replace, string, 0 if replace_all else 1))),
     "SlidingWindow": ("All windows of ``width`` words: (windows, width).", lambda words, *, width, axis=0: (
         np.lib.stride_tricks.sliding_window_view(np.asarray(words), width, axis).copy())),
+    "ToNumber": ("Conversion of strings to numbers.", lambda text, *, data_type: _changed(
+        text, float).astype(data_type)),
     "Truncate": ("Truncation to the first ``max_seq_len`` words.", lambda words, *, max_seq_len: (
         np.asarray(words)[:max_seq_len])),
     "TruncateSequencePair": _shortened,
-}, Transform, __name__)  # fmt: skip
+}, Transform, __name__, checks={**DTYPES, "pattern": lambda _, pattern: re.compile(pattern)}) | classes_of({
+    "BasicTokenizer": _basic, "BertTokenizer": _bert, "RegexTokenizer": _between, "WordpieceTokenizer": _wordpieces,
+    "PythonTokenizer": ("Tokenizer by a Python function of a string.", lambda text, *, tokenizer: tokenizer(text)),
+    "UnicodeCharTokenizer": ("Tokenizer into single characters.", lambda text, *, with_offsets=False: list(text)),
+    "WhitespaceTokenizer": (
+        "Tokenizer that splits at whitespace. ``with_offsets`` is refused.",
+        lambda text, *, with_offsets=False: text.split()),
+}, _Tokenizer, __name__)  # fmt: skip
 globals().update(CLASSES)
 
-
-class WordpieceTokenizer(
-    WhitespaceTokenizer, vocab=..., suffix_indicator="##", max_bytes_per_token=100, unknown_token="[UNK]",
-    with_offsets=False,
-):  # fmt: skip
-    """Tokenizer into the longest pieces in the vocabulary; pieces after the first have the prefix ``suffix_indicator``.
-    A word without such pieces becomes ``unknown_token`` (Wu et al. 2016, section 4.1)."""
-
-    def _settle(self) -> None:
-        super()._settle()
-        self._known = self.vocab.vocab()
-
-    def words(self, text: str) -> list[str]:
-        return [piece for word in text.split() for piece in self._pieces(word)]
-
-    def _pieces(self, word: str) -> list[str]:
-        pieces, start = [], 0
-        while start < len(word):
-            lead = self.suffix_indicator if start else ""
-            ends = (end for end in range(len(word), start, -1) if lead + word[start:end] in self._known)
-            end = next(ends, None)
-            if end is None or len(word.encode()) > self.max_bytes_per_token:
-                return [self.unknown_token or word]
-            pieces.append(lead + word[start:end])
-            start = end
-        return pieces
-
-
-class BertTokenizer(WordpieceTokenizer):
-    """``BasicTokenizer``, then ``WordpieceTokenizer``."""
-
-    def __init__(self, vocab: Vocab, *settings: Any, lower_case: bool = False, **named: Any) -> None:
-        super().__init__(vocab, *settings, **named)
-        self._basic = BasicTokenizer(lower_case)
-
-    def words(self, text: str) -> list[str]:
-        return super().words(" ".join(self._basic.words(text)))
-
-
-__all__ = [
-    "BasicTokenizer", "BertTokenizer", "Lookup", "PythonTokenizer", "RegexReplace", "RegexTokenizer", "ToNumber",
-    "UnicodeCharTokenizer", "Vocab", "WhitespaceTokenizer", "WordpieceTokenizer", "to_bytes", "to_str", *CLASSES,
-]  # fmt: skip
+__all__ = ["Lookup", "Vocab", "to_bytes", "to_str", *CLASSES]
 __getattr__ = absent(
     __name__, lambda: __all__, dict.fromkeys(("JiebaTokenizer", "SentencePieceTokenizer"), "PythonTokenizer(function)")
 )

@@ -1,4 +1,4 @@
-"""Functions of ``map`` on arrays of any kind."""
+"""Functions of ``map`` on arrays of any kind: operands by position, settings by name (``named.settings_of``)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import numpy as np
 import torch
 
 from shardwise.errors import problem
+from shardwise.mindspore.dataset.values import Array
 from shardwise.mindspore.named import Function, WithSettings, absent, classes_of
 from shardwise.mindspore.tensor_methods import dtype_of
-
-Array = np.ndarray[Any, Any]
 
 
 def applied(functions: Sequence[Function], operands: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -24,67 +23,38 @@ def applied(functions: Sequence[Function], operands: tuple[Any, ...]) -> tuple[A
     return operands
 
 
+def _one_or_all(results: tuple[Any, ...]) -> Any:
+    return results[0] if len(results) == 1 else results
+
+
 def numpys(dtype: Any) -> np.dtype[Any]:
     """Return the numpy dtype of a torch dtype, a name, or a numpy dtype."""
     return torch.empty(0, dtype=dtype_of(dtype)).numpy().dtype
+
+
+def _functions(name: str, value: Any) -> list[Function]:
+    if not isinstance(value, (list, tuple)) or not all(map(callable, value)):
+        raise TypeError(problem(f"Compose({value!r})", fix="a list of functions"))
+    return list(value)
+
+
+DTYPES = dict.fromkeys(("output_type", "data_type", "dtype"), lambda _, dtype: numpys(dtype))  # checks of settings
 
 
 class Transform(WithSettings):
     """The transform ``function(*operands, **settings)``."""
 
     function: Function
+    checks = DTYPES
 
     def __call__(self, *operands: Any) -> Any:
         return type(self).function(*operands, **self._chosen())
 
 
-class Compose(WithSettings, transforms=...):
-    """A sequence of functions."""
+class Relational(enum.Enum):
+    """Comparisons of ``Mask``."""
 
-    transforms: Any
-
-    def _settle(self) -> None:
-        if not isinstance(self.transforms, (list, tuple)) or not all(map(callable, self.transforms)):
-            raise TypeError(problem(f"Compose({self.transforms!r})", fix="a list of functions"))
-        self.transforms = list(self.transforms)
-
-    def __call__(self, *operands: Any) -> Any:
-        results = applied(self.transforms, operands)
-        return results[0] if len(results) == 1 else results
-
-
-class RandomApply(Compose, transforms=..., prob=0.5):
-    """A sequence of functions that is applied with probability ``prob``."""
-
-    def __call__(self, *operands: Any) -> Any:
-        if np.random.random() < self.prob:
-            return super().__call__(*operands)
-        return operands[0] if len(operands) == 1 else operands
-
-
-class RandomChoice(Compose):
-    """One of the functions, chosen at random."""
-
-    def __call__(self, *operands: Any) -> Any:
-        return self.transforms[np.random.randint(len(self.transforms))](*operands)
-
-
-class RandomOrder(Compose):
-    """The functions in a random order."""
-
-    def __call__(self, *operands: Any) -> Any:
-        order = [self.transforms[i] for i in np.random.permutation(len(self.transforms))]
-        return Compose(order)(*operands)
-
-
-class TypeCast(WithSettings, output_type=...):
-    """Conversion to another dtype."""
-
-    def _settle(self) -> None:
-        self.dtype = numpys(self.output_type)
-
-    def __call__(self, x: Any) -> Array:
-        return np.asarray(x).astype(self.dtype)
+    EQ, NE, GT, GE, LT, LE = "equal", "not_equal", "greater", "greater_equal", "less", "less_equal"
 
 
 def _hot(x: Any, *, num_classes: int, smoothing_rate: float = 0.0) -> Array:
@@ -116,29 +86,23 @@ CLASSES = classes_of({
         lambda *operands, axis=0, prepend=None, append=None: np.concatenate(
             [np.asarray(x) for x in (prepend, *operands, append) if x is not None], axis)),
     "Duplicate": ("The column and a copy of it.", lambda x: (x, np.copy(x))),
+    "Mask": ("A mask of the comparison of elements with a constant.", lambda x, *, operator, constant, dtype=np.bool_: (
+        np.asarray(getattr(np, operator.value)(np.asarray(x), constant)).astype(dtype))),
+    "TypeCast": ("Conversion to another dtype.", lambda x, *, output_type: np.asarray(x).astype(output_type)),
     "Unique": (
         "The distinct elements, the index of each element among them, and their counts.",
         lambda x: np.unique(np.asarray(x), return_inverse=True, return_counts=True)),
-}, Transform, __name__)  # fmt: skip
+}, Transform, __name__) | classes_of({
+    "Compose": ("A sequence of functions.", lambda *operands, transforms: _one_or_all(applied(transforms, operands))),
+    "RandomApply": (
+        "A sequence of functions that is applied with probability ``prob``.", lambda *operands, transforms, prob=0.5: (
+            _one_or_all(applied(transforms, operands) if np.random.random() < prob else operands))),
+    "RandomChoice": ("One of the functions, chosen at random.", lambda *operands, transforms: (
+        transforms[np.random.randint(len(transforms))](*operands))),
+    "RandomOrder": ("The functions in a random order.", lambda *operands, transforms: _one_or_all(
+        applied([transforms[i] for i in np.random.permutation(len(transforms))], operands))),
+}, Transform, __name__, checks={"transforms": _functions})  # fmt: skip
 globals().update(CLASSES)
-
-
-class Relational(enum.Enum):
-    """Comparisons of ``Mask``."""
-
-    EQ, NE, GT, GE, LT, LE = "equal", "not_equal", "greater", "greater_equal", "less", "less_equal"
-
-
-class Mask(WithSettings, operator=..., constant=..., dtype=np.bool_):
-    """A mask of the comparison of elements with a constant."""
-
-    dtype: Any
-
-    def _settle(self) -> None:
-        self.compare, self.dtype = getattr(np, self.operator.value), numpys(self.dtype)
-
-    def __call__(self, x: Any) -> Array:
-        return np.asarray(self.compare(np.asarray(x), self.constant)).astype(self.dtype)
 
 
 class Slice:
@@ -155,7 +119,5 @@ class Slice:
         return array
 
 
-__all__ = [
-    "Compose", "Mask", "RandomApply", "RandomChoice", "RandomOrder", "Relational", "Slice", "TypeCast", *CLASSES,
-]  # fmt: skip
+__all__ = ["Relational", "Slice", *CLASSES]
 __getattr__ = absent(__name__, lambda: __all__, {"c_transforms": "transforms itself", "OneHotOp": "OneHot"})

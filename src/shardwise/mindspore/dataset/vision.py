@@ -1,31 +1,31 @@
 """Functions of ``map`` on images: arrays (height, width, channels), or Pillow's.
 
-Resizing, rotation and decoding are Pillow's. Random functions draw from numpy, which ``set_seed`` seeds.
+Each is a function whose first argument is the image and whose keyword-only arguments are settings
+(``named.settings_of``). Resizing, rotation, colours and decoding are Pillow's. Random functions draw from numpy, which
+``set_seed`` seeds.
 """
 
 from __future__ import annotations
 
+import colorsys
 import enum
 import io
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from shardwise.errors import problem
-from shardwise.mindspore.dataset.effects import (
-    CLASSES,
-    FILTERS,
-    ConvertMode,
-    Effect,
-    Image,
-    ImageEnhance,
-    ImageOps,
-    turned,
-)
-from shardwise.mindspore.dataset.transforms import Array, TypeCast
-from shardwise.mindspore.named import WithSettings, absent, classes_of
+from shardwise.mindspore.checks import one_of
+from shardwise.mindspore.dataset.transforms import Transform
+from shardwise.mindspore.dataset.values import Array
+from shardwise.mindspore.named import Function, absent, classes_of
+
+try:
+    from PIL import Image, ImageEnhance, ImageFilter, ImageOps
+except ImportError as error:
+    what = "the MindSpore dialect reads images with Pillow: it is missing"
+    raise ImportError(problem(what, fix='pip install "shardwise[mindspore]"')) from error
 
 Sizes = int | Sequence[int]
 
@@ -56,268 +56,536 @@ class Border(enum.Enum):
     SYMMETRIC = "symmetric"
 
 
-def _array(image: Any) -> Array:
-    return np.asarray(image)
+class ConvertMode(enum.Enum):
+    """Colour conversions, as (from, to) in Pillow's names."""
+
+    COLOR_RGB2GRAY = ("RGB", "L")
+    COLOR_GRAY2RGB = ("L", "RGB")
+    COLOR_RGB2BGR = COLOR_BGR2RGB = ("RGB", "BGR")
+    COLOR_RGB2RGBA = ("RGB", "RGBA")
+    COLOR_RGBA2RGB = ("RGBA", "RGB")
+
+
+FILTERS = [Image.Resampling[name] for name in ("NEAREST", "LANCZOS", "BILINEAR", "BICUBIC", "BOX")]  # by Inter
 
 
 def _pair(size: Sizes) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
-def _chance(probability: float) -> bool:
-    return bool(np.random.random() < probability)
+def _span(value: Any) -> tuple[float, float]:
+    return (-value, value) if isinstance(value, (int, float)) else (value[0], value[1])
+
+
+def _drawn(low: float, high: float) -> float:
+    return float(np.random.uniform(low, high))
+
+
+def _drawn_place(height: int, width: int) -> tuple[int, int]:
+    return np.random.randint(height), np.random.randint(width)
 
 
 def _like(result: Array, image: Any) -> Any:
     return Image.fromarray(result) if isinstance(image, Image.Image) else result
 
 
-def _by_pillow(image: Any, change: Any) -> Any:
-    """Apply a Pillow function to an image; for dtypes that Pillow lacks, channel by channel in float32."""
+def _by_pillow(image: Any, change: Function, by_channel: bool = False) -> Any:
+    """Apply a Pillow function to an image. ``by_channel``: where Pillow lacks the dtype, to each channel in float32."""
     if isinstance(image, Image.Image):
         return change(image)
-    array = _array(image)
-    if array.dtype == np.uint8 and (array.ndim == 2 or array.shape[2] in (3, 4)):
-        return np.asarray(change(Image.fromarray(array)))
-    channels = array[..., None] if array.ndim == 2 else array
-    parts = [np.asarray(change(Image.fromarray(channels[..., c].astype(np.float32)))) for c in range(channels.shape[2])]
-    changed = np.stack(parts, -1)
+    array = np.asarray(image)
+    grey = array.ndim == 3 and array.shape[2] == 1
+    if not by_channel or (array.dtype == np.uint8 and (array.ndim == 2 or array.shape[2] in (3, 4))):
+        changed = np.asarray(change(Image.fromarray(array[..., 0] if grey else array)))
+        return changed[..., None] if grey and changed.ndim == 2 else changed
+    channels = np.moveaxis(np.atleast_3d(array).astype(np.float32), -1, 0)
+    changed = np.stack([np.asarray(change(Image.fromarray(channel))) for channel in channels], -1)
     rounded = np.rint(changed) if array.dtype.kind in "ui" else changed
     return (rounded[..., 0] if array.ndim == 2 else rounded).astype(array.dtype)
 
 
-def _cropped(image: Any, top: int, left: int, height: int, width: int) -> Any:
-    return _like(_array(image)[top : top + height, left : left + width], image)
+def _at_times(probability: float, image: Any, change: Function) -> Any:
+    return change(image) if np.random.random() < probability else image
 
 
-class Decode(WithSettings, to_pil=False):
+# -- parts of images ---------------------------------------------------------------------------------------------------
+
+
+def decoded(data: Any, *, to_pil: bool = False) -> Any:
     """Decoding of a file's bytes to RGB pixels. ``to_pil``: return a Pillow image."""
-
-    def __call__(self, data: Any) -> Any:
-        with Image.open(io.BytesIO(_array(data).tobytes() if not isinstance(data, bytes) else data)) as file:
-            image = file.convert("RGB")
-        return image if self.to_pil else np.asarray(image)
+    with Image.open(io.BytesIO(data if isinstance(data, bytes) else np.asarray(data).tobytes())) as file:
+        image = file.convert("RGB")
+    return image if to_pil else np.asarray(image)
 
 
-class Resize(WithSettings, size=..., interpolation=Inter.LINEAR):
-    """Resizing to (height, width), or to a size of the shorter side."""
-
-    def _settle(self) -> None:
-        self.filter = FILTERS[self.interpolation]
-
-    def __call__(self, image: Any) -> Any:
-        height, width = _array(image).shape[:2]
-        if isinstance(self.size, int):
-            short = min(height, width)
-            height, width = (int(self.size * side / short) for side in (height, width))
-        else:
-            height, width = _pair(self.size)
-        return _by_pillow(image, lambda picture: picture.resize((width, height), self.filter))
+def _cropped(image: Any, top: int, left: int, height: int, width: int) -> Any:
+    return _like(np.asarray(image)[top : top + height, left : left + width], image)
 
 
-class CenterCrop(WithSettings, size=...):
-    """Crop of the centre."""
-
-    size: Any
-
-    def _settle(self) -> None:
-        self.size = _pair(self.size)
-
-    def __call__(self, image: Any) -> Any:
-        (height, width), (h, w) = self.size, _array(image).shape[:2]
-        if h < height or w < width:
-            image = Pad((max(0, -(-(width - w) // 2)), max(0, -(-(height - h) // 2))))(image)
-            h, w = _array(image).shape[:2]
-        return _cropped(image, (h - height) // 2, (w - width) // 2, height, width)
+def _on_canvas(array: Array, size: Sequence[int], corner: Sequence[int], fill_value: Any) -> Array:
+    """Return an image of a size, filled with a value, with ``array`` at a corner (top, left)."""
+    canvas = np.full((*size, *array.shape[2:]), fill_value, array.dtype)
+    canvas[corner[0] : corner[0] + array.shape[0], corner[1] : corner[1] + array.shape[1]] = array
+    return canvas
 
 
-class Crop(WithSettings, coordinates=..., size=...):
-    """Crop of ``size`` at ``coordinates`` (top, left)."""
-
-    coordinates: Any
-    size: Any
-
-    def _settle(self) -> None:
-        self.coordinates, self.size = _pair(self.coordinates), _pair(self.size)
-
-    def __call__(self, image: Any) -> Any:
-        return _cropped(image, *self.coordinates, *self.size)
-
-
-class Pad(WithSettings, padding=..., fill_value=0, padding_mode=Border.CONSTANT):
+def _padded(image: Any, *, padding: Any, fill_value: Any = 0, padding_mode: Border = Border.CONSTANT) -> Any:
     """Padding of the sides: one number, (left and right, top and bottom), or (left, top, right, bottom)."""
-
-    def _settle(self) -> None:
-        sides = (self.padding,) * 4 if isinstance(self.padding, int) else tuple(self.padding)
-        self.left, self.top, self.right, self.bottom = sides * 2 if len(sides) == 2 else sides
-
-    def __call__(self, image: Any) -> Any:
-        array = _array(image)
-        sides = ((self.top, self.bottom), (self.left, self.right), *((0, 0),) * (array.ndim - 2))
-        if self.padding_mode is not Border.CONSTANT:
-            return _like(np.pad(array, sides, mode=self.padding_mode.value), image)
-        padded = np.empty([n + a + b for n, (a, b) in zip(array.shape, sides, strict=True)], array.dtype)
-        padded[...] = self.fill_value
-        height, width = array.shape[:2]
-        padded[self.top : self.top + height, self.left : self.left + width] = array
-        return _like(padded, image)
+    sides = (padding,) * 4 if isinstance(padding, int) else tuple(padding)
+    left, top, right, bottom = sides * 2 if len(sides) == 2 else sides
+    array = np.asarray(image)
+    if padding_mode is not Border.CONSTANT:
+        pairs = ((top, bottom), (left, right), *((0, 0),) * (array.ndim - 2))
+        return _like(np.pad(array, pairs, mode=padding_mode.value), image)
+    size = array.shape[0] + top + bottom, array.shape[1] + left + right
+    return _like(_on_canvas(array, size, (top, left), fill_value), image)
 
 
-class RandomCrop(WithSettings, size=..., padding=None, pad_if_needed=False, fill_value=0, padding_mode=Border.CONSTANT):
+def _padded_to(image: Any, *, size: Sizes, offset: Any = None, fill_value: Any = 0) -> Array:
+    """Padding to ``size``, in the middle or at ``offset`` (top, left)."""
+    array, (height, width) = np.asarray(image), _pair(size)
+    free = (height - array.shape[0], width - array.shape[1])
+    if min(free) < 0:
+        what = f"PadToSize(size={size}) of an image of {array.shape[0]} x {array.shape[1]}"
+        raise RuntimeError(problem(what, fix="a size that is at least the image's"))
+    corner = [n // 2 for n in free] if offset is None else _pair(offset)
+    return _on_canvas(array, (height, width), corner, fill_value)
+
+
+def _resized(image: Any, *, size: Sizes, interpolation: Inter = Inter.LINEAR) -> Any:
+    """Resizing to (height, width), or to a size of the shorter side."""
+    sides = np.asarray(image).shape[:2]
+    height, width = (int(size * side / min(sides)) for side in sides) if isinstance(size, int) else _pair(size)
+    return _by_pillow(image, lambda picture: picture.resize((width, height), FILTERS[interpolation]), True)
+
+
+def _of_size(image: Any, box: Any, size: Sizes, interpolation: Any) -> Any:
+    """Resize a box (top, left, height, width)."""
+    top, left, high, wide = box
+    height, width = _pair(size)
+    corners = (left, top, left + wide, top + high)
+    return _by_pillow(image, lambda picture: picture.resize((width, height), FILTERS[int(interpolation)], corners))
+
+
+def _centre(image: Any, *, size: Sizes) -> Any:
+    """Crop of the centre."""
+    (height, width), (h, w) = _pair(size), np.asarray(image).shape[:2]
+    if h < height or w < width:
+        image = _padded(image, padding=(max(0, -(-(width - w) // 2)), max(0, -(-(height - h) // 2))))
+        h, w = np.asarray(image).shape[:2]
+    return _cropped(image, (h - height) // 2, (w - width) // 2, height, width)
+
+
+def _five(image: Any, *, size: Sizes) -> tuple[Array, ...]:
+    """Crops of the four corners and the centre."""
+    array, (h, w) = np.asarray(image), _pair(size)
+    y, x = array.shape[0] - h, array.shape[1] - w
+    corners = ((0, 0), (0, x), (y, 0), (y, x), (y // 2, x // 2))
+    return tuple(_cropped(array, top, left, h, w) for top, left in corners)
+
+
+def _ten(image: Any, *, size: Sizes, use_vertical_flip: bool = False) -> tuple[Array, ...]:
+    """``FiveCrop`` of the image and of its mirror image."""
+    return *_five(image, size=size), *_five(np.flip(np.asarray(image), 0 if use_vertical_flip else 1), size=size)
+
+
+def _random_crop(
+    image: Any, *, size: Sizes, padding: Any = None, pad_if_needed: bool = False, fill_value: Any = 0,
+    padding_mode: Border = Border.CONSTANT,
+) -> Any:  # fmt: skip
     """Random crop of ``size``, after ``padding``."""
-
-    size: Any
-
-    def _settle(self) -> None:
-        self.size = _pair(self.size)
-        self.pad = None if self.padding is None else Pad(self.padding, self.fill_value, self.padding_mode)
-
-    def __call__(self, image: Any) -> Any:
-        image = image if self.pad is None else self.pad(image)
-        (height, width), (h, w) = self.size, _array(image).shape[:2]
-        if self.pad_if_needed and (h < height or w < width):
-            image = Pad((max(0, width - w), max(0, height - h)))(image)
-            h, w = _array(image).shape[:2]
-        if h < height or w < width:
-            what = f"RandomCrop({self.size}) of an image of {h} x {w}"
-            raise RuntimeError(problem(what, fix="pad_if_needed=True, or padding="))
-        top, left = np.random.randint(h - height + 1), np.random.randint(w - width + 1)
-        return _cropped(image, top, left, height, width)
+    if padding is not None:
+        image = _padded(image, padding=padding, fill_value=fill_value, padding_mode=padding_mode)
+    (height, width), (h, w) = _pair(size), np.asarray(image).shape[:2]
+    if pad_if_needed and (h < height or w < width):
+        image = _padded(image, padding=(max(0, width - w), max(0, height - h)))
+        h, w = np.asarray(image).shape[:2]
+    if h < height or w < width:
+        what = f"RandomCrop({_pair(size)}) of an image of {h} x {w}"
+        raise RuntimeError(problem(what, fix="pad_if_needed=True, or padding="))
+    return _cropped(image, *_drawn_place(h - height + 1, w - width + 1), height, width)
 
 
-class RandomResizedCrop(
-    WithSettings, size=..., scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), interpolation=Inter.LINEAR, max_attempts=10
-):
+def _random_resized_crop(
+    image: Any, *, size: Sizes, scale: Any = (0.08, 1.0), ratio: Any = (3 / 4, 4 / 3),
+    interpolation: Inter = Inter.LINEAR, max_attempts: int = 10,
+) -> Any:  # fmt: skip
     """Random crop of random size and aspect ratio, resized."""
-
-    def _settle(self) -> None:
-        self.resize = Resize(_pair(self.size), self.interpolation)
-
-    def __call__(self, image: Any) -> Any:
-        h, w = _array(image).shape[:2]
-        for _ in range(self.max_attempts):
-            area = h * w * np.random.uniform(self.scale[0], self.scale[1])
-            ratio = np.exp(np.random.uniform(np.log(self.ratio[0]), np.log(self.ratio[1])))
-            height, width = round((area / ratio) ** 0.5), round((area * ratio) ** 0.5)
-            if 0 < height <= h and 0 < width <= w:
-                top, left = np.random.randint(h - height + 1), np.random.randint(w - width + 1)
-                return self.resize(_cropped(image, top, left, height, width))
-        return self.resize(CenterCrop(min(h, w))(image))
+    h, w = np.asarray(image).shape[:2]
+    part = None
+    for _ in range(max_attempts):
+        area, shape = h * w * _drawn(*scale), np.exp(_drawn(*np.log(ratio)))
+        height, width = round((area / shape) ** 0.5), round((area * shape) ** 0.5)
+        if 0 < height <= h and 0 < width <= w:
+            part = _cropped(image, *_drawn_place(h - height + 1, w - width + 1), height, width)
+            break
+    part = _centre(image, size=min(h, w)) if part is None else part
+    return _resized(part, size=_pair(size), interpolation=interpolation)
 
 
-class RandomCropDecodeResize(RandomResizedCrop):
+def _random_crop_of_bytes(
+    image: Any, *, size: Sizes, scale: Any = (0.08, 1.0), ratio: Any = (3 / 4, 4 / 3),
+    interpolation: Inter = Inter.LINEAR, max_attempts: int = 10,
+) -> Any:  # fmt: skip
     """Random resized crop of a file's bytes."""
-
-    def __call__(self, image: Any) -> Any:
-        return super().__call__(Decode()(image))
-
-
-class Rotate(WithSettings, degrees=..., resample=Inter.NEAREST, expand=False):
-    """Rotation by degrees, counter-clockwise."""
-
-    def _settle(self) -> None:
-        self.filter = FILTERS[self.resample]
-
-    def __call__(self, image: Any) -> Any:
-        return self.turned(image, self.degrees)
-
-    def turned(self, image: Any, degrees: float) -> Any:
-        return _by_pillow(image, lambda picture: picture.rotate(degrees, self.filter, self.expand))
+    settings = {"scale": scale, "ratio": ratio, "interpolation": interpolation, "max_attempts": max_attempts}
+    return _random_resized_crop(decoded(image), size=size, **settings)
 
 
-class RandomRotation(Rotate):
-    """Random rotation by up to ``degrees``, or by degrees of a range."""
-
-    def __call__(self, image: Any) -> Any:
-        low, high = (-self.degrees, self.degrees) if isinstance(self.degrees, (int, float)) else self.degrees
-        return self.turned(image, float(np.random.uniform(low, high)))
-
-
-class RandomColorAdjust(WithSettings, brightness=(1, 1), contrast=(1, 1), saturation=(1, 1), hue=0):
-    """Random changes of colours. Factors of brightness, contrast and saturation are from a range, or 1 - x to 1 + x.
-    ``hue`` shifts by a part of the colour circle from a range, or from -x to x."""
-
-    hue: Any
-
-    def _settle(self) -> None:
-        self.ranges = [
-            (max(0, 1 - strength), 1 + strength) if isinstance(strength, (int, float)) else tuple(strength)
-            for strength in (self.brightness, self.contrast, self.saturation)
-        ]
-        hue = self.hue
-        self.hue = (-hue, hue) if isinstance(hue, (int, float)) else tuple(hue)
-        if not -0.5 <= self.hue[0] <= self.hue[1] <= 0.5:
-            raise ValueError(problem(f"RandomColorAdjust(hue={hue!r})", fix="a range within -0.5 to 0.5"))
-
-    def __call__(self, image: Any) -> Any:
-        changes = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
-        for change, bounds in zip(changes, self.ranges, strict=True):
-            factor = float(np.random.uniform(*bounds))
-            if factor != 1:
-                image = _by_pillow(image, lambda picture, change=change, factor=factor: change(picture).enhance(factor))
-        return _by_pillow(image, partial(turned, part=float(np.random.uniform(*self.hue)))) if any(self.hue) else image
+def _cut(image: Any, *, length: int, num_patches: int = 1, is_hwc: bool = True) -> Array:
+    """Squares of ``length`` set to 0, at random places."""
+    array = np.array(image)
+    height, width = array.shape[:2] if is_hwc else array.shape[1:]
+    for _ in range(num_patches):
+        box = tuple(slice(max(0, at - length // 2), at + (length + 1) // 2) for at in _drawn_place(height, width))
+        array[box if is_hwc else (slice(None), *box)] = 0
+    return array
 
 
-class Normalize(WithSettings, mean=..., std=..., is_hwc=True):
-    """Normalisation (x - mean) / std per channel, in float32. ``is_hwc``: channels are the last dim, else the first."""
-
-    mean: Any
-    std: Any
-
-    def _settle(self) -> None:
-        self.mean, self.std = (np.asarray(values, np.float32) for values in (self.mean, self.std))
-
-    def __call__(self, image: Any) -> Array:
-        array = _array(image).astype(np.float32)
-        shape: tuple[int, ...] = () if array.ndim == 2 else (-1,) if self.is_hwc else (-1, 1, 1)
-        return np.asarray((array - self.mean.reshape(shape)) / self.std.reshape(shape))
+def _blanked(image: Any, *, top: int, left: int, height: int, width: int, value: Any = 0, inplace: bool = False) -> Any:
+    """A box set to a value, in a copy."""
+    array = np.array(image)
+    array[top : top + height, left : left + width] = value
+    return array
 
 
-class ToTensor(TypeCast, output_type=np.float32):
-    """Conversion to channels first, from 0 to 1 in float32 (or ``output_type``)."""
+def _erased(
+    image: Any, *, prob: float = 0.5, scale: Any = (0.02, 0.33), ratio: Any = (0.3, 3.3), value: Any = 0,
+    inplace: bool = False, max_attempts: int = 10,
+) -> Array:  # fmt: skip
+    """A random box set to a value, or to "random" numbers, in a copy. Channels come first, as in the reference."""
+    array = np.array(image)
+    if np.random.random() >= prob:
+        return array
+    _, height, width = array.shape
+    area, shape = height * width * _drawn(*scale), np.exp(_drawn(*np.log(ratio)))
+    sides = ((height, np.sqrt(area * shape)), (width, np.sqrt(area / shape)))
+    h, w = (min(size, max(1, round(float(side)))) for size, side in sides)
+    y, x = _drawn_place(height - h + 1, width - w + 1)
+    patch = np.random.standard_normal((len(array), h, w)) if value == "random" else np.reshape(value, (-1, 1, 1))
+    array[:, y : y + h, x : x + w] = patch
+    return array
 
-    def __call__(self, image: Any) -> Array:
-        array = _array(image)
-        array = array[..., None] if array.ndim == 2 else array
-        return super().__call__(np.moveaxis(array, -1, 0).astype(np.float32) / 255)
+
+def _cut_and_pasted(
+    images: Any, labels: Any, *, image_batch_format: str, alpha: float = 1.0, prob: float = 1.0
+) -> tuple[Array, Array]:
+    """A box of another image pasted into each image of a batch, with labels mixed by area (Yun et al. 2019)."""
+    is_last = one_of("NHWC", "NCHW")("image_batch_format", image_batch_format) == "NHWC"
+    images, labels = np.array(images), np.asarray(labels).astype(np.float32)
+    height, width = images.shape[1:3] if is_last else images.shape[2:]
+    order, kept = np.random.permutation(len(images)), np.ones((len(images), *(1,) * (labels.ndim - 1)), np.float32)
+    pasted = images.copy()
+    for number in np.flatnonzero(np.random.random(len(images)) < prob):
+        cut = np.sqrt(1 - np.random.beta(alpha, alpha))
+        rows, columns = (
+            slice(max(center - int(size * cut) // 2, 0), min(center + int(size * cut) // 2, size))
+            for center, size in zip(_drawn_place(height, width), (height, width), strict=True)
+        )
+        box = (rows, columns) if is_last else (..., rows, columns)
+        pasted[number][box] = images[order[number]][box]
+        kept[number] = 1 - (rows.stop - rows.start) * (columns.stop - columns.start) / (height * width)
+    return pasted, kept * labels + (1 - kept) * labels[order]
 
 
-class ToType(TypeCast):
-    """Conversion to another dtype."""
+def _mixed(images: Any, labels: Any, *, alpha: float = 1.0) -> tuple[Array, ...]:
+    """Each image of a batch mixed with another one (Zhang et al. 2018)."""
+    order, share = np.random.permutation(len(images)), np.random.beta(alpha, alpha)
+    both = (np.asarray(batch) for batch in (images, labels))
+    return tuple((share * batch + (1 - share) * batch[order]).astype(np.float32) for batch in both)
+
+
+# -- moves -------------------------------------------------------------------------------------------------------------
 
 
 def _mirrored(image: Any, dim: int) -> Any:
-    return _like(np.ascontiguousarray(np.flip(_array(image), dim)), image)
+    return _like(np.ascontiguousarray(np.flip(np.asarray(image), dim)), image)
 
 
-def _gray(image: Any, channels: int) -> Any:
-    gray = ImageOps.grayscale(image if isinstance(image, Image.Image) else Image.fromarray(_array(image)))
-    return _like(np.repeat(np.asarray(gray)[..., None], channels, 2).squeeze(), image)
+def _rotated(image: Any, *, degrees: Any, resample: Inter = Inter.NEAREST, expand: bool = False) -> Any:
+    """Rotation by degrees, counter-clockwise."""
+    return _by_pillow(image, lambda picture: picture.rotate(degrees, FILTERS[resample], expand), True)
+
+
+def _random_rotated(image: Any, *, degrees: Any, resample: Inter = Inter.NEAREST, expand: bool = False) -> Any:
+    """Random rotation by up to ``degrees``, or by degrees of a range."""
+    return _rotated(image, degrees=_drawn(*_span(degrees)), resample=resample, expand=expand)
+
+
+def _moved(image: Any, degrees: float, moves: Any, zoom: float, skew: Any, resample: Any = 0, fill: Any = 0) -> Any:
+    """Rotate an image around its centre, translate it by fractions of its size, scale it and shear it by degrees."""
+    angle, skewed = np.deg2rad(degrees), np.tan(np.deg2rad(skew[0] if isinstance(skew, (list, tuple)) else skew))
+
+    def change(picture: Image.Image) -> Image.Image:
+        x, y = (size * move for size, move in zip(picture.size, moves, strict=False))
+        forward = zoom * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+        back = np.linalg.inv(forward @ np.array([[1, skewed], [0, 1]]))
+        middle = np.array(picture.size) / 2
+        offset = middle - back @ (middle + np.array([x, y]))
+        rows = (*back[0], offset[0], *back[1], offset[1])
+        filters = Image.Resampling.BILINEAR if int(resample) else Image.Resampling.NEAREST
+        return picture.transform(picture.size, Image.Transform.AFFINE, rows, filters, fillcolor=fill)
+
+    return _by_pillow(image, change)
+
+
+def _random_moved(
+    image: Any, *, degrees: Any, translate: Any = None, scale: Any = None, shear: Any = None, resample: Any = 0,
+    fill_value: Any = 0,
+) -> Any:  # fmt: skip
+    """A random rotation, translation, scale and shear, each from its range."""
+    turn, zoom = _drawn(*_span(degrees)), _drawn(*scale) if scale is not None else 1.0
+    skew = _drawn(*_span(shear)) if shear is not None else 0.0
+    moves = [_drawn(-move, move) for move in translate] if translate is not None else (0.0, 0.0)
+    return _moved(image, turn, moves, zoom, skew, resample, fill_value)
+
+
+def _perspective(image: Any, *, start_points: Any, end_points: Any, interpolation: Any = 2) -> Any:
+    """The perspective that moves four points to others."""
+    rows = []
+    for (x, y), (u, v) in zip(start_points, end_points, strict=True):
+        rows += [[u, v, 1, 0, 0, 0, -x * u, -x * v], [0, 0, 0, u, v, 1, -y * u, -y * v]]
+    numbers = np.linalg.solve(np.array(rows, float), np.array(start_points, float).reshape(-1))
+    kind, how = Image.Transform.PERSPECTIVE, FILTERS[int(interpolation)]
+    return _by_pillow(image, lambda picture: picture.transform(picture.size, kind, tuple(numbers), how))
+
+
+def _distorted(image: Any, scale: float, interpolation: Any) -> Any:
+    height, width = np.asarray(image).shape[:2]
+    far = np.random.random((4, 2)) * scale * (width / 2, height / 2)
+    start = np.array([(0, 0), (width - 1, 0), (width - 1, height - 1), (0, height - 1)])
+    end = start + np.array([(1, 1), (-1, 1), (-1, -1), (1, -1)]) * far
+    return _perspective(image, start_points=start, end_points=end, interpolation=interpolation)
+
+
+# -- colours -----------------------------------------------------------------------------------------------------------
+
+
+def _enhanced(image: Any, kind: str, factor: float, by_channel: bool = False) -> Any:
+    return _by_pillow(image, lambda picture: getattr(ImageEnhance, kind)(picture).enhance(factor), by_channel)
+
+
+def _hue_turned(image: Any, part: float, by_channel: bool = False) -> Any:
+    """Shift the hues of an image along the colour circle."""
+
+    def change(picture: Image.Image) -> Image.Image:
+        hue, *others = picture.convert("HSV").split()
+        shifted = Image.fromarray(np.asarray(hue) + np.uint8(round(part * 255) % 256))
+        return Image.merge("HSV", (shifted, *others)).convert(picture.mode)
+
+    return _by_pillow(image, change, by_channel)
+
+
+def _random_colors(image: Any, *, brightness: Any = (1, 1), contrast: Any = (1, 1), saturation: Any = (1, 1),
+                   hue: Any = 0) -> Any:  # fmt: skip
+    """Random changes of colours. Factors of brightness, contrast and saturation are from a range, or 1 - x to 1 + x.
+    ``hue`` shifts by a part of the colour circle from a range, or from -x to x."""
+    strengths = {"Brightness": brightness, "Contrast": contrast, "Color": saturation}
+    for kind, strength in strengths.items():
+        is_number = isinstance(strength, (int, float))
+        factor = _drawn(*((max(0, 1 - strength), 1 + strength) if is_number else strength))
+        image = image if factor == 1 else _enhanced(image, kind, factor, True)
+    return _hue_turned(image, _drawn(*_span(hue)), True) if any(_span(hue)) else image
+
+
+def _check_hue(name: str, hue: Any) -> Any:
+    if not -0.5 <= _span(hue)[0] <= _span(hue)[1] <= 0.5:
+        raise ValueError(problem(f"RandomColorAdjust({name}={hue!r})", fix="a range within -0.5 to 0.5"))
+    return hue
+
+
+def _table(image: Any, change: Function) -> Any:
+    """Replace every byte value by a lookup table."""
+    values = np.clip(change(np.arange(256.0)), 0, 255).astype(np.uint8)
+    return _by_pillow(image, lambda picture: Image.fromarray(values[np.asarray(picture)]))
+
+
+def _solarized(image: Any, threshold: Any) -> Any:
+    """Invert values within the threshold, given as (low, high); if both are equal, from there on."""
+    low, high = threshold
+    end = 255 if low == high else high
+    return _table(image, lambda x: np.where((low <= x) & (x <= end), 255 - x, x))
+
+
+def _contrasted(image: Any, *, cutoff: float = 0.0, ignore: Any = None) -> Any:
+    """Pillow's autocontrast."""
+    return _by_pillow(image, lambda picture: ImageOps.autocontrast(picture, cutoff, ignore))
+
+
+def _equalized(image: Any) -> Any:
+    """Pillow's equalization of the histogram."""
+    return _by_pillow(image, ImageOps.equalize)
+
+
+def _posterized(image: Any, *, bits: int) -> Any:
+    """The first ``bits`` bits of every value."""
+    return _by_pillow(image, lambda picture: ImageOps.posterize(picture, bits))
+
+
+def _blurred(image: Any, *, kernel_size: Any, sigma: Any = None) -> Any:
+    """Gaussian blur. The deviation ``sigma`` is by default OpenCV's."""
+    size, deviation = (value[0] if isinstance(value, (tuple, list)) else value for value in (kernel_size, sigma))
+    radius = float(deviation if deviation else 0.3 * ((size - 1) * 0.5 - 1) + 0.8)
+    return _by_pillow(image, lambda picture: picture.filter(ImageFilter.GaussianBlur(radius)))
+
+
+def _by_channels(image: Any, function: Function, is_hwc: bool) -> Array:
+    """Convert the colours of single pixels, from 0 to 1, to another colour space."""
+    channels = np.moveaxis(np.asarray(image, np.float32), -1 if is_hwc else -3, 0)
+    return np.stack(np.vectorize(function)(*channels), -1 if is_hwc else -3).astype(np.float32)
+
+
+def _gray(image: Any, *, num_output_channels: int = 1) -> Any:
+    """Grey values, in one or three channels."""
+    gray = ImageOps.grayscale(image if isinstance(image, Image.Image) else Image.fromarray(np.asarray(image)))
+    return _like(np.repeat(np.asarray(gray)[..., None], num_output_channels, 2).squeeze(), image)
+
+
+def _lit(image: Any, *, alpha: float = 0.05) -> Array:
+    """A random shift of the colours along ImageNet's principal components (Krizhevsky et al. 2012)."""
+    along = np.array([[-0.5675, 0.7192, 0.4009], [-0.5808, -0.0045, -0.8140], [-0.5836, -0.6948, 0.4203]])
+    moved = np.asarray(image) + along @ (np.array([55.46, 4.794, 1.148]) * np.random.normal(0, alpha, 3))
+    return np.clip(moved, 0, 255).astype(np.asarray(image).dtype)
+
+
+def _normalized(image: Any, *, mean: Any, std: Any, is_hwc: bool = True) -> Array:
+    """Normalisation (x - mean) / std per channel, in float32. ``is_hwc``: channels are the last dim, else the first."""
+    array = np.asarray(image).astype(np.float32)
+    shape: tuple[int, ...] = () if array.ndim == 2 else (-1,) if is_hwc else (-1, 1, 1)
+    mean, std = (np.asarray(values, np.float32).reshape(shape) for values in (mean, std))
+    return np.asarray((array - mean) / std)
+
+
+def _channels_first(image: Any) -> Array:
+    return np.moveaxis(np.atleast_3d(np.asarray(image)), -1, 0)
 
 
 def _as_pillows(image: Any) -> Any:
-    array = _array(image)
+    array = np.asarray(image)
     return Image.fromarray(array[..., 0] if array.ndim == 3 and array.shape[2] == 1 else array)
 
 
-CLASSES |= classes_of({
-    "Grayscale": lambda image, *, num_output_channels=1: _gray(image, num_output_channels),
-    "HorizontalFlip": lambda image: _mirrored(image, 1),
-    "HWC2CHW": lambda image: np.ascontiguousarray(np.moveaxis(_array(image), -1, 0)),
-    "Invert": lambda image: _like(255 - _array(image), image),
-    "RandomHorizontalFlip": lambda image, *, prob=0.5: _mirrored(image, 1) if _chance(prob) else image,
-    "RandomVerticalFlip": lambda image, *, prob=0.5: _mirrored(image, 0) if _chance(prob) else image,
-    "Rescale": lambda image, *, rescale, shift: (_array(image).astype(np.float32) * rescale + shift).astype(np.float32),
-    "ToNumpy": lambda image: np.array(image),
-    "ToPIL": _as_pillows,
-    "VerticalFlip": lambda image: _mirrored(image, 0),
-}, Effect, __name__)  # fmt: skip
+# -- several at random -------------------------------------------------------------------------------------------------
 
-__all__ = [
-    "Border", "CenterCrop", "ConvertMode", "Crop", "Decode", "ImageBatchFormat", "Inter", "Normalize", "Pad",
-    "RandomColorAdjust", "RandomCrop", "RandomCropDecodeResize", "RandomResizedCrop", "RandomRotation", "Resize",
-    "Rotate", "ToTensor", "ToType",
-]  # fmt: skip
+
+def _chosen(image: Any, *, policy: Any) -> Any:
+    """One of several lists of (function, probability), chosen at random."""
+    for function, probability in policy[np.random.randint(len(policy))]:
+        image = _at_times(probability, image, function)
+    return image
+
+
+def _some(image: Any, *, transforms: Any, num_ops: int = 2) -> Any:
+    """Some of the functions, each half of the times."""
+    for place in np.random.permutation(len(transforms))[:num_ops]:
+        image = _at_times(0.5, image, transforms[place])
+    return image
+
+
+# The functions of RandAugment (Cubuk et al. 2020), with a magnitude ``by`` from 0 to 1.
+_SIGNED: dict[str, Function] = {
+    "ShearX": lambda image, by: _moved(image, 0, (0, 0), 1, np.rad2deg(np.arctan(0.3 * by))),
+    "TranslateX": lambda image, by: _moved(image, 0, (150 / 331 * by, 0), 1, 0),
+    "TranslateY": lambda image, by: _moved(image, 0, (0, 150 / 331 * by), 1, 0),
+    "Rotate": lambda image, by: _moved(image, -30 * by, (0, 0), 1, 0),
+    **{kind: lambda image, by, kind=kind: _enhanced(image, kind, 1 + 0.9 * by)
+       for kind in ("Brightness", "Color", "Contrast", "Sharpness")},
+}  # fmt: skip
+_UNSIGNED: dict[str, Function] = {
+    "Identity": lambda image, by: image,
+    "Posterize": lambda image, by: _posterized(image, bits=8 - round(4 * by)),
+    "Solarize": lambda image, by: _solarized(image, (255 * (1 - by), 255)),
+    "AutoContrast": lambda image, by: _contrasted(image),
+    "Equalize": lambda image, by: _equalized(image),
+}
+
+
+def _augmented(image: Any, count: int, magnitude: float) -> Any:
+    kinds = [*_SIGNED, *_UNSIGNED]
+    for _ in range(count):
+        name = kinds[np.random.randint(len(kinds))]
+        sign = 1 if np.random.random() < 0.5 else -1
+        image = _SIGNED[name](image, sign * magnitude) if name in _SIGNED else _UNSIGNED[name](image, magnitude)
+    return image
+
+
+FUNCTIONS: dict[str, Any] = {
+    "AdjustBrightness": lambda image, *, brightness_factor: _enhanced(image, "Brightness", brightness_factor),
+    "AdjustContrast": lambda image, *, contrast_factor: _enhanced(image, "Contrast", contrast_factor),
+    "AdjustGamma": lambda image, *, gamma, gain=1.0: _table(image, lambda x: 255 * gain * (x / 255) ** gamma),
+    "AdjustHue": lambda image, *, hue_factor: _hue_turned(image, hue_factor),
+    "AdjustSaturation": lambda image, *, saturation_factor: _enhanced(image, "Color", saturation_factor),
+    "AdjustSharpness": lambda image, *, sharpness_factor: _enhanced(image, "Sharpness", sharpness_factor),
+    "Affine": lambda image, *, degrees, translate, scale, shear, resample=0, fill_value=0: _moved(
+        image, degrees, translate, scale, shear, resample, fill_value),
+    "AutoContrast": _contrasted, "CenterCrop": _centre, "CutMixBatch": _cut_and_pasted, "CutOut": _cut,
+    "ConvertColor": lambda image, *, convert_mode: np.asarray(image)[..., ::-1] if "BGR" in convert_mode.value else (
+        _by_pillow(image, lambda picture: picture.convert(convert_mode.value[1]))),
+    "Crop": lambda image, *, coordinates, size: _cropped(image, *_pair(coordinates), *_pair(size)),
+    "Decode": decoded, "Equalize": _equalized, "Erase": _blanked, "FiveCrop": _five, "GaussianBlur": _blurred,
+    "Grayscale": _gray, "HorizontalFlip": lambda image: _mirrored(image, 1),
+    "HsvToRgb": lambda image, *, is_hwc=False: _by_channels(image, colorsys.hsv_to_rgb, is_hwc),
+    "HWC2CHW": lambda image: np.ascontiguousarray(np.moveaxis(np.asarray(image), -1, 0)),
+    "Invert": lambda image: _like(255 - np.asarray(image), image),
+    "LinearTransformation": lambda image, *, transformation_matrix, mean_vector: (
+        (np.asarray(image).reshape(-1) - mean_vector) @ transformation_matrix).reshape(np.shape(image)).astype(
+        np.float32),
+    "MixUpBatch": _mixed, "Normalize": _normalized, "Pad": _padded, "PadToSize": _padded_to,
+    "Perspective": _perspective,
+    "PILToTensor": lambda image: np.ascontiguousarray(_channels_first(image)),
+    "Posterize": _posterized,
+    "RandAugment": lambda image, *, num_ops=2, magnitude=9, num_magnitude_bins=31: _augmented(
+        image, num_ops, magnitude / (num_magnitude_bins - 1)),
+    "RandomAdjustSharpness": lambda image, *, degree, prob=0.5: _at_times(
+        prob, image, lambda picture: _enhanced(picture, "Sharpness", degree)),
+    "RandomAffine": _random_moved,
+    "RandomAutoContrast": lambda image, *, cutoff=0.0, ignore=None, prob=0.5: _at_times(
+        prob, image, lambda picture: _contrasted(picture, cutoff=cutoff, ignore=ignore)),
+    "RandomColor": lambda image, *, degrees=(0.1, 1.9): _enhanced(image, "Color", _drawn(*degrees)),
+    "RandomCrop": _random_crop, "RandomCropDecodeResize": _random_crop_of_bytes,
+    "RandomEqualize": lambda image, *, prob=0.5: _at_times(prob, image, _equalized),
+    "RandomErasing": _erased,
+    "RandomGrayscale": lambda image, *, prob=0.1: _at_times(
+        prob, image, lambda picture: _by_pillow(picture, lambda x: x.convert("L").convert(x.mode))),
+    "RandomHorizontalFlip": lambda image, *, prob=0.5: _at_times(prob, image, lambda x: _mirrored(x, 1)),
+    "RandomInvert": lambda image, *, prob=0.5: _at_times(
+        prob, image, lambda picture: _table(picture, lambda x: 255 - x)),
+    "RandomLighting": _lit,
+    "RandomPerspective": lambda image, *, distortion_scale=0.5, prob=0.5, interpolation=3: _at_times(
+        prob, image, lambda picture: _distorted(picture, distortion_scale, interpolation)),
+    "RandomPosterize": lambda image, *, bits=(8, 8): _posterized(
+        image, bits=int(np.random.randint(bits[0], bits[1] + 1))),
+    "RandomResize": lambda image, *, size: _of_size(
+        image, (0, 0, *np.shape(image)[:2]), size, np.random.choice((0, 2, 3, 4))),
+    "RandomResizedCrop": _random_resized_crop, "RandomRotation": _random_rotated, "RandomSelectSubpolicy": _chosen,
+    "RandomSharpness": lambda image, *, degrees=(0.1, 1.9): _enhanced(image, "Sharpness", _drawn(*degrees)),
+    "RandomSolarize": lambda image, *, threshold=(0, 255): _solarized(image, sorted(
+        np.random.randint(threshold[0], threshold[1] + 1, 2))),
+    "RandomVerticalFlip": lambda image, *, prob=0.5: _at_times(prob, image, lambda x: _mirrored(x, 0)),
+    "Rescale": lambda image, *, rescale, shift: (
+        np.asarray(image).astype(np.float32) * rescale + shift).astype(np.float32),
+    "Resize": _resized,
+    "ResizedCrop": lambda image, *, top, left, height, width, size, interpolation=2: _of_size(
+        image, (top, left, height, width), size, interpolation),
+    "RgbToHsv": lambda image, *, is_hwc=False: _by_channels(image, colorsys.rgb_to_hsv, is_hwc),
+    "Rotate": _rotated,
+    "Solarize": lambda image, *, threshold: _solarized(
+        image, (threshold, threshold) if isinstance(threshold, (int, float)) else threshold),
+    "SwapRedBlue": lambda image: np.asarray(image)[..., ::-1],
+    "TenCrop": _ten, "ToNumpy": lambda image: np.array(image), "ToPIL": _as_pillows,
+    "ToTensor": (
+        "Conversion to channels first, from 0 to 1 in float32 (or ``output_type``).",
+        lambda image, *, output_type=np.float32: (_channels_first(image).astype(np.float32) / 255).astype(output_type)),
+    "ToType": ("Conversion to another dtype.", lambda image, *, output_type: np.asarray(image).astype(output_type)),
+    "TrivialAugmentWide": lambda image, *, num_magnitude_bins=31: _augmented(
+        image, 1, np.random.randint(num_magnitude_bins) / (num_magnitude_bins - 1)),
+    "UniformAugment": _some, "VerticalFlip": lambda image: _mirrored(image, 0),
+}  # fmt: skip
+CLASSES = {
+    **classes_of(FUNCTIONS, Transform, __name__),
+    **classes_of({"RandomColorAdjust": _random_colors}, Transform, __name__, checks={"hue": _check_hue}),
+}
 globals().update(CLASSES)
-__all__ += CLASSES
+
+__all__ = ["Border", "ConvertMode", "ImageBatchFormat", "Inter", *CLASSES]
 __getattr__ = absent(__name__, lambda: __all__, {"c_transforms": "vision itself"})

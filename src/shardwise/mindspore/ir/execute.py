@@ -10,9 +10,8 @@ import torch
 
 from shardwise.mindspore.communication.management import group_name, group_ranks_name
 from shardwise.mindspore.ir import names
-from shardwise.mindspore.ir.lines import Strategy, attribute
 from shardwise.mindspore.ir.origins import Origins
-from shardwise.mindspore.ir.page import Page, Shape
+from shardwise.mindspore.ir.page import Page, Shape, Strategy, attribute
 from shardwise.mindspore.library import (
     Bucket,
     Conversion,
@@ -58,11 +57,9 @@ class Execution:
 
     def _convert(self, step: Conversion | Bucket) -> None:
         """Print one line per message and per local step that changes anything."""
-        conversions = conversions_of(step)
-        fusion = 0
-        if isinstance(step, Bucket):
-            self._buckets += 1
-            fusion = self._buckets
+        conversions, is_bucket = conversions_of(step), isinstance(step, Bucket)
+        self._buckets += is_bucket
+        fusion = self._buckets if is_bucket else 0
         at = [conversion.value for conversion in conversions]
         for number, together in enumerate(zip(*(conversion.moves for conversion in conversions), strict=True)):
             results = [f"{conversion.result}, after move {number}" for conversion in conversions]
@@ -89,10 +86,8 @@ class Execution:
             attrs["op"] = local.reduction
         if local.kind == "halo_exchange":
             attrs["send_bytes"] = sum(map(self._halo_bytes, conversions, moves))
-        attrs |= _dims(move)
-        self._add(
-            operator, conversions, values, results, moves, f"{role}_{_number(conversions, number)}{suffix}", attrs
-        )
+        instance = f"{role}_{_number(conversions, number)}{suffix}"
+        self._add(operator, conversions, values, results, moves, instance, attrs | _dims(move))
 
     def _halo_bytes(self, conversion: Conversion, move: Move) -> int:
         """Return the bytes that this rank sends from the edges of its part."""
@@ -104,17 +99,12 @@ class Execution:
         self, operator: str, conversions: Sequence[Conversion], values: Sequence[str], results: Sequence[str],
         moves: Sequence[Move], instance: str, attrs: dict[str, Any],
     ) -> None:  # fmt: skip
+        dtypes = tuple(self.spmd.graph.by_name[conversion.origin].dtype for conversion in conversions)
+        shapes = tuple(move.target.local_shape(self.coordinates) for move in moves)
         self.page.add(
-            operator,
-            tuple(map(Ref, values)),
-            tuple(results),
-            tuple(self.spmd.graph.by_name[conversion.origin].dtype for conversion in conversions),
-            tuple(move.target.local_shape(self.coordinates) for move in moves),
-            self.origins.scope(conversions[0].op),
-            instance=instance,
-            attrs=attrs,
-            variable=_variable(conversions),
-        )
+            operator, tuple(map(Ref, values)), tuple(results), dtypes, shapes, self.origins.scope(conversions[0].op),
+            instance=instance, attrs=attrs, variable=_variable(conversions),
+        )  # fmt: skip
 
     def _local(self, conversion: Conversion, value: str, result: str, move: Move) -> None:
         local = local_move(move, self.coordinates, backward=False)

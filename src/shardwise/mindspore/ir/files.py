@@ -13,9 +13,8 @@ from torch import nn
 import shardwise as sw
 from shardwise.mindspore import context
 from shardwise.mindspore.ir.execute import Execution
-from shardwise.mindspore.ir.lines import Strategy
 from shardwise.mindspore.ir.origins import Origins
-from shardwise.mindspore.ir.page import Page
+from shardwise.mindspore.ir.page import Page, Strategy
 from shardwise.mindspore.library import Graph, Layout, apply_strategy, bind, localize
 
 EXECUTE = 18  # the reference's number of the phase that prints it
@@ -44,9 +43,8 @@ def save(cell: nn.Module, par: sw.Parallel) -> None:
     origins = Origins(cell, graph)
     strategies_of = strategies(graph, par.plan, par.training)
     execution = Execution(localize(compiled.spmd, rank), strategies_of, origins)
-    _write(
-        folder / f"step_parallel_begin_{next(_numbers):04}.ir", begin(graph, strategies_of, origins).text(graph.outputs)
-    )
+    text = begin(graph, strategies_of, origins).text(graph.outputs)
+    _write(folder / f"step_parallel_begin_{next(_numbers):04}.ir", text)
     _write(folder / f"{EXECUTE}_execute_{next(_numbers):04}.ir", execution.text())
     if settings.save_graphs >= WITH_PLAN:
         par.plan.save(folder / f"plan_{next(_numbers):04}.json")
@@ -68,9 +66,8 @@ def counts(layout: Layout) -> tuple[int, ...]:
 
 def begin(graph: Graph, strategies_of: dict[str, Strategy], origins: Origins) -> Page:
     """Print the operators of a graph."""
-    page = Page(
-        graph, {source.value: graph.by_name[source.value].shape for source in graph.sources}, strategies_of, origins
-    )
+    shapes = {source.value: graph.by_name[source.value].shape for source in graph.sources}
+    page = Page(graph, shapes, strategies_of, origins)
     for op in graph.ops:
         args = (*op.args, *(arg for _, arg in op.kwargs if arg is not None))
         page.call(op, args, tuple(graph.by_name[name].shape for name in op.results))

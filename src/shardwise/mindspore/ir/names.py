@@ -29,13 +29,9 @@ OPERATORS = {  # conv_window: convolution of a part of the rows
 INPUTS = {"MatMul": ("x1", "x2"), "BatchMatMul": ("x1", "x2"), "ReLU": ("x",)}
 TYPES = {torch.bfloat16: "BFloat16", torch.uint8: "UInt8"}
 COLLECTIVES = {
-    "all_reduce": "AllReduce",
-    "all_gather": "AllGather",
-    "reduce_scatter": "ReduceScatter",
-    "all_to_all": "AlltoAll",
-    "collective_permute": "NeighborExchange",
-    "halo_exchange": "NeighborExchangeV2",
-}
+    "all_reduce": "AllReduce", "all_gather": "AllGather", "reduce_scatter": "ReduceScatter", "all_to_all": "AlltoAll",
+    "collective_permute": "NeighborExchange", "halo_exchange": "NeighborExchangeV2",
+}  # fmt: skip
 
 
 def operator(target: OpOverload) -> str:

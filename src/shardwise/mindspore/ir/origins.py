@@ -23,10 +23,8 @@ class Origins:
 
     def __init__(self, cell: nn.Module, graph: Graph) -> None:
         self.cell, self.graph = cell, graph
-        name = type(cell).__name__
-        self.root = (
-            f"Default/network-{name}" if cell.training else "Default"
-        )  # in training it is the network of a TrainOneStepCell
+        # in training it is the network of a TrainOneStepCell
+        self.root = f"Default/network-{type(cell).__name__}" if cell.training else "Default"
 
     def scope(self, op: str) -> str:
         """Return the cells around an operator: ``Default/network-WithLossCell/_backbone-Net``."""

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.mindspore import rank_groups
 from shardwise.mindspore.communication import management as D
 from shardwise.mindspore.communication.comm_func import Done, barrier, recv, send
-from shardwise.mindspore.library import rank_groups
 from shardwise.mindspore.named import absent
 from shardwise.mindspore.ops.communication import ReduceOp
 
@@ -24,7 +24,7 @@ def init_process_group(backend: str | None = None, *settings: Any, **named: Any)
 
 
 def is_initialized() -> bool:
-    return rank_groups.is_connected()
+    return dist.is_initialized()
 
 
 def is_available() -> bool:
@@ -41,7 +41,7 @@ def get_rank(group: str | None = None) -> int:
 
 
 def get_world_size(group: str | None = None) -> int:
-    return D.get_group_size(group or D.GlobalComm.WORLD_COMM_GROUP)
+    return D.find_group(group).size
 
 
 def get_backend(group: str | None = None) -> str:
@@ -57,7 +57,7 @@ def get_group_rank(group: str | None, global_rank: int) -> int:
 
 
 def get_process_group_ranks(group: str | None = None) -> list[int]:
-    return D.get_process_group_ranks(group or D.GlobalComm.WORLD_COMM_GROUP)
+    return list(D.find_group(group).ranks)
 
 
 def new_group(ranks: Sequence[int] | None = None, timeout: Any = None, backend: Any = None, *others: Any) -> str:
@@ -70,48 +70,44 @@ def new_group(ranks: Sequence[int] | None = None, timeout: Any = None, backend: 
     return name
 
 
-def _of(group: str | None) -> rank_groups.RankGroup:
-    return D.find_group(group or D.GlobalComm.WORLD_COMM_GROUP)
-
-
 def _written(target: Tensor, value: Tensor, async_op: bool) -> Handle:
     target.detach().copy_(value.reshape(target.shape))
     return Done() if async_op else None
 
 
 def all_reduce(tensor: Tensor, op: str = ReduceOp.SUM, group: str | None = None, async_op: bool = False) -> Handle:
-    return _written(tensor, rank_groups.all_reduce(tensor.detach(), op, _of(group)), async_op)
+    return _written(tensor, rank_groups.all_reduce(tensor.detach(), op, D.find_group(group)), async_op)
 
 
 def reduce(
     tensor: Tensor, dst: int, op: str = ReduceOp.SUM, group: str | None = None, async_op: bool = False
 ) -> Handle:
     """Write the reduction to ``tensor`` on ``dst``."""
-    reduced = rank_groups.all_reduce(tensor.detach(), op, _of(group))
+    reduced = rank_groups.all_reduce(tensor.detach(), op, D.find_group(group))
     return _written(tensor, reduced if get_rank() == dst else tensor, async_op)
 
 
 def broadcast(tensor: Tensor, src: int, group: str | None = None, async_op: bool = False) -> Handle:
-    return _written(tensor, rank_groups.broadcast(tensor.detach(), src, _of(group)), async_op)
+    return _written(tensor, rank_groups.broadcast(tensor.detach(), src, D.find_group(group)), async_op)
 
 
 def all_gather_into_tensor(
     output_tensor: Tensor, input_tensor: Tensor, group: str | None = None, async_op: bool = False
 ) -> Handle:
-    return _written(output_tensor, rank_groups.all_gather(input_tensor.detach(), _of(group)), async_op)
+    return _written(output_tensor, rank_groups.all_gather(input_tensor.detach(), D.find_group(group)), async_op)
 
 
 def all_gather(
     tensor_list: Sequence[Tensor], tensor: Tensor, group: str | None = None, async_op: bool = False
 ) -> Handle:
-    parts = rank_groups.all_gather(tensor.detach().unsqueeze(0), _of(group))
+    parts = rank_groups.all_gather(tensor.detach().unsqueeze(0), D.find_group(group))
     return [_written(buffer, part, async_op) for buffer, part in zip(tensor_list, parts, strict=True)][-1]
 
 
 def gather(
     tensor: Tensor, gather_list: Sequence[Tensor] | None, dst: int = 0, group: str | None = None, async_op: bool = False
 ) -> Handle:
-    parts = rank_groups.all_gather(tensor.detach().unsqueeze(0), _of(group))
+    parts = rank_groups.all_gather(tensor.detach().unsqueeze(0), D.find_group(group))
     if get_rank() == dst:
         for buffer, part in zip(gather_list or (), parts, strict=True):
             _written(buffer, part, async_op)
@@ -122,7 +118,7 @@ def scatter(
     tensor: Tensor, scatter_list: Sequence[Tensor] | None, src: int = 0, group: str | None = None,
     async_op: bool = False,
 ) -> Handle:  # fmt: skip
-    members = _of(group)
+    members = D.find_group(group)
     sent = torch.stack(tuple(scatter_list or (tensor.detach(),) * members.size)).detach()
     return _written(tensor, rank_groups.broadcast(sent, src, members)[members.position], async_op)
 
@@ -130,7 +126,7 @@ def scatter(
 def reduce_scatter_tensor(
     output: Tensor, input: Tensor, op: str = ReduceOp.SUM, group: str | None = None, async_op: bool = False
 ) -> Handle:
-    return _written(output, rank_groups.reduce_scatter(input.detach(), op, _of(group)), async_op)
+    return _written(output, rank_groups.reduce_scatter(input.detach(), op, D.find_group(group)), async_op)
 
 
 def reduce_scatter(
@@ -144,13 +140,13 @@ def all_to_all(
     output_tensor_list: Sequence[Tensor], input_tensor_list: Sequence[Tensor], group: str | None = None,
     async_op: bool = False,
 ) -> Handle:  # fmt: skip
-    parts = rank_groups.all_to_all([x.detach() for x in input_tensor_list], _of(group))
+    parts = rank_groups.all_to_all([x.detach() for x in input_tensor_list], D.find_group(group))
     return [_written(buffer, part, async_op) for buffer, part in zip(output_tensor_list, parts, strict=True)][-1]
 
 
 def all_gather_object(object_list: list[Any], obj: Any, group: str | None = None) -> None:
     """Gather one object of any type from each rank."""
-    members = _of(group)
+    members = D.find_group(group)
     if members.size == 1:
         object_list[0] = obj
     else:
@@ -158,7 +154,7 @@ def all_gather_object(object_list: list[Any], obj: Any, group: str | None = None
 
 
 def broadcast_object_list(object_list: list[Any], src: int = 0, group: str | None = None, device: Any = None) -> None:
-    members = _of(group)
+    members = D.find_group(group)
     if members.size > 1:
         dist.broadcast_object_list(object_list, src, group=members.handle)
 

@@ -3,17 +3,7 @@
 from typing import Any
 
 from shardwise.mindspore.named import absent
-from shardwise.mindspore.nn import (
-    activations,
-    adaptive,
-    layers,
-    learning_rates,
-    loss,
-    norms,
-    simple,
-    wrap,
-    wrapped,
-)
+from shardwise.mindspore.nn import activations, adaptive, layers, learning_rates, loss, norms, simple, wrap, wrapped
 from shardwise.mindspore.nn.activations import *
 from shardwise.mindspore.nn.adaptive import *
 from shardwise.mindspore.nn.cell import Cell, CellDict, CellList, GraphCell, SequentialCell

@@ -11,9 +11,7 @@ from shardwise.mindspore.checks import closest
 from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.nn.simple import CLASSES as FURTHER
-from shardwise.mindspore.ops import arithmetic
-from shardwise.mindspore.ops.normalization import LogSoftmax as LogSoftmaxOperator
-from shardwise.mindspore.ops.normalization import Softmax as SoftmaxOperator
+from shardwise.mindspore.ops import arithmetic, reductions
 from shardwise.mindspore.ops.primitive import Inner, Primitive
 from shardwise.mindspore.ops.simple import PRIMITIVES
 from shardwise.mindspore.tensor import Parameter
@@ -34,10 +32,11 @@ class _Activation(Cell):
 
 
 _OPERATORS: dict[str, tuple[str, type[Primitive]]] = {
-    "ELU": ("elu", arithmetic.ACTIVATIONS["Elu"]), "FastGelu": ("fast_gelu", PRIMITIVES["FastGeLU"]),
-    "LeakyReLU": ("leaky_relu", arithmetic.ACTIVATIONS["LeakyReLU"]), "LogSoftmax": ("log_softmax", LogSoftmaxOperator),
-    "SiLU": ("silu", PRIMITIVES["SiLU"]), "Softmax": ("softmax", SoftmaxOperator),
-    **{name: (name.lower(), arithmetic.PRIMITIVES[name]) for name in (
+    "ELU": ("elu", arithmetic.CLASSES["Elu"]), "FastGelu": ("fast_gelu", PRIMITIVES["FastGeLU"]),
+    "LeakyReLU": ("leaky_relu", arithmetic.CLASSES["LeakyReLU"]),
+    "LogSoftmax": ("log_softmax", reductions.CLASSES["LogSoftmax"]),
+    "SiLU": ("silu", PRIMITIVES["SiLU"]), "Softmax": ("softmax", reductions.CLASSES["Softmax"]),
+    **{name: (name.lower(), arithmetic.CLASSES[name]) for name in (
         "HSigmoid", "HSwish", "Mish", "ReLU", "ReLU6", "Sigmoid", "Tanh")},
 }  # fmt: skip
 CLASSES: dict[str, type[Cell]] = {

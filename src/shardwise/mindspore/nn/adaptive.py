@@ -6,14 +6,15 @@ are updated like whole parameters. Lamb's norms are summed over the ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.errors import problem
+from shardwise.mindspore.checks import within
 from shardwise.mindspore.holding import copies, holding_of, is_elsewhere
 from shardwise.mindspore.nn.optimizer import OfSettings, Optimizer
 
@@ -30,9 +31,8 @@ class _Formula(OfSettings):
         return _ByFormula(groups, self.step)
 
     def step(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
-        return self.update(
-            state, p, g + group["weight_decay"] * p if self.decays and group["weight_decay"] else g, group
-        )
+        decay = group["weight_decay"] if self.decays else 0.0
+        return self.update(state, p, g + decay * p if decay else g, group)
 
     def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
         raise NotImplementedError
@@ -46,12 +46,10 @@ class _Formula(OfSettings):
 class _Moments(_Formula):
     """An optimizer with the moments m and v."""
 
-    def _settle(self) -> None:
-        for name in ("beta1", "beta2"):
-            if not 0 < getattr(self, name) < 1:
-                raise ValueError(problem(f"{name} is {getattr(self, name)}", fix="a number between 0 and 1"))
-        if self.eps <= 0:
-            raise ValueError(problem(f"eps is {self.eps}", fix="a number above 0"))
+    checks: ClassVar = {
+        **dict.fromkeys(("beta1", "beta2"), within(0, 1, "a number between 0 and 1")),
+        "eps": within(0, math.inf, "a number above 0"),
+    }
 
     def moments(self, state: dict[str, Any], p: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         if not state:
@@ -209,9 +207,7 @@ class FTRL(
 ):  # fmt: skip
     """Follow the regularized leader (McMahan et al. 2013, algorithm 1), with powers of the accumulated squares."""
 
-    def _settle(self) -> None:
-        if self.lr_power > 0:
-            raise ValueError(problem(f"lr_power is {self.lr_power}", fix="a number up to 0"))
+    checks: ClassVar = {"lr_power": within(-math.inf, math.nextafter(0, 1), "a number up to 0")}
 
     def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
         a, z = self.kept(state, p, moments=self.initial_accum, linear=0.0)

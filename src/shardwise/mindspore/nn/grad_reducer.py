@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from shardwise.errors import ShardwiseError, problem
-from shardwise.mindspore import calls, context
+from shardwise.mindspore import calls, context, rank_groups
 from shardwise.mindspore.communication.management import GlobalComm, find_group
 from shardwise.mindspore.holding import parameter_of
-from shardwise.mindspore.library import rank_groups
 from shardwise.mindspore.options import Options
 
 Tensor = torch.Tensor

@@ -13,15 +13,25 @@ from shardwise.errors import problem
 from shardwise.mindspore import calls, context
 from shardwise.mindspore.checks import channels_first, from_on
 from shardwise.mindspore.common.initializer import CLASSES as INITIALIZERS
-from shardwise.mindspore.common.initializer import HeUniform, initializer
+from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.nn.activations import get_activation
 from shardwise.mindspore.nn.cell import Cell
-from shardwise.mindspore.ops.images import AvgPool, Conv2D, Conv2DTranspose, MaxPool, Sizes, pair
+from shardwise.mindspore.ops.images import (
+    AvgPool,
+    Conv2D,
+    Conv2DTranspose,
+    MaxPool,
+    Sizes,
+    grown,
+    pair,
+    pool,
+    same_padding,
+    transposed,
+)
 from shardwise.mindspore.ops.indexing import Gather
 from shardwise.mindspore.ops.linear import BiasAdd, MatMul
 from shardwise.mindspore.ops.primitive import Inner
-from shardwise.mindspore.ops.resizing import grown, pool, same_padding, transposed
 from shardwise.mindspore.ops.shape import CLASSES as SHAPES
 from shardwise.mindspore.tensor import Parameter
 
@@ -34,7 +44,7 @@ def positive(layer: str, **sizes: Any) -> None:
 
 
 def _weight(init: Any, shape: list[int], dtype: torch.dtype) -> Parameter:
-    return Parameter(initializer(HeUniform(HE) if init is None else init, shape, dtype), "weight")
+    return Parameter(initializer(INITIALIZERS["HeUniform"](HE) if init is None else init, shape, dtype), "weight")
 
 
 def _bias(init: Any, size: int, fan_in: int, dtype: torch.dtype) -> Parameter:
@@ -147,30 +157,34 @@ SHARED: dict[str, Any] = {"dilation": 1, "group": 1, "has_bias": False, "weight_
 class _Convolution(Layer):
     """Common base of convolutions."""
 
+    title, is_transposed = "", False
     kernel_size: Any
     stride: Any
     dilation: Any
 
-    @property
-    def _channels(self) -> tuple[int, int]:
-        """Return the first two sizes of the weight."""
-        return self.out_channels, self.in_channels // self.group
-
-    def _set_weights(self, weight_init: Any, bias_init: Any, dtype: torch.dtype) -> None:
-        shape = [*self._channels, *self.kernel_size]
+    def _settle(self, weight_init: Any, bias_init: Any, dtype: torch.dtype) -> None:
+        first, second, group = self.out_channels, self.in_channels, self.group
+        positive(self.title, in_channels=second, out_channels=first, group=group)
+        if first % group or second % group:
+            what = f"{self.title}: group {group} does not divide {second} and {first} channels"
+            raise ValueError(problem(what, fix="a divisor"))
+        for name in ("kernel_size", "stride", "dilation"):
+            setattr(self, name, self._sizes(name, getattr(self, name)))
+        first, second = (second, first) if self.is_transposed else (first, second)
+        shape = [first, second // group, *self.kernel_size]
         self.weight = _weight(weight_init, shape, dtype)
         if self.has_bias:
             self.bias = _bias(bias_init, self.out_channels, math.prod(shape[1:]), dtype)
 
-    def _check_channels(self, title: str) -> None:
-        positive(title, in_channels=self.in_channels, out_channels=self.out_channels, group=self.group)
+    def _sizes(self, name: str, value: Any) -> tuple[int, ...]:
+        return pair(name, value)
 
 
 class _OfImages(_Convolution):
     """Common base of image convolutions: the bias is added by a separate operator."""
 
-    def _set_weights(self, weight_init: Any, bias_init: Any, dtype: torch.dtype) -> None:
-        super()._set_weights(weight_init, bias_init, dtype)
+    def _settle(self, weight_init: Any, bias_init: Any, dtype: torch.dtype) -> None:
+        super()._settle(weight_init, bias_init, dtype)
         if self.has_bias:
             self.bias_add = BiasAdd()
 
@@ -178,14 +192,10 @@ class _OfImages(_Convolution):
 class Conv2d(_OfImages, **SIZES, **SHARED, data_format="NCHW", dtype=torch.float32):
     """Convolution of images (N, C, H, W), with a weight of (out, in / group, height, width)."""
 
+    title = "Conv2d"
+
     def _settle(self, weight_init: Any, bias_init: Any, dtype: torch.dtype, data_format: str = "NCHW") -> None:
-        self._check_channels("Conv2d")
-        if self.in_channels % self.group or self.out_channels % self.group:
-            what = f"Conv2d: group {self.group} does not divide {self.in_channels} and {self.out_channels} channels"
-            raise ValueError(problem(what, fix="a divisor"))
-        self.kernel_size, self.stride = pair("kernel_size", self.kernel_size), pair("stride", self.stride)
-        self.dilation = pair("dilation", self.dilation)
-        self._set_weights(weight_init, bias_init, dtype)
+        super()._settle(weight_init, bias_init, dtype)
         self.conv2d = Conv2D(
             self.out_channels, self.kernel_size, pad_mode=self.pad_mode, pad=self.padding, stride=self.stride,
             dilation=self.dilation, group=self.group, data_format=data_format,
@@ -215,14 +225,16 @@ class Conv1d(_OfRows, Conv2d, **SIZES, **SHARED, dtype=torch.float32):
 class Conv3d(_Convolution, **SIZES, **SHARED, data_format="NCDHW", dtype=torch.float32):
     """Convolution of volumes (N, C, D, H, W), with a weight of (out, in / group, depth, height, width)."""
 
-    def _settle(self, padding: Any, weight_init: Any, bias_init: Any, data_format: str, dtype: torch.dtype) -> None:
-        self._check_channels("Conv3d")
-        self.kernel_size, self.stride, self.dilation = (
-            (size,) * 3 if isinstance(size, int) else tuple(size)
-            for size in (self.kernel_size, self.stride, self.dilation)
-        )
+    title = "Conv3d"
+
+    def _settle(
+        self, weight_init: Any, bias_init: Any, dtype: torch.dtype, padding: Any = 0, data_format: str = "NCDHW"
+    ) -> None:
         self.sides = (padding,) * 6 if isinstance(padding, int) else tuple(padding)
-        self._set_weights(weight_init, bias_init, dtype)
+        super()._settle(weight_init, bias_init, dtype)
+
+    def _sizes(self, name: str, value: Any) -> tuple[int, ...]:
+        return (value,) * 3 if isinstance(value, int) else tuple(value)
 
     def construct(self, x: Any) -> Any:
         sides = self.sides if self.pad_mode == "pad" else (0,) * 6
@@ -240,9 +252,7 @@ class Conv3dTranspose(
 ):  # fmt: skip
     """The transposed convolution of volumes, with a weight of (in, out / group, depth, height, width)."""
 
-    @property
-    def _channels(self) -> tuple[int, int]:
-        return self.in_channels, self.out_channels // self.group
+    is_transposed = True
 
     def construct(self, x: Any) -> Any:
         y = transposed(x, self.weight, self.stride, self.pad_mode, self.sides, self.output_padding, self.dilation,
@@ -254,15 +264,11 @@ class Conv2dTranspose(_OfImages, **SIZES, output_padding=0, **SHARED, dtype=torc
     """The transposed convolution, with a weight of (in, out / group, height, width). Mode "same" enlarges images by the
     stride."""
 
-    @property
-    def _channels(self) -> tuple[int, int]:
-        return self.in_channels, self.out_channels // self.group
+    title, is_transposed = "Conv2dTranspose", True
 
     def _settle(self, weight_init: Any, bias_init: Any, dtype: torch.dtype, output_padding: Sizes = 0) -> None:
-        self._check_channels("Conv2dTranspose")
-        self.kernel_size, self.stride = pair("kernel_size", self.kernel_size), pair("stride", self.stride)
-        self.dilation, self.output_padding = pair("dilation", self.dilation), pair("output_padding", output_padding, 0)
-        self._set_weights(weight_init, bias_init, dtype)
+        self.output_padding = pair("output_padding", output_padding, 0)
+        super()._settle(weight_init, bias_init, dtype)
         self.conv2d_transpose = Conv2DTranspose(
             self.in_channels, self.kernel_size, self.pad_mode, self.padding, stride=self.stride,
             dilation=self.dilation, group=self.group,
@@ -339,21 +345,7 @@ class AvgPool2d(_Pool2d):
     operator, attribute, function = AvgPool, "avg_pool", staticmethod(F.avg_pool2d)
 
 
-class Flatten(Layer, start_dim=1, end_dim=-1):
-    """Flattening of the dims from ``start_dim`` to ``end_dim``."""
-
-    def construct(self, x: Any) -> Any:
-        return x.flatten(self.start_dim, self.end_dim)
-
-
-class Identity(Cell):
-    """The identity function."""
-
-    def construct(self, x: Any) -> Any:
-        return x
-
-
 __all__ = [
     "AvgPool2d", "Conv1d", "Conv1dTranspose", "Conv2d", "Conv2dTranspose", "Conv3d", "Conv3dTranspose", "Dense",
-    "Dropout", "Embedding", "EmbeddingLookup", "Flatten", "Identity", "MaxPool2d",
+    "Dropout", "Embedding", "EmbeddingLookup", "MaxPool2d",
 ]  # fmt: skip

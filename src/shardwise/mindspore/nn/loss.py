@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from shardwise.errors import problem
+from shardwise.mindspore.checks import within
 from shardwise.mindspore.named import Function, WithSettings, classes_of
 from shardwise.mindspore.nn.cell import Cell
-from shardwise.mindspore.ops.arithmetic import PRIMITIVES, Cast
+from shardwise.mindspore.ops.arithmetic import CLASSES as ELEMENTWISE
 from shardwise.mindspore.ops.indexing import OneHot
-from shardwise.mindspore.ops.losses import SoftmaxCrossEntropyWithLogits as SoftmaxCrossEntropy
+from shardwise.mindspore.ops.reductions import CLASSES as OPERATORS
 from shardwise.mindspore.ops.reductions import REDUCTIONS as OVER_DIMS
 from shardwise.mindspore.tensor import as_torch
 
 REDUCTIONS = ("mean", "sum", "none")
 WEIGHTS = ("weight", "pos_weight")  # settings that are stored as buffers
+
+
+def reduced(x: torch.Tensor, reduction: str) -> torch.Tensor:
+    return x.mean() if reduction == "mean" else x.sum() if reduction == "sum" else x
 
 
 class LossBase(Cell):
@@ -27,7 +33,7 @@ class LossBase(Cell):
     is_loss = True
     reductions = REDUCTIONS
     reduce_mean, reduce_sum = OVER_DIMS["ReduceMean"](), OVER_DIMS["ReduceSum"]()
-    mul, cast = PRIMITIVES["Mul"](), Cast()
+    mul, cast = ELEMENTWISE["Mul"](), ELEMENTWISE["Cast"]()
 
     def __init__(self, reduction: str | None = "mean") -> None:
         super().__init__()
@@ -41,29 +47,10 @@ class LossBase(Cell):
         return tuple(range(x.dim()))
 
     def get_loss(self, x: torch.Tensor, weights: Any = 1.0) -> torch.Tensor:
-        x = x * weights
-        return x.mean() if self.reduction == "mean" else x.sum() if self.reduction == "sum" else x
+        return reduced(x * weights, self.reduction)
 
 
 _Loss = LossBase  # older programs import this name
-
-
-class MSELoss(LossBase):
-    """(logits - labels) squared."""
-
-    def construct(self, logits: Any, labels: Any) -> Any:
-        return self.get_loss((logits - labels).square())
-
-
-class L1Loss(LossBase):
-    """|logits - labels|"""
-
-    def construct(self, logits: Any, labels: Any) -> Any:
-        return self.get_loss((logits - labels).abs())
-
-
-class MAELoss(L1Loss):
-    """|logits - labels|"""
 
 
 class LossOfFunction(WithSettings, LossBase):
@@ -83,16 +70,6 @@ class LossOfFunction(WithSettings, LossBase):
         return type(self).function(*inputs, **named, **self._chosen())
 
 
-class SmoothL1Loss(LossOfFunction, beta=1.0, reduction="none"):
-    """0.5 d^2 / beta where d = |logits - labels| is below beta, else d - 0.5 beta. By default one loss per element."""
-
-    function = staticmethod(lambda logits, labels, **settings: F.smooth_l1_loss(logits, labels, **settings))
-
-    def _settle(self) -> None:
-        if self.beta <= 0:
-            raise ValueError(problem(f"beta is {self.beta}", fix="a number above 0"))
-
-
 class SoftmaxCrossEntropyWithLogits(LossBase):
     """Cross entropy of the softmax over the last dim. ``sparse``: labels are class indices, else probabilities in the
     logits' shape. By default one loss per row (``reduction="none"``), as in the reference."""
@@ -100,7 +77,7 @@ class SoftmaxCrossEntropyWithLogits(LossBase):
     def __init__(self, sparse: bool = False, reduction: str = "none") -> None:
         super().__init__(reduction)
         self.sparse = sparse
-        self.softmax_cross_entropy, self.one_hot = SoftmaxCrossEntropy(), OneHot()
+        self.softmax_cross_entropy, self.one_hot = OPERATORS["SoftmaxCrossEntropyWithLogits"](), OneHot()
 
     def construct(self, logits: Any, labels: Any) -> Any:
         if self.sparse and not (self.softmax_cross_entropy.in_strategy or self.one_hot.in_strategy):
@@ -119,9 +96,20 @@ CLASSES = classes_of({
     "CrossEntropyLoss": lambda logits, labels, *, weight=None, ignore_index=-100, reduction="mean", label_smoothing=0.0:
     F.cross_entropy(logits, labels if labels.is_floating_point() else labels.long(), weight, ignore_index=ignore_index,
                     reduction=reduction, label_smoothing=label_smoothing),
+    "L1Loss": ("|logits - labels|", lambda logits, labels, *, reduction="mean": reduced(
+        (logits - labels).abs(), reduction)),
+    "MAELoss": ("|logits - labels|", lambda logits, labels, *, reduction="mean": reduced(
+        (logits - labels).abs(), reduction)),
+    "MSELoss": ("(logits - labels) squared.", lambda logits, labels, *, reduction="mean": reduced(
+        (logits - labels).square(), reduction)),
     "NLLLoss": lambda logits, labels, *, weight=None, ignore_index=-100, reduction="mean": F.nll_loss(
         logits, labels.long(), weight, ignore_index=ignore_index, reduction=reduction),
+    "SmoothL1Loss": (
+        "0.5 d^2 / beta where d = |logits - labels| is below beta, else d - 0.5 beta. By default one loss per element.",
+        lambda logits, labels, *, beta=1.0, reduction="none": F.smooth_l1_loss(
+            logits, labels, beta=beta, reduction=reduction),
+        {"checks": {"beta": within(0, math.inf, "a number above 0")}}),
 }, LossOfFunction, __name__)  # fmt: skip
 globals().update(CLASSES)
 
-__all__ = ["L1Loss", "LossBase", "MAELoss", "MSELoss", "SmoothL1Loss", "SoftmaxCrossEntropyWithLogits", *CLASSES]
+__all__ = ["LossBase", "SoftmaxCrossEntropyWithLogits", *CLASSES]

@@ -14,8 +14,8 @@ from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.nn.layers import Layer, positive
 from shardwise.mindspore.ops.communication import AllReduce
-from shardwise.mindspore.ops.normalization import LayerNorm as LayerNormOperator
 from shardwise.mindspore.ops.primitive import Inner
+from shardwise.mindspore.ops.reductions import CLASSES as OPERATORS
 from shardwise.mindspore.tensor import Parameter
 
 
@@ -133,7 +133,7 @@ class LayerNorm(
         if not isinstance(shape, (tuple, list)):
             raise TypeError(problem(f"LayerNorm: normalized_shape is {shape!r}", fix=f"a tuple: ({shape},)"))
         self._set_scales(list(shape), gamma_init, beta_init, dtype)
-        self.layer_norm = LayerNormOperator(self.begin_norm_axis, self.begin_params_axis, self.epsilon)
+        self.layer_norm = OPERATORS["LayerNorm"](self.begin_norm_axis, self.begin_params_axis, self.epsilon)
 
     def construct(self, x: Any) -> Any:
         y, _, _ = self.layer_norm(x, self.gamma, self.beta)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -11,10 +11,10 @@ from torch import nn
 
 from shardwise import rank
 from shardwise.errors import problem
-from shardwise.mindspore import calls, context
+from shardwise.mindspore import calls, context, rank_groups
+from shardwise.mindspore.checks import not_negative
 from shardwise.mindspore.communication.management import find_group
 from shardwise.mindspore.holding import Held, holding_of, own_shard
-from shardwise.mindspore.library import rank_groups
 from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.ops.composite import HyperMap
@@ -56,11 +56,7 @@ class Optimizer:
             groups = [group for group in groups if "order_params" not in group]
         else:
             order = groups
-            groups = [
-                {"params": members, "weight_decay": decay}
-                for members, decay in _by_decay(groups, weight_decay)
-                if members
-            ]
+            groups = _by_decay(groups, weight_decay)
         self.rates = [_rate(group.get("lr", learning_rate)) for group in groups]
         self.is_group_lr = self.is_group and any("lr" in group for group in groups)
         self.loss_scale, self._steps, self._decay = float(loss_scale), 0, float(weight_decay)
@@ -92,8 +88,7 @@ class Optimizer:
         """Return the learning rate of the next step; if groups have their own, a tuple with one per parameter."""
         if not self.is_group_lr:
             return Tensor(self.rate_now(), torch.float64)
-        rates = [Tensor(rate(self._steps), torch.float64) for rate in self.rates]
-        return self._of_groups(rates)
+        return self._of_groups([Tensor(rate(self._steps), torch.float64) for rate in self.rates])
 
     def get_lr_parameter(self, param: Any) -> Any:
         """Return the learning rate of a parameter in the next step; for several parameters, a list."""
@@ -109,9 +104,8 @@ class Optimizer:
     def learning_rate(self) -> Any:
         """Return the learning rate of the next step: a parameter, which may be assigned to; for a schedule, a tensor. A
         rate that is set remains."""
-        return (
-            self.rates[0].parameter if isinstance(self.rates[0], _Constant) else Tensor(self.rate_now(), torch.float64)
-        )
+        rate = self.rates[0]
+        return rate.parameter if isinstance(rate, _Constant) else Tensor(self.rate_now(), torch.float64)
 
     @learning_rate.setter
     def learning_rate(self, rate: Rate) -> None:
@@ -289,19 +283,16 @@ class Optimizer:
         self._loaded = []
 
 
-def _by_decay(parameters: list[Any], weight_decay: float) -> list[tuple[list[Any], float]]:
-    """Return the parameters that decay, and the others, if any decays."""
-    if not weight_decay:
-        return [(parameters, 0.0)]
-    kept = [
-        parameter
-        for parameter in parameters
-        if any(word in (getattr(parameter, "name", None) or "") for word in ("beta", "gamma"))
-    ]
-    return [
-        ([parameter for parameter in parameters if not any(parameter is other for other in kept)], weight_decay),
-        (kept, 0.0),
-    ]
+def _by_decay(parameters: list[Any], weight_decay: float) -> list[dict[str, Any]]:
+    """Return a group of the parameters that decay, and one of the others, if any decays."""
+    names = [getattr(parameter, "name", None) or "" for parameter in parameters]
+    decays = [not weight_decay or not ("beta" in name or "gamma" in name) for name in names]
+    groups = [
+        {"params": [p for p, decay in zip(parameters, decays, strict=True) if decay is kind],
+         "weight_decay": weight_decay if kind else 0.0}
+        for kind in (True, False)
+    ]  # fmt: skip
+    return [group for group in groups if group["params"]]
 
 
 class _Constant:
@@ -321,10 +312,7 @@ def _rate(rate: Rate) -> Callable[[int], float]:
         return lambda step: float(rate(step))
     values = np.asarray(rate.detach().cpu() if isinstance(rate, torch.Tensor) else rate, dtype=np.float64)
     if values.ndim == 0:
-        value = float(values)
-        if value < 0:
-            raise ValueError(problem(f"learning_rate is {value}", fix="a number from 0"))
-        return _Constant(value)
+        return _Constant(not_negative("learning_rate", float(values)))
     listed = values.tolist()
     return lambda step: float(listed[min(step, len(listed) - 1)])
 
@@ -345,9 +333,7 @@ class OfSettings(WithSettings, Optimizer):
 class Momentum(OfSettings, learning_rate=..., momentum=..., weight_decay=0.0, loss_scale=1.0, use_nesterov=False):
     """v = momentum * v + gradient; parameter -= learning_rate * v (with ``use_nesterov``: Nesterov's)."""
 
-    def _settle(self) -> None:
-        if self.momentum < 0:
-            raise ValueError(problem(f"momentum is {self.momentum}", fix="a number from 0"))
+    checks: ClassVar = {"momentum": not_negative}
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, momentum=float(self.momentum), nesterov=self.use_nesterov)
@@ -357,18 +343,16 @@ class SGD(OfSettings, learning_rate=0.1, momentum=0.0, dampening=0.0, weight_dec
     """v = momentum * v + (1 - dampening) * gradient (at first the gradient); parameter -= learning_rate * v, or with
     ``nesterov`` learning_rate * (gradient + momentum * v)."""
 
+    checks: ClassVar = {"momentum": not_negative, "dampening": not_negative}
+
     def _settle(self) -> None:
-        for name in ("momentum", "dampening"):
-            if getattr(self, name) < 0:
-                raise ValueError(problem(f"{name} is {getattr(self, name)}", fix="a number from 0"))
         if self.nesterov and (not self.momentum or self.dampening):
             what = f"nesterov with momentum {self.momentum} and dampening {self.dampening}"
             raise ValueError(problem(what, fix="momentum, no dampening"))
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(
-            groups, momentum=float(self.momentum), dampening=float(self.dampening), nesterov=self.nesterov
-        )
+        momentum, dampening = float(self.momentum), float(self.dampening)
+        return torch.optim.SGD(groups, momentum=momentum, dampening=dampening, nesterov=self.nesterov)
 
 
 class Rprop(OfSettings, learning_rate=0.1, etas=(0.5, 1.2), step_sizes=(1e-6, 50.0), weight_decay=0.0):

@@ -12,12 +12,11 @@ from shardwise.errors import ShardwiseError, problem
 from shardwise.mindspore.holding import as_gradient, holding_of, parameter_of
 from shardwise.mindspore.named import Function, WithSettings, classes_of
 from shardwise.mindspore.nn.cell import Cell
-from shardwise.mindspore.nn.loss import REDUCTIONS, LossOfFunction
-from shardwise.mindspore.nn.quality import QUALITY
+from shardwise.mindspore.nn.loss import REDUCTIONS, LossOfFunction, reduced
 from shardwise.mindspore.ops.clip import split_norm
 from shardwise.mindspore.ops.functions import FUNCTIONS
-from shardwise.mindspore.ops.resizing import bilinear, mirrored, pool
-from shardwise.mindspore.ops.simple import OfFunction
+from shardwise.mindspore.ops.images import bilinear, mirrored, pool
+from shardwise.mindspore.ops.simple import of_functions
 from shardwise.mindspore.tensor import as_torch
 from shardwise.mindspore.tensor_methods import dtype_of
 
@@ -69,16 +68,12 @@ def _clipped(x: Any, clip_norm: Any, axis: Any) -> Any:
     return as_gradient(x * clip_norm / torch.maximum(norm, torch.as_tensor(clip_norm, dtype=x.dtype)), parameter)
 
 
-def _reduced(x: Any, reduction: str) -> Any:
-    return x.mean() if reduction == "mean" else x.sum() if reduction == "sum" else x
-
-
 def _focal(logits: Any, labels: Any, weight: Any, gamma: float, reduction: str) -> Any:
     """Return (1 - p)^gamma times the cross entropy (Lin et al. 2017, equation 5), over classes in dim 1."""
     classes = labels.long() if labels.dim() < logits.dim() else labels.squeeze(1).long()
     logarithm = logits.log_softmax(1).gather(1, classes.unsqueeze(1)).squeeze(1)
     loss = -((1 - logarithm.exp()) ** gamma) * logarithm
-    return _reduced(loss if weight is None else loss * as_torch(weight)[classes], reduction)
+    return reduced(loss if weight is None else loss * as_torch(weight)[classes], reduction)
 
 
 def _dice(logits: Any, label: Any, smooth: float) -> Any:
@@ -86,38 +81,82 @@ def _dice(logits: Any, label: Any, smooth: float) -> Any:
     return 1 - 2 * both / (squares + smooth)
 
 
-# Cells and losses that compute a function of ``ops.functions``: its name, and the constructor's settings.
-_CELLS_OF_FUNCTIONS = {
-    "CELU": "celu alpha=1.0", "GLU": "glu axis=-1", "HShrink": "hardshrink lambd=0.5",
-    "HardShrink": "hardshrink lambd=0.5", "Hardtanh": "hardtanh min_val=-1.0 max_val=1.0", "LogSigmoid": "logsigmoid",
-    "SeLU": "selu", "SoftShrink": "soft_shrink lambd=0.5", "Softmin": "softmin axis=-1", "Softplus": "softplus",
-    "Softsign": "softsign", "Tanhshrink": "tanhshrink",
-    "LRN": "lrn depth_radius=5 bias=1.0 alpha=1.0 beta=0.5 norm_region='ACROSS_CHANNELS'",
-    **{f"AdaptiveAvgPool{dims}d": f"adaptive_avg_pool{dims}d output_size" for dims in (1, 2, 3)},
-    "AdaptiveMaxPool1d": "adaptive_max_pool1d output_size",
-    **{f"AdaptiveMaxPool{dims}d": f"adaptive_max_pool{dims}d output_size return_indices=False" for dims in (2, 3)},
-    **{f"LPPool{dims}d": f"lp_pool{dims}d norm_type kernel_size stride=None ceil_mode=False" for dims in (1, 2)},
-    "ChannelShuffle": "channel_shuffle groups", "PixelShuffle": "pixel_shuffle upscale_factor",
-    "PixelUnshuffle": "pixel_unshuffle downscale_factor",
-    "ReduceLogSumExp": "logsumexp axis keep_dims=False",
-    "PairwiseDistance": "pairwise_distance p=2.0 eps=1e-6 keepdim=False",
-    "LGamma": "lgamma", "DiGamma": "digamma", "MatInverse": "inverse", "MatDet": "det", "MatrixDiag": "matrix_diag",
-    "MatrixDiagPart": "matrix_diag_part", "MatrixSetDiag": "matrix_set_diag",
-}  # fmt: skip
-_LOSSES_OF_FUNCTIONS = {
-    "CosineEmbeddingLoss": "cosine_embedding_loss margin=0.0 reduction='mean'",
-    "GaussianNLLLoss": "gaussian_nll_loss full=False eps=1e-6 reduction='mean'",
-    "HingeEmbeddingLoss": "hinge_embedding_loss margin=1.0 reduction='mean'",
-    "HuberLoss": "huber_loss reduction='mean' delta=1.0",
-    "KLDivLoss": "kl_div reduction='mean'",
-    "MarginRankingLoss": "margin_ranking_loss margin=0.0 reduction='mean'",
-    "MultiLabelSoftMarginLoss": "multilabel_soft_margin_loss weight=None reduction='mean'",
-    "PoissonNLLLoss": "poisson_nll_loss log_input=True full=False eps=1e-8 reduction='mean'",
-    "SoftMarginLoss": "soft_margin_loss reduction='mean'",
-}
-CELLS: dict[str, Function] = {
-    **{name: OfFunction(line) for name, line in _CELLS_OF_FUNCTIONS.items()},
-    **QUALITY,
+def _weighted(x: torch.Tensor, size: int, sigma: float) -> torch.Tensor:
+    """Return Gaussian-weighted means of windows."""
+    distances = torch.arange(size, dtype=x.dtype) - (size - 1) / 2
+    bell = torch.softmax(-distances.square() / (2 * sigma**2), 0)
+    kernel = torch.outer(bell, bell).expand(x.shape[1], 1, size, size)
+    return F.conv2d(x, kernel.to(x), groups=x.shape[1])
+
+
+def _similar(
+    img1: torch.Tensor, img2: torch.Tensor, max_val: float = 1.0, filter_size: int = 11, filter_sigma: float = 1.5,
+    k1: float = 0.01, k2: float = 0.03,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Return the similarity per channel [n, c], and its part without means (Wang et al. 2004, equation 13)."""
+    first, second, squares, product = (
+        _weighted(x, filter_size, filter_sigma) for x in (img1, img2, img1.square() + img2.square(), img1 * img2)
+    )
+    c1, c2 = (k1 * max_val) ** 2, (k2 * max_val) ** 2
+    of_means = (2 * first * second + c1) / (first.square() + second.square() + c1)
+    rest = (2 * (product - first * second) + c2) / (squares - first.square() - second.square() + c2)
+    return (of_means * rest).mean((2, 3)), rest.mean((2, 3))
+
+
+def _at_scales(img1: torch.Tensor, img2: torch.Tensor, power_factors: Any, **settings: Any) -> torch.Tensor:
+    """Return the similarity at several scales, each half the previous one (Wang et al. 2003, equation 7)."""
+    parts = []
+    for level, power in enumerate(power_factors):
+        whole, rest = _similar(img1, img2, **settings)
+        parts.append((whole if level + 1 == len(power_factors) else rest).relu() ** power)
+        img1, img2 = F.avg_pool2d(img1, 2), F.avg_pool2d(img2, 2)
+    return torch.stack(parts).prod(0).mean(1)
+
+
+def _slopes(images: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the differences between each pixel and the one below, and the one on the right; 0 at the ends."""
+    return F.pad(images.diff(dim=2), (0, 0, 0, 1)), F.pad(images.diff(dim=3), (0, 1))
+
+
+def _middle(image: torch.Tensor, central_fraction: float) -> torch.Tensor:
+    begins = [int((size - size * central_fraction) / 2) for size in image.shape[-2:]]
+    height, width = (size - 2 * begin for size, begin in zip(image.shape[-2:], begins, strict=True))
+    return image[..., begins[0] : begins[0] + height, begins[1] : begins[1] + width]
+
+
+# Cells and losses that compute a function of ``ops.functions`` (``ops.simple.of_functions``).
+_CELLS_OF_FUNCTIONS = """
+    CELU=celu alpha=1.0; GLU=glu axis=-1; HShrink=hardshrink lambd=0.5; HardShrink=hardshrink lambd=0.5;
+    Hardtanh=hardtanh min_val=-1.0 max_val=1.0; LogSigmoid=logsigmoid; SeLU=selu; SoftShrink=soft_shrink lambd=0.5;
+    Softmin=softmin axis=-1; Softplus=softplus; Softsign=softsign; Tanhshrink=tanhshrink; LRN=lrn depth_radius=5
+    bias=1.0 alpha=1.0 beta=0.5 norm_region='ACROSS_CHANNELS'; AdaptiveAvgPool1d=adaptive_avg_pool1d output_size;
+    AdaptiveAvgPool2d=adaptive_avg_pool2d output_size; AdaptiveAvgPool3d=adaptive_avg_pool3d output_size;
+    AdaptiveMaxPool1d=adaptive_max_pool1d output_size; AdaptiveMaxPool2d=adaptive_max_pool2d output_size
+    return_indices=False; AdaptiveMaxPool3d=adaptive_max_pool3d output_size return_indices=False; LPPool1d=lp_pool1d
+    norm_type kernel_size stride=None ceil_mode=False; LPPool2d=lp_pool2d norm_type kernel_size stride=None
+    ceil_mode=False; ChannelShuffle=channel_shuffle groups; PixelShuffle=pixel_shuffle upscale_factor;
+    PixelUnshuffle=pixel_unshuffle downscale_factor; ReduceLogSumExp=logsumexp axis keep_dims=False;
+    PairwiseDistance=pairwise_distance p=2.0 eps=1e-6 keepdim=False; LGamma=lgamma; DiGamma=digamma;
+    MatInverse=inverse; MatDet=det; MatrixDiag=matrix_diag; MatrixDiagPart=matrix_diag_part;
+    MatrixSetDiag=matrix_set_diag"""
+_LOSSES_OF_FUNCTIONS = """
+    CosineEmbeddingLoss=cosine_embedding_loss margin=0.0 reduction='mean'; GaussianNLLLoss=gaussian_nll_loss full=False
+    eps=1e-6 reduction='mean'; HingeEmbeddingLoss=hinge_embedding_loss margin=1.0 reduction='mean';
+    HuberLoss=huber_loss reduction='mean' delta=1.0; KLDivLoss=kl_div reduction='mean';
+    MarginRankingLoss=margin_ranking_loss margin=0.0 reduction='mean';
+    MultiLabelSoftMarginLoss=multilabel_soft_margin_loss weight=None reduction='mean'; PoissonNLLLoss=poisson_nll_loss
+    log_input=True full=False eps=1e-8 reduction='mean'; SoftMarginLoss=soft_margin_loss reduction='mean'"""
+CELLS: dict[str, Any] = {
+    **of_functions(_CELLS_OF_FUNCTIONS),
+    # -- image quality
+    "CentralCrop": lambda image, *, central_fraction: _middle(image, central_fraction),
+    "ImageGradients": lambda images: _slopes(images),
+    "MSSSIM": lambda img1, img2, *, max_val=1.0, power_factors=(0.0448, 0.2856, 0.3001, 0.2363, 0.1333), filter_size=11,
+    filter_sigma=1.5, k1=0.01, k2=0.03: _at_scales(
+        img1, img2, power_factors, max_val=max_val, filter_size=filter_size, filter_sigma=filter_sigma, k1=k1, k2=k2),
+    "PSNR": lambda img1, img2, *, max_val=1.0: 10 * torch.log10(max_val**2 / (img1 - img2).square().mean((1, 2, 3))),
+    "SSIM": lambda img1, img2, *, max_val=1.0, filter_size=11, filter_sigma=1.5, k1=0.01, k2=0.03: _similar(
+        img1, img2, max_val, filter_size, filter_sigma, k1, k2)[0].mean(1),
     # -- activations
     "Softmax2d": lambda x: torch.softmax(x, -3),
     "Threshold": lambda x, *, threshold, value: F.threshold(x, threshold, value),
@@ -140,6 +179,9 @@ CELLS: dict[str, Function] = {
     **{f"ConstantPad{dims}d": _constant_pad(dims) for dims in (1, 2, 3)},
     **{f"{name}Pad{dims}d": _pad(mode, dims) for dims in (1, 2, 3) for name, mode in (
         ("Reflection", "reflect"), ("Replication", "replicate"))},
+    "Flatten": ("Flattening of the dims from ``start_dim`` to ``end_dim``.",
+                lambda x, *, start_dim=1, end_dim=-1: x.flatten(start_dim, end_dim)),
+    "Identity": ("The identity function.", lambda x: x),
     "Pad": lambda x, *, paddings, mode="CONSTANT": mirrored(x, paddings, mode),
     "ResizeBilinear": lambda x, size=None, scale_factor=None, align_corners=False, *, half_pixel_centers=False:
     _upsampled(x, size, scale_factor, align_corners, half_pixel_centers),
@@ -165,7 +207,7 @@ CELLS: dict[str, Function] = {
     "RReLU": lambda x, *, lower=1 / 8, upper=1 / 3, training=False: F.rrelu(x, lower, upper, training),
 }  # fmt: skip
 LOSSES: dict[str, Function] = {
-    **{name: OfFunction(line) for name, line in _LOSSES_OF_FUNCTIONS.items()},
+    **of_functions(_LOSSES_OF_FUNCTIONS),
     "CTCLoss": lambda log_probs, targets, input_lengths, target_lengths, *, blank=0, reduction="mean",
     zero_infinity=False: F.ctc_loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity),
     "DiceLoss": lambda logits, labels, *, smooth=1e-5: _dice(logits, labels, smooth),

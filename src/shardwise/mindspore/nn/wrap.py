@@ -21,7 +21,7 @@ from shardwise.mindspore.loss_scale import (
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.nn.grad_reducer import DistributedGradReducer
 from shardwise.mindspore.nn.optimizer import Optimizer
-from shardwise.mindspore.ops.arithmetic import Cast
+from shardwise.mindspore.ops.arithmetic import CLASSES as ELEMENTWISE
 from shardwise.mindspore.ops.composite import GradOperation, HyperMap
 from shardwise.mindspore.ops.functional import differentiate
 from shardwise.mindspore.options import ParallelMode
@@ -80,7 +80,8 @@ class TrainOneStepCell(Cell):
         self.optimizer = optimizer
         self.weights: Any = ParameterTuple(cast(Any, optimizer.parameters))
         self.grad = GradOperation(get_by_list=True, sens_param=True)
-        self.parallel_mode, self.hyper_map, self.cast = context.options().parallel_mode, HyperMap(), Cast()
+        self.parallel_mode = context.options().parallel_mode
+        self.hyper_map, self.cast = HyperMap(), ELEMENTWISE["Cast"]()
         self.reducer_flag = self.parallel_mode in REDUCED
         self.mean, self.degree = context.options().gradients_mean, context.options().devices if self.reducer_flag else 1
         self.grad_reducer: Any = DistributedGradReducer(self.weights) if self.reducer_flag else lambda grads: grads

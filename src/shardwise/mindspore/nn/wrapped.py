@@ -6,7 +6,8 @@ Parameters keep torch's names: ``lstm.weight_ih_l0``, ``attention.in_proj_weight
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from inspect import Signature, signature
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -37,6 +38,12 @@ class Wrapped(Cell):
 
     is_wrapper = True
     make: Callable[..., nn.Module]
+    __signature__: ClassVar[Signature | None] = None  # for inspect and help; None: that of __init__
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        is_own = cls.__init__ is not Wrapped.__init__ or not hasattr(cls, "make")
+        cls.__signature__ = None if is_own else signature(cls.make).replace(return_annotation=Signature.empty)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -59,31 +66,15 @@ class _Recurrent(Wrapped):
     """A recurrent layer: ``construct(x, hx=None, seq_length=None)`` returns the outputs and the last state.
     ``seq_length``: length of each row."""
 
-    kind: Callable[..., nn.Module]
-
-    def __init__(
-        self, input_size: int, hidden_size: int, num_layers: int = 1, *args: Any, has_bias: bool = True,
-        batch_first: bool = False, dropout: float = 0.0, bidirectional: bool = False,
-        dtype: torch.dtype = torch.float32, **kwargs: Any,
-    ) -> None:  # fmt: skip
-        Cell.__init__(self)
-        names = (*self.leading, "has_bias", "batch_first", "dropout", "bidirectional")
-        by_name = dict(zip(names[-4:], (has_bias, batch_first, dropout, bidirectional), strict=True))
-        settings: dict[str, Any] = by_name | kwargs | dict(zip(names, args, strict=False))
-        settings["bias"] = settings.pop("has_bias")
-        self.batch_first = settings["batch_first"]
-        self.module = seeded(type(self).kind, input_size, hidden_size, num_layers, dtype=dtype, **settings)
-
-    leading: tuple[str, ...] = ()  # names of settings before has_bias
-
     def construct(self, x: Any, hx: Any = None, seq_length: Any = None) -> Any:
         if seq_length is None:
             return self.module(x, hx)
         if torch.compiler.is_exporting():  # packing needs values
             return _by_steps(self.module, x, hx, seq_length)
-        packed = pack_padded_sequence(x, torch.as_tensor(seq_length).long(), self.batch_first, enforce_sorted=False)
+        rows_first: Any = self.module.batch_first
+        packed = pack_padded_sequence(x, torch.as_tensor(seq_length).long(), rows_first, enforce_sorted=False)
         output, state = self.module(packed, hx)
-        padded, _ = pad_packed_sequence(output, self.batch_first, total_length=x.shape[1 if self.batch_first else 0])
+        padded, _ = pad_packed_sequence(output, rows_first, total_length=x.shape[1 if rows_first else 0])
         return padded, state
 
 
@@ -171,17 +162,22 @@ WRAPPED: dict[str, Callable[..., nn.Module]] = {
         d_model, nhead, num_encoder_layers, num_decoder_layers, dim_feedforward, dropout, activation,
         _inner(custom_encoder), _inner(custom_decoder), layer_norm_eps, batch_first, norm_first, dtype=dtype),
 }  # fmt: skip
-RECURRENT: dict[str, tuple[Callable[..., nn.Module], tuple[str, ...]]] = {
-    "GRU": (nn.GRU, ()), "LSTM": (nn.LSTM, ()), "RNN": (nn.RNN, ("nonlinearity",)),
+RECURRENT: dict[str, Callable[..., nn.Module]] = {
+    "GRU": lambda input_size, hidden_size, num_layers=1, has_bias=True, batch_first=False, dropout=0.0,
+    bidirectional=False, dtype=torch.float32: nn.GRU(
+        input_size, hidden_size, num_layers, has_bias, batch_first, dropout, bidirectional, dtype=dtype),
+    "LSTM": lambda input_size, hidden_size, num_layers=1, has_bias=True, batch_first=False, dropout=0.0,
+    bidirectional=False, dtype=torch.float32: nn.LSTM(
+        input_size, hidden_size, num_layers, has_bias, batch_first, dropout, bidirectional, dtype=dtype),
+    "RNN": lambda input_size, hidden_size, num_layers=1, has_bias=True, batch_first=False, dropout=0.0,
+    bidirectional=False, dtype=torch.float32, *, nonlinearity="tanh": nn.RNN(
+        input_size, hidden_size, num_layers, nonlinearity, has_bias, batch_first, dropout, bidirectional, dtype=dtype),
 }  # fmt: skip
-_BODY = {"__module__": __name__, "__doc__": "Torch's module, with the reference's arguments."}
+_DOC = "Torch's module, with the reference's arguments."
 CLASSES: dict[str, type[Cell]] = {
-    **{name: type(name, (Wrapped,), {"make": staticmethod(factory), **_BODY}) for name, factory in WRAPPED.items()},
-    **{
-        name: type(name, (_Recurrent,), {"kind": staticmethod(kind), "leading": leading, **_BODY})
-        for name, (kind, leading) in RECURRENT.items()
-    },
-}
+    name: type(name, (base,), {"make": staticmethod(make), "__module__": __name__, "__doc__": _DOC})
+    for base, table in ((Wrapped, WRAPPED), (_Recurrent, RECURRENT)) for name, make in table.items()
+}  # fmt: skip
 globals().update(CLASSES)
 
 __all__ = list(CLASSES)

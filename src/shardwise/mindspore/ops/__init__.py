@@ -5,15 +5,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.mindspore.named import absent
 from shardwise.mindspore.ops import composite, functional, functions, operations
 from shardwise.mindspore.ops.clip import clip_by_global_norm, clip_by_value
-from shardwise.mindspore.ops.composite import (
-    GradOperation,
-    HyperMap,
-    Map,
-    MultitypeFuncGraph,
-    Partial,
-    add_flags,
-    core,
-)
+from shardwise.mindspore.ops.composite import GradOperation, HyperMap, Map, MultitypeFuncGraph, Partial, add_flags, core
 from shardwise.mindspore.ops.functional import (
     depend,
     grad,

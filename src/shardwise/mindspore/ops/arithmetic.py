@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from shardwise.mindspore.named import classes_of
-from shardwise.mindspore.ops.primitive import Names, OfSettings, Plain, counted
+from shardwise.mindspore.ops.primitive import Names, Simple, counted
 from shardwise.mindspore.strict import Strategy
 
 
-class Elementwise(Plain):
+class Elementwise(Simple):
     """An elementwise operator: ``function`` of one or several operands, broadcast."""
+
+    lead = None
 
     def led(self, strategy: Strategy, *args: Any) -> Any:
         """Split the result by the counts of all operands. The operators inside follow it."""
@@ -39,7 +40,7 @@ def _minimum(x: Any, y: Any) -> torch.Tensor:
     return x.clamp(max=y) if isinstance(x, torch.Tensor) else y.clamp(max=x)
 
 
-ELEMENTS: dict[str, Callable[..., Any]] = {
+ELEMENTS: dict[str, Any] = {
     **{name: getattr(torch, name.lower()) for name in (
         "ACos", "Abs", "Asin", "Atan", "Atan2", "Ceil", "Cos", "Cosh", "Erf", "Erfc", "Exp", "Expm1", "Floor",
         "IsFinite", "IsInf", "IsNan", "Log", "Log1p", "Neg", "ReLU", "Reciprocal", "Round", "Rsqrt", "Sigmoid", "Sign",
@@ -54,56 +55,19 @@ ELEMENTS: dict[str, Callable[..., Any]] = {
     "FloorDiv": lambda x, y: torch.div(x, y, rounding_mode="floor"), "Maximum": _maximum, "Minimum": _minimum,
     "Equal": operator.eq, "NotEqual": operator.ne, "Greater": operator.gt, "GreaterEqual": operator.ge,
     "Less": operator.lt, "LessEqual": operator.le,
+    "Cast": ("A cast: ``Cast()(x, dtype)``. Its own strategy has an effect; the reference ignores it.",
+             lambda x, dtype: (x if isinstance(x, torch.Tensor) else torch.as_tensor(x)).to(dtype)),
+    "Elu": ("x above 0, else alpha * (exp(x) - 1).", lambda x, *, alpha=1.0: F.elu(x, alpha)),
+    "LeakyReLU": ("x above 0, else alpha * x.", lambda x, *, alpha=0.2: F.leaky_relu(x, alpha)),
 }  # fmt: skip
-COMPOSED: dict[str, Callable[..., Any]] = {  # made of several torch operators
+COMPOSED: dict[str, Any] = {  # made of several torch operators
+    "AddN": ("The sum of a tuple of tensors of one shape.", lambda tensors: sum(tensors[1:], tensors[0])),
     "DivNoNan": lambda x, y: torch.where(y == 0, 0, x / torch.where(y == 0, 1, y)),
     "Identity": torch.clone,
     "Softsign": lambda x: x / (1 + x.abs()),
     "SquaredDifference": lambda x, y: (x - y).square(),
 }
+CLASSES = classes_of(ELEMENTS, Elementwise, __name__) | classes_of(COMPOSED, Elementwise, __name__, lead=0)
+globals().update(CLASSES)
 
-
-def _elementwise(name: str, function: Callable[..., Any]) -> type[Elementwise]:
-    doc = f"The reference's ``{name}``, elementwise."
-    body = {"function": staticmethod(function), "lead": 0 if name in COMPOSED else None}
-    return type(name, (Elementwise,), {**body, "__doc__": doc, "__module__": __name__})
-
-
-PRIMITIVES = {name: _elementwise(name, function) for name, function in (ELEMENTS | COMPOSED).items()}
-globals().update(PRIMITIVES)
-
-
-class Cast(Elementwise):
-    """A cast: ``Cast()(x, dtype)``. Its own strategy has an effect; the reference ignores it."""
-
-    def compute(self, x: Any, dtype: torch.dtype) -> Any:
-        return (x if isinstance(x, torch.Tensor) else torch.as_tensor(x)).to(dtype)
-
-
-class _WithAlpha(OfSettings, Elementwise):
-    """An elementwise operator with settings."""
-
-    def compute(self, *args: Any) -> Any:
-        return type(self).function(*args, **self._chosen())
-
-
-ACTIVATIONS = classes_of({
-    "Elu": ("x above 0, else alpha * (exp(x) - 1).", lambda x, *, alpha=1.0: F.elu(x, alpha)),
-    "LeakyReLU": ("x above 0, else alpha * x.", lambda x, *, alpha=0.2: F.leaky_relu(x, alpha)),
-}, _WithAlpha, __name__)  # fmt: skip
-globals().update(ACTIVATIONS)
-
-
-class AddN(Elementwise):
-    """The sum of a tuple of tensors of one shape."""
-
-    lead = 0
-
-    def compute(self, tensors: Any) -> Any:
-        total = tensors[0]
-        for tensor in tensors[1:]:
-            total = total + tensor
-        return total
-
-
-__all__ = ["AddN", "Cast", *ACTIVATIONS, *PRIMITIVES]
+__all__ = list(CLASSES)

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from shardwise.errors import CaptureError, problem
+from shardwise.mindspore import rank_groups
 from shardwise.mindspore.checks import closest, integer, of_type
 from shardwise.mindspore.communication.management import GlobalComm, find_group
-from shardwise.mindspore.library import rank_groups
 from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.ops.primitive import Primitive
 

@@ -12,13 +12,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from shardwise.errors import problem
-from shardwise.mindspore import calls, context, engine, overflow, strict
-from shardwise.mindspore.holding import as_gradient, averaged_over
+from shardwise.mindspore import calls, context, engine, strict
+from shardwise.mindspore.holding import PARAMETERS, as_gradient, averaged_over
 from shardwise.mindspore.layout import as_counts
 from shardwise.mindspore.library import MARKS
+from shardwise.mindspore.loss_scale import note_overflow
 from shardwise.mindspore.ops.primitive import counted, laid
 from shardwise.mindspore.planning import STRATEGIES
-from shardwise.mindspore.storage import PARAMETERS
 from shardwise.mindspore.tensor import Tensor, as_ours, plain
 
 # Whether a call is inside a function that value_and_grad differentiates, or that torch.func transforms.
@@ -47,7 +47,7 @@ def differentiate(
     loss = result[0] if isinstance(result, (tuple, list)) else result
     (loss.sum() * sens if sens != 1.0 else loss.sum()).backward()
     grads = tuple(torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights)
-    overflow.noted((loss, *grads))
+    note_overflow((loss, *grads))
     for weight, grad in zip(weights, before, strict=True):
         weight.grad = grad
     if split is not None:
@@ -119,7 +119,7 @@ def value_and_grad(
             total.backward()
             grads_or_none = tuple(tensor.grad for tensor in targets)
         grads = tuple(torch.zeros_like(x) if g is None else g for x, g in zip(targets, grads_or_none, strict=True))
-        overflow.noted((total, *grads))
+        note_overflow((total, *grads))
         for tensor, grad in zip(listed or (), before, strict=True):
             tensor.grad = grad if grad is None or grad.shape == tensor.shape else None  # the tensor may be split by now
         as_tensors = tuple(grad.as_subclass(Tensor) for grad in grads)

@@ -16,20 +16,12 @@ from shardwise.errors import problem
 from shardwise.mindspore import calls
 from shardwise.mindspore.common.seed import drawn
 from shardwise.mindspore.named import Function, translated
-from shardwise.mindspore.ops.boxes import BOXES
+from shardwise.mindspore.ops import indexing
 from shardwise.mindspore.ops.clip import clip_by_norm
-from shardwise.mindspore.ops.further import FURTHER
-from shardwise.mindspore.ops.indexing import (
-    Gather,
-    GatherNd,
-    OneHot,
-    TensorScatterAdd,
-    TensorScatterUpdate,
-    UnsortedSegmentSum,
-)
+from shardwise.mindspore.ops.further import FURTHER, SCATTERS
+from shardwise.mindspore.ops.indexing import Gather, OneHot
 from shardwise.mindspore.ops.networks import NETWORKS, as_int, sizes_of
 from shardwise.mindspore.ops.of_torch import OF_TORCH
-from shardwise.mindspore.ops.scatters import SCATTERS, TENSOR_SCATTERS
 from shardwise.mindspore.ops.shape import Slice, StridedSlice
 from shardwise.mindspore.tensor import as_torch
 from shardwise.mindspore.tensor_methods import CALLED, TORCHS, dims_of, dtype_of, number, product
@@ -47,6 +39,12 @@ def _extremum(x: Tensor, axis: int | None, keep: bool, function: Any) -> tuple[T
         return function(x), torch.zeros((), dtype=torch.int32)
     value, index = function(x, axis, keepdim=keep)
     return value, index
+
+
+def _spread(function: Any) -> Function:
+    return lambda input, axis=None, ddof=0, keepdims=False: function(
+        input, dims_of(input, axis), correction=int(ddof), keepdim=keepdims
+    )
 
 
 def _squeezed(x: Tensor, axis: Any) -> Tensor:
@@ -95,33 +93,24 @@ def _binary(function: Any) -> Function:
 
 
 # Functions of one argument, input, and of two, input and other.
-_UNARY = [
-    "abs", "acos", "acosh", "angle", "asin", "asinh", "atan", "atanh", "ceil", "cos", "cosh", "deg2rad", "det",
-    "digamma", "erf", "erfc", "erfinv", "exp", "exp2", "expm1", "floor", "frac", "i0", "inverse", "isfinite",
-    "isinf", "isnan", "isneginf", "isposinf", "lgamma", "log", "log10", "log1p", "log2", "logical_not", "neg",
-    "numel", "rad2deg", "reciprocal", "relu", "round", "rsqrt", "sigmoid", "sign", "sin", "sinc", "sinh", "sqrt",
-    "square", "t", "tan", "tanh", "trace", "trunc", "conj", "real", "imag", "fliplr", "flipud", "nonzero",
-    "atleast_1d", "atleast_2d", "atleast_3d", "signbit", "logdet", "view_as_real",
-]  # fmt: skip
-_BINARY = [
-    "add", "atan2", "bitwise_and", "bitwise_or", "bitwise_xor", "copysign", "dot", "eq", "floor_divide", "fmax",
-    "fmin", "fmod", "ge", "gt", "hypot", "inner", "kron", "le", "logaddexp", "logaddexp2", "logical_and",
-    "logical_or", "logical_xor", "lt", "matmul", "maximum", "minimum", "mul", "ne", "outer", "remainder", "sub",
-    "true_divide", "xlogy", "gcd", "lcm", "heaviside", "float_power",
-]  # fmt: skip
-_SAME = {
-    "absolute": "abs", "arccos": "acos", "arcsin": "asin", "arctan": "atan", "arccosh": "acosh", "arcsinh": "asinh",
-    "arctanh": "atanh", "arctan2": "atan2", "negative": "neg", "inv": "reciprocal", "multiply": "mul",
-    "subtract": "sub", "divide": "div", "floor_div": "floor_divide", "floor_mod": "remainder", "mod": "remainder",
-    "equal": "eq", "not_equal": "ne", "greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le",
-    "tensor_add": "add", "tensor_sub": "sub", "tensor_mul": "mul", "tensor_div": "div", "tensor_pow": "pow",
-    "tensor_gt": "gt", "tensor_ge": "ge", "tensor_lt": "lt", "tensor_le": "le", "tensor_floordiv": "floor_divide",
-    "tensor_mod": "remainder", "scalar_add": "add", "scalar_sub": "sub", "scalar_mul": "mul", "scalar_div": "div",
-    "swapdims": "swapaxes", "movedim": "moveaxis", "concat": "cat", "clip": "clamp", "batch_matmul": "bmm",
-    "gather_d": "gather_elements", "unbind": "unstack", "ger": "outer", "reduce_sum": "sum",
-    "reduce_mean": "mean", "reduce_max": "amax", "reduce_min": "amin", "reduce_prod": "prod", "reduce_all": "all",
-    "reduce_any": "any",
-}  # fmt: skip
+_UNARY = """
+    abs acos acosh angle asin asinh atan atanh ceil cos cosh deg2rad det digamma erf erfc erfinv exp exp2 expm1 floor
+    frac i0 inverse isfinite isinf isnan isneginf isposinf lgamma log log10 log1p log2 logical_not neg numel rad2deg
+    reciprocal relu round rsqrt sigmoid sign sin sinc sinh sqrt square t tan tanh trace trunc conj real imag fliplr
+    flipud nonzero atleast_1d atleast_2d atleast_3d signbit logdet view_as_real"""
+_BINARY = """
+    add atan2 bitwise_and bitwise_or bitwise_xor copysign dot eq floor_divide fmax fmin fmod ge gt hypot inner kron le
+    logaddexp logaddexp2 logical_and logical_or logical_xor lt matmul maximum minimum mul ne outer remainder sub
+    true_divide xlogy gcd lcm heaviside float_power"""
+_SAME = """
+    absolute=abs arccos=acos arcsin=asin arctan=atan arccosh=acosh arcsinh=asinh arctanh=atanh arctan2=atan2
+    negative=neg inv=reciprocal multiply=mul subtract=sub divide=div floor_div=floor_divide floor_mod=remainder
+    mod=remainder equal=eq not_equal=ne greater=gt greater_equal=ge less=lt less_equal=le tensor_add=add tensor_sub=sub
+    tensor_mul=mul tensor_div=div tensor_pow=pow tensor_gt=gt tensor_ge=ge tensor_lt=lt tensor_le=le
+    tensor_floordiv=floor_divide tensor_mod=remainder scalar_add=add scalar_sub=sub scalar_mul=mul scalar_div=div
+    swapdims=swapaxes movedim=moveaxis concat=cat clip=clamp batch_matmul=bmm gather_d=gather_elements unbind=unstack
+    ger=outer reduce_sum=sum reduce_mean=mean reduce_max=amax reduce_min=amin reduce_prod=prod reduce_all=all
+    reduce_any=any"""
 
 
 def _first_of_three(x: torch.Tensor) -> int:
@@ -131,8 +120,8 @@ def _first_of_three(x: torch.Tensor) -> int:
 
 
 FUNCTIONS: dict[str, Function] = {
-    **{name: (lambda function: lambda input: function(input))(getattr(torch, name)) for name in _UNARY},
-    **{name: _binary(getattr(torch, name)) for name in _BINARY},
+    **{name: (lambda function: lambda input: function(input))(getattr(torch, name)) for name in _UNARY.split()},
+    **{name: _binary(getattr(torch, name)) for name in _BINARY.split()},
     # -- elements
     "addcdiv": lambda input, tensor1, tensor2, value=1: input + value * (tensor1 / tensor2),
     "addcmul": lambda input, tensor1, tensor2, value=1: input + value * (tensor1 * tensor2),
@@ -158,11 +147,12 @@ FUNCTIONS: dict[str, Function] = {
         input, other, dim=_first_of_three(input) if dim is None else dim),
     "einsum": lambda equation, *operands: torch.einsum(equation, *operands),
     # -- reductions
+    **{name: _spread(getattr(torch, name)) for name in ("std", "std_mean", "var", "var_mean")},
     "all": lambda input, axis=None, keep_dims=False: torch.all(input, dims_of(input, axis), keepdim=keep_dims),
     "amax": lambda input, axis=None, keepdims=False: torch.amax(input, dims_of(input, axis), keepdim=keepdims),
-    "aminmax": lambda input, *, axis=0, keepdims=False: tuple(torch.aminmax(input, dim=axis, keepdim=keepdims)),
     "amin": lambda input, axis=None, keepdims=False: torch.amin(input, dims_of(input, axis), keepdim=keepdims),
     "any": lambda input, axis=None, keep_dims=False: torch.any(input, dims_of(input, axis), keepdim=keep_dims),
+    "aminmax": lambda input, *, axis=0, keepdims=False: tuple(torch.aminmax(input, dim=axis, keepdim=keepdims)),
     "count_nonzero": lambda x, axis=(), keep_dims=False, dtype=torch.int32: torch.sum(
         (x != 0).to(_type(dtype)), dims_of(x, axis), keepdim=keep_dims),
     "cumprod": lambda input, dim, dtype=None: torch.cumprod(input, dim, dtype=_type(dtype)),
@@ -175,18 +165,10 @@ FUNCTIONS: dict[str, Function] = {
     "norm": lambda A, ord=None, dim=None, keepdim=False, *, dtype=None: torch.linalg.norm(
         A, ord, dim, keepdim, dtype=_type(dtype)),
     "prod": lambda input, axis=None, keep_dims=False: product(input, dims_of(input, axis), keep_dims),
-    "std": lambda input, axis=None, ddof=0, keepdims=False: torch.std(
-        input, dims_of(input, axis), correction=int(ddof), keepdim=keepdims),
-    "std_mean": lambda input, axis=None, ddof=0, keepdims=False: torch.std_mean(
-        input, dims_of(input, axis), correction=int(ddof), keepdim=keepdims),
     "sum": lambda input, dim=None, keepdim=False, *, dtype=None: torch.sum(
         input, dims_of(input, dim), keepdim=keepdim, dtype=_type(dtype)),
     "topk": lambda input, k, dim=-1, largest=True, sorted=True: tuple(torch.topk(
         input, k, -1 if dim is None else dim, largest, sorted)),
-    "var": lambda input, axis=None, ddof=0, keepdims=False: torch.var(
-        input, dims_of(input, axis), correction=int(ddof), keepdim=keepdims),
-    "var_mean": lambda input, axis=None, ddof=0, keepdims=False: torch.var_mean(
-        input, dims_of(input, axis), correction=int(ddof), keepdim=keepdims),
     # -- shapes
     "broadcast_to": lambda input, shape: torch.broadcast_to(input, sizes_of(shape)),
     "cat": lambda tensors, axis=0: torch.cat(tuple(tensors), axis),
@@ -216,7 +198,7 @@ FUNCTIONS: dict[str, Function] = {
     "gather": lambda input_params, input_indices, axis, batch_dims=0: Gather(batch_dims)(
         input_params, input_indices, axis),
     "gather_elements": lambda input, dim, index: torch.gather(input, dim, as_int(index)),
-    "gather_nd": lambda input_x, indices: GatherNd()(input_x, indices),
+    "gather_nd": lambda input_x, indices: indexing.gather_nd(input_x, indices),
     "index_add": lambda x, indices, y, axis: torch.index_add(x, axis, indices, y),
     "index_fill": lambda x, axis, index, value: torch.index_fill(x, axis, as_int(index), value),
     "intopk": lambda x1, x2, k: (torch.topk(x1, k).indices == x2.unsqueeze(-1)).any(-1),
@@ -225,26 +207,23 @@ FUNCTIONS: dict[str, Function] = {
     "scatter": lambda input, axis, index, src: torch.scatter(input, axis, as_int(index), src),
     "scatter_add": lambda input_x, indices, updates: _assigned(
         input_x, lambda tensor: tensor.index_put((as_int(indices),), updates, accumulate=True)),
-    "scatter_nd": lambda indices, updates, shape: TensorScatterAdd()(
+    "scatter_nd": lambda indices, updates, shape: indexing.scatter_add(
         torch.zeros(sizes_of(shape), dtype=updates.dtype), as_int(indices), updates),
     "scatter_update": lambda input_x, indices, updates: _assigned(
         input_x, lambda tensor: tensor.index_put((as_int(indices),), updates)),
     "sequence_mask": lambda lengths, maxlen=None: torch.arange(
         int(lengths.max()) if maxlen is None else maxlen) < lengths.unsqueeze(-1),
     "scatter_nd_update": lambda input_x, indices, updates: _assigned(
-        input_x, lambda tensor: TensorScatterUpdate()(tensor, as_int(indices), updates)),
-    "tensor_scatter_add": lambda input_x, indices, updates: TensorScatterAdd()(input_x, as_int(indices), updates),
+        input_x, lambda tensor: indexing.scatter(tensor, as_int(indices), updates)),
+    "tensor_scatter_add": lambda input_x, indices, updates: indexing.scatter_add(input_x, as_int(indices), updates),
     "tensor_scatter_elements": lambda input_x, indices, updates, axis=0: torch.scatter(
         input_x, axis, as_int(indices), updates),
-    "tensor_scatter_update": lambda input_x, indices, updates: TensorScatterUpdate()(
-        input_x, as_int(indices), updates),
+    "tensor_scatter_update": lambda input_x, indices, updates: indexing.scatter(input_x, as_int(indices), updates),
     "unique": lambda input: torch.unique(input, return_inverse=True),
-    "unsorted_segment_sum": lambda input_x, segment_ids, num_segments: UnsortedSegmentSum()(
+    "unsorted_segment_sum": lambda input_x, segment_ids, num_segments: indexing.segment_sum(
         input_x, segment_ids, num_segments),
-    **BOXES,
     **FURTHER,
     **NETWORKS,
-    **TENSOR_SCATTERS,
     # -- new tensors
     "arange": lambda start=0, end=None, step=1, *, dtype=None: torch.arange(
         0 if end is None else number(start), number(start if end is None else end), number(step), dtype=_type(dtype)),
@@ -294,7 +273,7 @@ FUNCTIONS: dict[str, Function] = {
     if compute_uv else torch.linalg.svdvals(input),
 }  # fmt: skip
 FUNCTIONS |= OF_TORCH
-FUNCTIONS |= {name: FUNCTIONS[same] for name, same in _SAME.items()}
+FUNCTIONS |= {name: FUNCTIONS[same] for name, _, same in (row.partition("=") for row in _SAME.split())}
 FUNCTIONS |= {name: partial(_changed, change) for name, change in SCATTERS.items()}
 
 

@@ -1,22 +1,26 @@
-"""Elementwise, matrix and sequence functions with other names in torch: a part of the table of ``ops.functions``."""
+"""Elementwise, matrix, sequence, box and scatter functions with other names in torch: parts of the table of
+``ops.functions``."""
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
+import shardwise as sw
 from shardwise.errors import problem
 from shardwise.mindspore.checks import one_of
 from shardwise.mindspore.common.seed import drawn
 from shardwise.mindspore.named import Function
+from shardwise.mindspore.ops.images import pairs_of
 from shardwise.mindspore.ops.networks import as_int, sizes_of
-from shardwise.mindspore.ops.resizing import pairs_of
 from shardwise.mindspore.tensor import as_torch
 
 Tensor = torch.Tensor
+Places = list[tuple[Tensor, Tensor]]  # index and weight of two elements around each position
 
 
 def _reversed(x: Tensor, seq_lengths: Tensor, seq_dim: int, batch_dim: int = 0) -> Tensor:
@@ -111,7 +115,7 @@ def _scanned(loop_func: Function, init: Any, xs: Any, length: int | None = None)
     return init, torch.stack(ys) if ys and isinstance(ys[0], Tensor) else ys
 
 
-def overlap(anchor_boxes: Tensor, gt_boxes: Tensor, mode: str = "iou") -> Tensor:
+def _overlap(anchor_boxes: Tensor, gt_boxes: Tensor, mode: str = "iou") -> Tensor:
     """Return the intersection of all pairs of boxes (x0, y0, x1, y1), divided by their union ("iou") or by the area of
     the ground-truth box ("iof")."""
     one_of("iou", "iof")("mode", mode)
@@ -147,11 +151,162 @@ def _decoded(
     return torch.minimum(boxes.clamp(min=0), torch.tensor([width - 1, height - 1] * 2).to(boxes))
 
 
+@torch.library.custom_op("shardwise::kept_boxes", mutates_args=())
+def _kept(close: Tensor) -> Tensor:
+    """Return a mask of the boxes to keep, best first: no kept box before it may be ``close`` [n, n]."""
+    kept = torch.ones(len(close), dtype=torch.bool, device=close.device)
+    for place in range(len(close)):
+        kept[place] = not bool((close[place, :place] & kept[:place]).any())
+    return kept
+
+
+@_kept.register_fake
+def _(close: Tensor) -> Tensor:
+    return close.new_empty(len(close))
+
+
+sw.rule(_kept, "a b -> c", whole=("a", "b", "c"))  # each result depends on all better boxes
+
+
+def suppressed(bboxes: Tensor, iou_threshold: float = 0.5) -> tuple[Tensor, Tensor, Tensor]:
+    """Suppress boxes (x0, y0, x1, y1, score) [n, 5] that overlap a better one by more than the threshold. Return the
+    boxes by descending score, their indices, and a mask of those kept."""
+    order = torch.argsort(bboxes[:, 4].detach(), descending=True, stable=True)
+    boxes = bboxes.index_select(0, order)
+    return boxes, order.to(torch.int32), _kept(_overlap(boxes[:, :4], boxes[:, :4]).detach() > iou_threshold)
+
+
+def _around(places: Tensor, size: int, margin: float) -> Places:
+    """Return the two elements around each position with weights: 0 if it is more than ``margin`` outside."""
+    inside = (places >= -margin) & (places <= size - 1 + margin)
+    clamped = places.clamp(0, size - 1)
+    low = clamped.floor()
+    share = clamped - low
+    return [(low.long(), (1 - share) * inside), ((low + 1).clamp(max=size - 1).long(), share * inside)]
+
+
+def _sampled(x: Tensor, numbers: Tensor, rows: Places, columns: Places) -> Tensor:
+    """Sample images (b, c, h, w) in boxes and return (n, y, x, c). ``numbers`` [n]: image of each box; ``rows`` [n, y]
+    and ``columns`` [n, x]: positions."""
+    height, width = x.shape[2:]
+    pixels = x.movedim(1, -1).reshape(-1, x.shape[1])
+    first = (numbers.long() * height).reshape(-1, 1, 1)
+    parts = [
+        pixels[(first + row.unsqueeze(2)) * width + column.unsqueeze(1)]
+        * (of_row.unsqueeze(2) * of_column.unsqueeze(1)).unsqueeze(-1)
+        for row, of_row in rows
+        for column, of_column in columns
+    ]
+    return torch.stack(parts).sum(0)
+
+
+def _aligned(
+    features: Tensor, rois: Tensor, pooled_height: int, pooled_width: int, spatial_scale: float, sample_num: int = 2,
+    roi_end_mode: int = 1,
+) -> Tensor:  # fmt: skip
+    """Average ``sample_num`` by ``sample_num`` values per cell of a grid over boxes (image, x0, y0, x1, y1) [n, 5] (He
+    et al. 2017): [n, c, height, width]. ``roi_end_mode``: 1 includes the last pixel, 0 makes boxes at least one pixel
+    large."""
+    if sample_num < 1:
+        raise NotImplementedError(problem(f"ROIAlign(sample_num={sample_num})", fix="samples per side, from 1"))
+    begin, end = rois[:, 1:3] * spatial_scale, (rois[:, 3:5] + roi_end_mode) * spatial_scale
+    size = end - begin if roi_end_mode else (end - begin).clamp(min=1)
+
+    def places(dim: int, cells: int) -> Places:
+        shares = (torch.arange(cells * sample_num) + 0.5) / (cells * sample_num)
+        far = begin[:, dim, None] + shares.to(size) * size[:, dim, None]
+        return _around(far, features.shape[3 - dim], 1.0)
+
+    values = _sampled(features, rois[:, 0], places(1, pooled_height), places(0, pooled_width))
+    grid = values.reshape(len(rois), pooled_height, sample_num, pooled_width, sample_num, -1)
+    return grid.mean((2, 4)).movedim(-1, 1)
+
+
+def _resized(
+    image: Tensor, boxes: Tensor, box_indices: Tensor, crop_size: Any, method: str = "bilinear",
+    extrapolation_value: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Resize image parts (b, h, w, c): [n, height, width, c]. ``boxes`` (y0, x0, y1, x1) range from 0 to 1."""
+    one_of("bilinear", "nearest")("method", method)
+
+    def far(low: int, count: int) -> Tensor:
+        begin, end = boxes[:, low, None], boxes[:, low + 2, None]
+        shares = torch.linspace(0, 1, count) if count > 1 else torch.full((1,), 0.5)
+        return (begin + shares.to(boxes) * (end - begin)) * (image.shape[1 + low] - 1)
+
+    places = [far(dim, int(crop_size[dim])) for dim in (0, 1)]
+    positions = [place.round() if method == "nearest" else place for place in places]
+    around = [_around(place, image.shape[1 + dim], 0.0) for dim, place in enumerate(positions)]
+    rows, columns = ((place >= 0) & (place <= image.shape[1 + dim] - 1) for dim, place in enumerate(places))
+    inside = (rows.unsqueeze(2) & columns.unsqueeze(1)).unsqueeze(-1)
+    return torch.where(inside, _sampled(image.movedim(-1, 1), box_indices, *around), extrapolation_value)
+
+
+def _within(bboxes: Tensor, img_metas: Tensor) -> Tensor:
+    """Return whether boxes (x0, y0, x1, y1) lie inside an image (height, width, ratio)."""
+    height, width = img_metas[0] * img_metas[2], img_metas[1] * img_metas[2]
+    ends = (bboxes[..., 2] <= width - 1) & (bboxes[..., 3] <= height - 1)
+    return (bboxes[..., :2] >= 0).all(-1) & ends
+
+
+def _chosen(x: Tensor, count: int = 256) -> tuple[Tensor, Tensor]:
+    """Choose up to ``count`` true positions of a mask at random: [count, dims], and a mask of the valid rows."""
+    chances = torch.rand(x.shape) * x
+    scores, places = torch.topk(torch.nn.functional.pad(chances.flatten(), (0, max(count - x.numel(), 0))), count)
+    is_any = scores > 0
+    index = torch.stack(torch.unravel_index(places * is_any, x.shape), -1)
+    return index.to(torch.int32), is_any
+
+
+# Updates at indices that combine with the present values. ``tensor_scatter_*`` and ``scatter_nd_*`` address elements
+# (or slices) by the last dim of ``indices``, ``scatter_*`` slices along dim 0. ``unsorted_segment_*`` reduce slices
+# that share an id.
+# Name -> torch's reduction, and the function applied to the updates.
+_KINDS: dict[str, tuple[str, Function]] = {
+    "add": ("sum", lambda x: x), "sub": ("sum", torch.neg), "mul": ("prod", lambda x: x),
+    "div": ("prod", torch.reciprocal), "max": ("amax", lambda x: x), "min": ("amin", lambda x: x),
+}  # fmt: skip
+
+
+def _combined(rows: Tensor, numbers: Tensor, updates: Tensor, kind: str) -> Tensor:
+    """Combine the rows ``numbers`` (m) of ``rows`` (n, ...) with ``updates`` (m, ...)."""
+    reduction, change = _KINDS[kind]
+    index = numbers.long().reshape(-1, *(1,) * (rows.dim() - 1)).expand(-1, *rows.shape[1:])
+    return rows.scatter_reduce(0, index, change(updates).to(rows), reduction)
+
+
+def _at_rows(input_x: Tensor, indices: Tensor, updates: Tensor, kind: str = "add") -> Tensor:
+    return _combined(input_x, indices.reshape(-1), updates.reshape(-1, *input_x.shape[1:]), kind)
+
+
+def _at_elements(input_x: Tensor, indices: Tensor, updates: Tensor, kind: str = "add") -> Tensor:
+    depth = indices.shape[-1]
+    sizes, rest = input_x.shape[:depth], input_x.shape[depth:]
+    strides = torch.tensor([math.prod(sizes[place + 1 :]) for place in range(depth)])
+    numbers = (indices.long() * strides).sum(-1).reshape(-1)
+    rows = _combined(input_x.reshape(math.prod(sizes), -1), numbers, updates.reshape(len(numbers), -1), kind)
+    return rows.reshape(*sizes, *rest)
+
+
+def _segments(input_x: Tensor, segment_ids: Tensor, num_segments: Any, kind: str = "max") -> Tensor:
+    """Reduce segments. Empty ones hold the least number of the dtype for "max", the largest for "min", 1 for "mul"."""
+    slices = input_x.shape[segment_ids.dim() :]
+    info = torch.finfo(input_x.dtype) if input_x.is_floating_point() else torch.iinfo(input_x.dtype)
+    start = {"max": info.min, "min": info.max, "mul": 1}[kind]
+    return _at_rows(input_x.new_full((int(num_segments), *slices), start), segment_ids, input_x, kind)
+
+
 FURTHER: dict[str, Function] = {
     # -- control
     "fori_loop": _for, "scan": _scanned, "while_loop": _while,
     # -- boxes
-    "bounding_box_decode": _decoded, "bounding_box_encode": _encoded, "iou": overlap,
+    "bounding_box_decode": _decoded, "bounding_box_encode": _encoded, "check_valid": _within,
+    "choice_with_mask": _chosen, "crop_and_resize": _resized, "iou": _overlap, "roi_align": _aligned,
+    # -- updates at indices
+    **{f"tensor_scatter_{kind}": partial(_at_elements, kind=kind) for kind in _KINDS if kind != "add"},
+    "unsorted_segment_max": partial(_segments, kind="max"),
+    "unsorted_segment_min": partial(_segments, kind="min"),
+    "unsorted_segment_prod": partial(_segments, kind="mul"),
     # -- elements
     "mul_no_nan": lambda x, y: torch.where(y == 0, 0, x * y),
     "truncate_div": lambda x, y: torch.div(x, y, rounding_mode="trunc"),
@@ -196,3 +351,7 @@ FURTHER: dict[str, Function] = {
     "type_as": lambda input, other: input.to(other.dtype),
     "typeof": lambda x: x.dtype,
 }  # fmt: skip
+SCATTERS: dict[str, Function] = {  # these change a parameter
+    **{f"scatter_{kind}": partial(_at_rows, kind=kind) for kind in _KINDS if kind != "add"},
+    **{f"scatter_nd_{kind}": partial(_at_elements, kind=kind) for kind in _KINDS},
+}

@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.mindspore import context, strict
-from shardwise.mindspore.ops.primitive import Names, OfSettings, Primitive, counted, notation
+from shardwise.mindspore.named import classes_of
+from shardwise.mindspore.ops.primitive import Names, OfSettings, Simple, along, counted, notation
 from shardwise.mindspore.strict import Shapes, Strategy
 
 
@@ -198,33 +199,6 @@ class EmbeddingLookup(Gather):
         return torch.where(inside.reshape(*inside.shape, *(1,) * (params.dim() - 1)), rows, 0)
 
 
-class GatherD(Primitive):
-    """``GatherD()(x, dim, index)``: as ``torch.gather``."""
-
-    def compute(self, x: Any, dim: int, index: Any) -> Any:
-        return x.gather(dim, index.long())
-
-    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        strict.equal(self.title, strategy)
-        strict.whole(
-            self.title, strategy[0], (strict.dim_of(self.title, args[1], len(shapes[0])),), "which it looks up"
-        )
-
-
-class GatherNd(Primitive):
-    """A lookup: ``GatherNd()(x, indices)``, where the last dim of the indices addresses the first dims of x."""
-
-    dims = "x..., b... place"
-    lead = 1
-
-    def compute(self, x: Any, indices: Any) -> Any:
-        return x[tuple(indices.unbind(-1))]
-
-    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        strict.whole(self.title, strategy[0], range(len(shapes[0])), "which is looked up")
-        strict.whole(self.title, strategy[1], (len(shapes[1]) - 1,), "which addresses an element")
-
-
 class OneHot(OfSettings, axis=-1):
     """One-hot vectors: ``OneHot(axis)(indices, depth, on_value, off_value)``. Its strategy is that of the result, and
     () for each value: ``((4, 2), (), ())``. The dim of the classes may be split, or left out if it is not split:
@@ -262,48 +236,52 @@ class OneHot(OfSettings, axis=-1):
             raise self.refused(what, "reshape them to one dim, or set_auto_parallel_context(strict=False)")
 
 
-class UnsortedSegmentSum(Primitive):
+def segment_sum(x: Any, segment_ids: Any, num_segments: int) -> Any:
     """Segment sums: ``UnsortedSegmentSum()(x, segment_ids, num_segments)`` sums the parts of x that share an id."""
-
-    sums = True
-    lead = 0
-
-    def compute(self, x: Any, segment_ids: Any, num_segments: int) -> Any:
-        count = segment_ids.dim()
-        rows = x.reshape(-1, *x.shape[count:])
-        zeros = torch.zeros((num_segments, *x.shape[count:]), dtype=x.dtype, device=x.device)
-        return zeros.index_add(0, segment_ids.reshape(-1), rows)
-
-    def dim_names(self, shapes: Shapes, args: tuple[Any, ...]) -> Names:
-        (names,) = _numbered("d", shapes)
-        return names, names[: len(shapes[1])]
+    count = segment_ids.dim()
+    zeros = torch.zeros((num_segments, *x.shape[count:]), dtype=x.dtype, device=x.device)
+    return zeros.index_add(0, segment_ids.reshape(-1), x.reshape(-1, *x.shape[count:]))
 
 
-class TensorScatterUpdate(Primitive):
+def gather_nd(x: Any, indices: Any) -> Any:
+    """A lookup: ``GatherNd()(x, indices)``, where the last dim of the indices addresses the first dims of x."""
+    return x[tuple(indices.unbind(-1))]
+
+
+def scatter(x: Any, indices: Any, updates: Any) -> Any:
     """An update: ``TensorScatterUpdate()(x, indices, updates)`` returns x with new values at the positions in the last
     dim of the indices."""
-
-    lead = 0
-
-    def compute(self, x: Any, indices: Any, updates: Any) -> Any:
-        return x.index_put(tuple(indices.unbind(-1)), updates)
-
-    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        strict.whole(self.title, strategy[0], range(shapes[1][-1]), "which the indices address")
-
-    def dim_names(self, shapes: Shapes, args: tuple[Any, ...]) -> Names:
-        x, indices = _numbered("xi", shapes)
-        return x, indices, (*indices[:-1], *x[shapes[1][-1] :])
+    return x.index_put(tuple(indices.unbind(-1)), updates)
 
 
-class TensorScatterAdd(TensorScatterUpdate):
+def scatter_add(x: Any, indices: Any, updates: Any) -> Any:
     """``TensorScatterAdd()(x, indices, updates)``: x with values added at the positions in the indices."""
-
-    def compute(self, x: Any, indices: Any, updates: Any) -> Any:
-        return x.index_put(tuple(indices.unbind(-1)), updates, accumulate=True)
+    return x.index_put(tuple(indices.unbind(-1)), updates, accumulate=True)
 
 
-__all__ = [
-    "EmbeddingLookup", "Gather", "GatherD", "GatherNd", "GatherV2", "OneHot", "SparseGatherV2", "TensorScatterAdd",
-    "TensorScatterUpdate", "UnsortedSegmentSum",
-]  # fmt: skip
+def _names_of_segments(self: Any, shapes: Shapes, args: tuple[Any, ...]) -> Names:
+    names = tuple(f"d{dim}" for dim in range(len(shapes[0])))
+    return names, names[: len(shapes[1])]
+
+
+def _names_of_updates(self: Any, shapes: Shapes, args: tuple[Any, ...]) -> Names:
+    x, indices = _numbered("xi", shapes)
+    return x, indices, (*indices[:-1], *x[shapes[1][-1] :])
+
+
+_UPDATES = {
+    "dim_names": _names_of_updates,
+    "whole": lambda self, shapes, args: {0: (range(shapes[1][-1]), "which the indices address")},
+}
+CLASSES = classes_of({
+    "GatherD": ("``GatherD()(x, dim, index)``, as torch has it.", lambda x, dim, index: x.gather(dim, index.long()), {
+        "lead": None, "same": "the strategies of all inputs must be equal", "whole": along("which it looks up", 1)}),
+    "GatherNd": (None, gather_nd, {
+        "dims": "x..., b... place", "lead": 1, "whole": lambda self, shapes, args: {
+            0: (range(len(shapes[0])), "which is looked up"), 1: ((-1,), "which addresses an element")}}),
+    "TensorScatterAdd": (None, scatter_add, _UPDATES), "TensorScatterUpdate": (None, scatter, _UPDATES),
+    "UnsortedSegmentSum": (None, segment_sum, {"sums": True, "dim_names": _names_of_segments}),
+}, Simple, __name__)  # fmt: skip
+globals().update(CLASSES)
+
+__all__ = ["EmbeddingLookup", "Gather", "GatherV2", "OneHot", "SparseGatherV2", *CLASSES]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
@@ -20,8 +20,6 @@ from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.strict import Shapes, Strategy
 
 _HOST_OPERANDS: ContextVar[list[torch.Tensor] | None] = ContextVar("shardwise_host_operands", default=None)
-
-
 _UNSPLIT: ContextVar[bool] = ContextVar("shardwise_unsplit_operators", default=False)
 
 
@@ -47,6 +45,7 @@ def host_operands() -> Iterator[list[torch.Tensor]]:
 
 
 Names = tuple[tuple[str, ...], ...]
+Whole = dict[int, tuple[Iterable[int], str]]
 
 
 def dim_names(text: str, ranks: Sequence[int]) -> Names:
@@ -96,6 +95,7 @@ class Primitive:
         splittable: whether strict mode allows a strategy.
         lead: for an operator made of several torch operators, the index of the tensor operand that is split by its
             counts; the operators inside follow.
+        same: strict mode requires equal strategies of all operands, for this reason.
         instance_name: the attribute of the cell that holds the primitive.
         data_parallel: without a strategy it splits dim 0 of its first operand (``Cell.set_data_parallel``).
         attrs: the ``primitive_attrs`` of the printed IR.
@@ -105,6 +105,7 @@ class Primitive:
     sums = False
     splittable = True
     lead: int | None = None
+    same = ""
 
     def __init__(self) -> None:
         self.attrs: dict[str, Any] = {}
@@ -131,6 +132,15 @@ class Primitive:
     def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
         """Run the operator's own checks of strict mode, besides the common ones (``strict.check``). ``args``: those of
         the call."""
+        if self.same:
+            strict.equal(self.title, strategy, self.same)
+        for index, (dims, why) in self.whole(shapes, args).items():
+            dims = [strict.dim_of(self.title, dim, len(shapes[index])) for dim in dims]
+            strict.whole(self.title, strategy[index], dims, why)
+
+    def whole(self, shapes: Shapes, args: tuple[Any, ...]) -> Whole:
+        """Return for operands the dims that strict mode does not split, and what the operator does with them."""
+        return {}
 
     def refused(self, what: str, fix: str) -> strict.StrategyError:
         """Return the error for a strategy that this operator does not support."""
@@ -307,22 +317,19 @@ class OfSettings(WithSettings, Primitive):
         vars(self).update(values)
 
 
-class Plain(Primitive):
-    """The operator ``function`` of the operands."""
-
-    function: ClassVar[Callable[..., Any]]
-
-    def compute(self, *args: Any) -> Any:
-        return type(self).function(*args)
-
-
-class Simple(OfSettings, Plain):
+class Simple(OfSettings):
     """The operator ``function(*operands, **settings)``. A strategy splits its first operand."""
 
-    lead = 0
+    function: ClassVar[Callable[..., Any]]
+    lead: int | None = 0
 
     def compute(self, *args: Any) -> Any:
         return type(self).function(*args, **self._chosen())
+
+
+def along(why: str, place: int | None = None) -> Callable[..., Whole]:
+    """Return the method ``whole`` of operators along their setting ``axis``, or along their argument ``place``."""
+    return lambda self, shapes, args: {0: ((self.axis if place is None else args[place],), why)}
 
 
 class Inner(Primitive):

@@ -1,4 +1,4 @@
-"""Operators that reduce dims, or scan or sort one dim."""
+"""Operators over dims: reductions, scans, sorting, norms, dropout, and cross entropies with their gradients."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
+from torch.nn import functional as F
 
+from shardwise.errors import problem
 from shardwise.mindspore import strict
+from shardwise.mindspore.checks import channels_first
 from shardwise.mindspore.named import classes_of
-from shardwise.mindspore.ops.primitive import OfSettings, Simple
-from shardwise.mindspore.strict import Shapes, Strategy
+from shardwise.mindspore.ops.primitive import OfSettings, Simple, Whole, along
+from shardwise.mindspore.strict import Shapes
 from shardwise.mindspore.tensor_methods import dims_of, product
 
 Axes = int | Sequence[int]
@@ -33,7 +36,6 @@ REDUCTIONS = {
         ("Sum", torch.sum), ("Mean", torch.mean), ("Max", torch.amax), ("Min", torch.amin), ("All", torch.all),
         ("Any", torch.any), ("Prod", product))
 }  # fmt: skip
-globals().update(REDUCTIONS)
 
 
 def _place_and_value(extreme: Callable[..., Any], x: Any, axis: int, keep_dims: bool) -> tuple[Any, Any]:
@@ -41,62 +43,143 @@ def _place_and_value(extreme: Callable[..., Any], x: Any, axis: int, keep_dims: 
     return index, value
 
 
-PLACES = classes_of({  # index of the largest or smallest element of a dim
-    "ArgMaxWithValue": lambda x, *, axis=0, keep_dims=False: _place_and_value(torch.max, x, axis, keep_dims),
-    "ArgMinWithValue": lambda x, *, axis=0, keep_dims=False: _place_and_value(torch.min, x, axis, keep_dims),
-    "Argmax": lambda x, *, axis=-1, output_type=torch.int32: x.argmax(axis).to(output_type),
-    "Argmin": lambda x, *, axis=-1, output_type=torch.int32: x.argmin(axis).to(output_type),
-}, Simple, __name__, lead=None)  # fmt: skip
-globals().update(PLACES)
-
-
-class CumSum(OfSettings, exclusive=False, reverse=False):
+def _summed(x: Any, axis: int, *, exclusive: bool = False, reverse: bool = False) -> Any:
     """Cumulative sums: ``CumSum(exclusive, reverse)(x, axis)``. ``exclusive`` leaves out the element itself,
     ``reverse`` starts at the last one."""
-
-    lead = 0
-
-    def compute(self, x: Any, axis: int) -> Any:
-        y = x.flip(axis) if self.reverse else x
-        y = y.cumsum(axis)
-        y = y.flip(axis) if self.reverse else y
-        return y - x if self.exclusive else y
-
-    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        axis = strict.dim_of(self.title, args[1], len(shapes[0]))
-        strict.whole(self.title, strategy[0], (axis,), "along which it accumulates")
+    y = (x.flip(axis) if reverse else x).cumsum(axis)
+    y = y.flip(axis) if reverse else y
+    return y - x if exclusive else y
 
 
-class CumProd(CumSum):
+def _multiplied(x: Any, axis: int, *, exclusive: bool = False, reverse: bool = False) -> Any:
     """Cumulative products, with the settings of ``CumSum``."""
-
-    def compute(self, x: Any, axis: int) -> Any:
-        y = x.flip(axis) if self.reverse else x
-        if self.exclusive:
-            y = torch.cat((torch.ones_like(y.narrow(axis, 0, 1)), y.narrow(axis, 0, y.shape[axis] - 1)), axis)
-        y = y.cumprod(axis)
-        return y.flip(axis) if self.reverse else y
+    y = x.flip(axis) if reverse else x
+    if exclusive:
+        y = torch.cat((torch.ones_like(y.narrow(axis, 0, 1)), y.narrow(axis, 0, y.shape[axis] - 1)), axis)
+    y = y.cumprod(axis)
+    return y.flip(axis) if reverse else y
 
 
-class TopK(OfSettings, sorted=True):
-    """The k largest elements of the last dim and their indices: ``TopK(sorted)(x, k)``."""
-
-    def compute(self, x: Any, k: int) -> Any:
-        return tuple(x.topk(k, -1, sorted=self.sorted))
-
-    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        strict.whole(self.title, strategy[0], (len(shapes[0]) - 1,), "of which it finds the largest elements")
+def _axes(axis: Any) -> tuple[int, ...]:
+    return (axis,) if isinstance(axis, int) else tuple(axis)
 
 
-class Sort(OfSettings, axis=-1, descending=False):
-    """The sorted elements of a dim and their indices."""
+def layer_norm(
+    x: Any, gamma: Any, beta: Any, *, begin_norm_axis: int = 1, begin_params_axis: int = 1, epsilon: float = 1e-7
+) -> tuple[Any, Any, Any]:
+    """Normalisation of x over the dims from ``begin_norm_axis`` on, times gamma plus beta: ``LayerNorm(begin_norm_axis,
+    begin_params_axis, epsilon)(x, gamma, beta)``. Gamma and beta have the dims from ``begin_params_axis`` on. It also
+    returns mean and variance."""
+    begin = begin_norm_axis % x.dim()
+    variance, mean = torch.var_mean(x, tuple(range(begin, x.dim())), correction=0, keepdim=True)
+    if begin_params_axis % x.dim() == begin:
+        return F.layer_norm(x, x.shape[begin:], gamma, beta, epsilon), mean, variance
+    return F.layer_norm(x, x.shape[begin:], eps=epsilon) * gamma + beta, mean, variance
 
-    def compute(self, x: Any) -> Any:
-        return tuple(x.sort(self.axis, descending=self.descending))
 
-    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        axis = strict.dim_of(self.title, self.axis, len(shapes[0]))
-        strict.whole(self.title, strategy[0], (axis,), "which it sorts")
+def _batch_norm(
+    x: Any, scale: Any, bias: Any, mean: Any, variance: Any, *, is_training: bool = False, epsilon: float = 1e-5,
+    momentum: float = 0.1, data_format: str = "NCHW",
+) -> tuple[Any, ...]:  # fmt: skip
+    """Normalisation over all dims but the second: ``BatchNorm(is_training, epsilon, momentum)(x, scale, bias, mean,
+    variance)``. Training uses the batch's own statistics and mixes them into ``mean`` and ``variance`` with weight
+    ``momentum``. The last two of the five results repeat the statistics."""
+    y = F.batch_norm(x, mean, variance, scale, bias, is_training, momentum, epsilon)
+    return y, mean, variance, mean, variance
 
 
-__all__ = ["CumProd", "CumSum", "Sort", "TopK", *PLACES, *REDUCTIONS]
+def _dropped(x: Any, *, keep_prob: float = 0.5, Seed0: int = 0, Seed1: int = 0) -> tuple[Any, Any]:
+    """``Dropout(keep_prob)(x)``: each element is kept with probability ``keep_prob`` and divided by it, else 0; and the
+    mask. Devices draw different numbers for different elements, and equal ones for the same element."""
+    scale = F.dropout(torch.ones_like(x), 1 - keep_prob, training=True)
+    return x * scale, scale != 0
+
+
+def _check_kept(name: str, value: float) -> float:
+    if not 0 < value <= 1:
+        raise ValueError(problem(f"{name} is {value}", fix="a number above 0, at most 1"))
+    return value
+
+
+def check_reduction(name: str, value: str) -> str:
+    if value not in ("mean", "sum", "none"):
+        raise ValueError(problem(f"{name} is {value!r}", fix="one of mean, sum, none"))
+    return value
+
+
+def _cross_entropy(logits: Any, labels: Any) -> tuple[Any, Any]:
+    """Cross entropy over the last dim of ``(logits, labels)``, with labels as probabilities, and the gradient of the
+    logits. Only the loss is differentiated."""
+    logarithms = logits.log_softmax(-1)
+    return -(labels * logarithms).sum(-1), (logarithms.exp() - labels).detach()
+
+
+def _sparse_cross_entropy(logits: Any, labels: Any, *, is_grad: bool = False) -> Any:
+    """Mean cross entropy, or with ``is_grad`` the gradient of the logits:
+    ``SparseSoftmaxCrossEntropyWithLogits(is_grad)(logits, labels)``, with labels as class indices."""
+    if is_grad:
+        hot = F.one_hot(labels.long(), logits.shape[-1]).to(logits.dtype)
+        return (logits.softmax(-1) - hot) / logits.shape[0]
+    return F.cross_entropy(logits, labels.long())
+
+
+def _normalised(self: Any, shapes: Shapes, args: tuple[Any, ...]) -> Whole:
+    return {0: (_axes(self.axis), "over which it is normalised")}
+
+
+def _from_begin(self: Any, shapes: Shapes, args: tuple[Any, ...]) -> Whole:
+    begin = strict.dim_of(self.title, self.begin_norm_axis, len(shapes[0]))
+    return {0: (range(begin, len(shapes[0])), "over which it is normalised")}
+
+
+def _last(why: str) -> Callable[..., Whole]:
+    return lambda self, shapes, args: {0: ((-1,), why)}
+
+
+# Along one dim one operator of torch, along several dims several.
+_SOFTMAX = {"lead": property(lambda self: 0 if len(_axes(self.axis)) > 1 else None), "whole": _normalised}
+CLASSES = classes_of({
+    # -- reductions; the first four return the index of the largest or smallest element of a dim
+    "ArgMaxWithValue": (None, lambda x, *, axis=0, keep_dims=False: _place_and_value(torch.max, x, axis, keep_dims),
+                        {"lead": None}),
+    "ArgMinWithValue": (None, lambda x, *, axis=0, keep_dims=False: _place_and_value(torch.min, x, axis, keep_dims),
+                        {"lead": None}),
+    "Argmax": (None, lambda x, *, axis=-1, output_type=torch.int32: x.argmax(axis).to(output_type), {"lead": None}),
+    "Argmin": (None, lambda x, *, axis=-1, output_type=torch.int32: x.argmin(axis).to(output_type), {"lead": None}),
+    "CumProd": (None, _multiplied, {"whole": along("along which it accumulates", 1)}),
+    "CumSum": (None, _summed, {"whole": along("along which it accumulates", 1)}),
+    "Sort": ("The sorted elements of a dim and their indices.", lambda x, *, axis=-1, descending=False: tuple(
+        x.sort(axis, descending=descending)), {"lead": None, "whole": along("which it sorts")}),
+    "TopK": ("The k largest elements of the last dim and their indices: ``TopK(sorted)(x, k)``.",
+             lambda x, k, *, sorted=True: tuple(x.topk(k, -1, sorted=sorted)),
+             {"lead": None, "whole": _last("of which it finds the largest elements")}),
+    # -- norms
+    "BatchNorm": (None, _batch_norm, {
+        "dims": "n c b..., c, c, c, c",
+        "checks": {"data_format": lambda _, value: channels_first("BatchNorm", value, "; transpose first")}}),
+    "Dropout": (None, _dropped, {"checks": {"keep_prob": _check_kept}}),
+    "L2Normalize": ("x / sqrt(max(sum of x squared along ``axis``, epsilon))", lambda x, *, axis=0, epsilon=1e-4: (
+        x * x.square().sum(axis, keepdim=True).clamp(min=epsilon).rsqrt()), {"whole": _normalised}),
+    "LayerNorm": (None, layer_norm, {"whole": _from_begin}),
+    "LogSoftmax": ("The logarithm of Softmax along one dim.", lambda x, *, axis=-1: torch.log_softmax(
+        x, _axes(axis)[0]), _SOFTMAX),
+    "Softmax": ("exp(x) divided by its sum along ``axis``, one dim or several.", lambda x, *, axis=-1: torch.softmax(
+        x, _axes(axis)[0]) if len(_axes(axis)) == 1 else torch.exp(x - x.logsumexp(axis, keepdim=True)), _SOFTMAX),
+    # -- losses
+    "BinaryCrossEntropy": (
+        "Binary cross entropy of probabilities: ``BinaryCrossEntropy(reduction)(logits, labels, weight)``.",
+        lambda logits, labels, weight=None, *, reduction="mean": F.binary_cross_entropy(
+            logits, labels, weight, reduction=reduction),
+        {"sums": True, "lead": None, "checks": {"reduction": check_reduction}}),
+    "L2Loss": ("Half the sum of squares.", lambda x: x.square().sum() / 2, {"sums": True}),
+    "SigmoidCrossEntropyWithLogits": (
+        "Binary cross entropy of the sigmoid per element of ``(logits, label)``.",
+        lambda logits, label: F.binary_cross_entropy_with_logits(logits, label, reduction="none"), {"lead": None}),
+    "SoftmaxCrossEntropyWithLogits": (None, _cross_entropy, {
+        "whole": _last("the classes"), "same": "the strategies of logits and labels must be equal"}),
+    "SparseSoftmaxCrossEntropyWithLogits": (None, _sparse_cross_entropy, {
+        "whole": _last("the classes"), "dims": "b... classes, b...", "sums": True}),
+}, Simple, __name__)  # fmt: skip
+globals().update(CLASSES | REDUCTIONS)
+
+__all__ = [*CLASSES, *REDUCTIONS]

@@ -10,7 +10,7 @@ import torch
 from shardwise.errors import problem
 from shardwise.mindspore import strict
 from shardwise.mindspore.named import classes_of
-from shardwise.mindspore.ops.primitive import OfSettings, Plain, Primitive, Simple
+from shardwise.mindspore.ops.primitive import OfSettings, Primitive, Simple, Whole, along
 from shardwise.mindspore.strict import Shapes, Strategy
 
 
@@ -24,61 +24,10 @@ def _squeezed(x: Any, axis: Any) -> Any:
     return x.squeeze(axes)
 
 
-class BroadcastTo(OfSettings, shape=...):
-    """A broadcast: ``BroadcastTo((4, 3))(x)``; -1 keeps the size of a dim."""
-
-    def _settle(self) -> None:
-        self.attrs["shape"] = tuple(self.shape)
-
-    def compute(self, x: Any) -> Any:
-        return x.expand(self.attrs["shape"])
-
-
-class _Joined(OfSettings, axis=0):
-    """Base of operators along ``axis``, which must not be split."""
-
-    why = "along which the inputs are joined"
-
-    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        axis = strict.dim_of(self.title, self.axis, len(shapes[0]))
-        for counts in strategy:
-            strict.whole(self.title, counts, (axis,), self.why)
-
-
-class Concat(_Joined):
-    """A concatenation along ``axis``: ``Concat(1)((x, y))``."""
-
-    def compute(self, tensors: Any) -> Any:
-        return torch.cat(tuple(tensors), self.axis)
-
-
-class Stack(_Joined):
-    """A stack of tensors along a new dim: ``Stack(0)((x, y))``."""
-
-    def compute(self, tensors: Any) -> Any:
-        return torch.stack(tuple(tensors), self.axis)
-
-    def check_strategy(self, strategy: Strategy, shapes: Shapes, args: tuple[Any, ...]) -> None:
-        """Accept any strategy: the new dim cannot be split."""
-
-
-class Pack(Stack):
-    """The old name of Stack."""
-
-
-class Unstack(_Joined, axis=0, num=None):
-    """The slices along ``axis``, as a tuple."""
-
-    why = "which is cut into parts"
-
-    def compute(self, x: Any) -> Any:
-        return x.unbind(self.axis)
-
-
-class Split(_Joined, axis=0, output_num=1):
+class Split(OfSettings, axis=0, output_num=1):
     """The parts of a dim in ``output_num`` equal sizes, as a tuple."""
 
-    why = "which is cut into parts"
+    whole = along("which is cut into parts")
 
     def compute(self, x: Any) -> Any:
         size, count = x.shape[self.axis], self.output_num
@@ -141,15 +90,28 @@ class Slice(_Cut):
         )
 
 
+def _joined(self: Any, shapes: Shapes, args: tuple[Any, ...]) -> Whole:
+    return dict.fromkeys(range(len(shapes)), ((self.axis,), "along which the inputs are joined"))
+
+
 # The operators of the last table take no strategy: their layout follows from their neighbours', or every device makes
 # its part of a new tensor.
 CLASSES = {
-    **classes_of({"Squeeze": lambda x, *, axis=(): _squeezed(x, axis)}, Simple, __name__, lead=None),
     **classes_of({
+        "BroadcastTo": ("A broadcast: ``BroadcastTo((4, 3))(x)``; -1 keeps the size of a dim.",
+                        lambda x, *, shape: x.expand(shape), {"checks": {"shape": lambda _, shape: tuple(shape)}}),
+        "Concat": ("A concatenation along ``axis``: ``Concat(1)((x, y))``.",
+                   lambda tensors, *, axis=0: torch.cat(tuple(tensors), axis), {"whole": _joined}),
+        "Pack": ("The old name of Stack.", lambda tensors, *, axis=0: torch.stack(tuple(tensors), axis)),
+        "Squeeze": lambda x, *, axis=(): _squeezed(x, axis),
+        "Stack": ("A stack of tensors along a new dim: ``Stack(0)((x, y))``.",
+                  lambda tensors, *, axis=0: torch.stack(tuple(tensors), axis)),
+        "Unstack": ("The slices along ``axis``, as a tuple.", lambda x, *, axis=0, num=None: x.unbind(axis),
+                    {"whole": along("which is cut into parts")}),
         "ExpandDims": lambda x, axis: x.unsqueeze(axis),
         "Tile": lambda x, multiples: x.repeat(tuple(multiples)),
         "Transpose": lambda x, perm: x.permute(tuple(perm)),
-    }, Plain, __name__),
+    }, Simple, __name__, lead=None),
     **classes_of({
         "Depend": lambda value, expr: value,  # code runs in order anyway
         "Eye": lambda n, m, dtype=torch.float32: torch.eye(n, m, dtype=dtype),
@@ -160,8 +122,8 @@ CLASSES = {
         "Reshape": lambda x, shape: x.reshape(tuple(shape)),
         "Shape": lambda x: tuple(x.shape),
         "Zeros": lambda shape, dtype=torch.float32: torch.zeros(shape, dtype=dtype),
-    }, Plain, __name__, splittable=False),
+    }, Simple, __name__, lead=None, splittable=False),
 }  # fmt: skip
 globals().update(CLASSES)
 
-__all__ = ["BroadcastTo", "Concat", "Pack", "Slice", "Split", "Stack", "StridedSlice", "Unstack", *CLASSES]
+__all__ = ["Slice", "Split", "StridedSlice", *CLASSES]

@@ -12,16 +12,14 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.errors import CaptureError
-from shardwise.mindspore import overflow
-from shardwise.mindspore.loss_scale import init_status
+from shardwise.mindspore.loss_scale import clear_status, init_status, read_status
 from shardwise.mindspore.named import Function, classes_of, parameters_of
 from shardwise.mindspore.notes import note
-from shardwise.mindspore.ops.attention import attention
-from shardwise.mindspore.ops.boxes import suppressed
 from shardwise.mindspore.ops.functions import FUNCTIONS
-from shardwise.mindspore.ops.networks import classes_loss
+from shardwise.mindspore.ops.further import suppressed
+from shardwise.mindspore.ops.images import bilinear, mirrored, nearest, pairs_of, pool, transposed
+from shardwise.mindspore.ops.networks import attention, classes_loss
 from shardwise.mindspore.ops.primitive import Simple
-from shardwise.mindspore.ops.resizing import bilinear, mirrored, nearest, pairs_of, pool, transposed
 from shardwise.mindspore.tensor import Tensor
 from shardwise.mindspore.tensor_methods import dtype_of
 
@@ -69,68 +67,56 @@ def _flat(paddings: Any) -> list[int]:
     return [n for pair in reversed(pairs_of(paddings)) for n in pair]
 
 
-# Primitives that compute a function of ``ops.functions``: its name, and the settings of the constructor.
-_OF_FUNCTIONS = {
-    "Acosh": "acosh", "Asinh": "asinh", "Atanh": "atanh", "Addcdiv": "addcdiv", "Addcmul": "addcmul",
-    "BitwiseAnd": "bitwise_and", "BitwiseOr": "bitwise_or", "BitwiseXor": "bitwise_xor", "Conj": "conj",
-    "Digamma": "digamma", "Erfinv": "erfinv", "Hypot": "hypot", "Imag": "imag", "Invert": "invert", "Lerp": "lerp",
-    "Lgamma": "lgamma", "LogicalXor": "logical_xor", "MaskedFill": "masked_fill", "MulNoNan": "mul_no_nan",
-    "NanToNum": "nan_to_num", "Real": "real", "Sinc": "sinc", "TruncateDiv": "truncate_div", "TruncateMod":
-    "truncate_mod", "Xdivy": "xdivy", "Xlogy": "xlogy", "Cdist": "cdist p=2.0",
-    "Cummax": "cummax axis", "Cummin": "cummin axis", "FastGeLU": "fast_gelu", "LogSigmoid": "logsigmoid",
-    "LRN": "lrn depth_radius=5 bias=1.0 alpha=1.0 beta=0.5 norm_region='ACROSS_CHANNELS'", "Logit": "logit eps=None",
-    "PReLU": "prelu", "SiLU": "silu", "CeLU": "celu alpha=1.0", "HShrink": "hardshrink lambd=0.5",
-    "LpNorm": "lp_norm axis p=2 keep_dims=False epsilon=1e-12", "AdaptiveAvgPool2D": "adaptive_avg_pool2d output_size",
-    "SmoothL1Loss": "smooth_l1_loss beta=1.0 reduction='none'", "SoftShrink": "soft_shrink lambd=0.5",
-    "BatchToSpaceND": "batch_to_space_nd block_shape crops", "SpaceToBatchND": "space_to_batch_nd block_shape paddings",
-    "BoundingBoxDecode": "bounding_box_decode max_shape means=(0.0,0.0,0.0,0.0) stds=(1.0,1.0,1.0,1.0) "
-    "wh_ratio_clip=0.016", "BoundingBoxEncode": "bounding_box_encode means=(0.0,0.0,0.0,0.0) stds=(1.0,1.0,1.0,1.0)",
-    "IOU": "iou mode='iou'", "AccumulateNV2": "accumulate_n", "ApproximateEqual": "approximate_equal tolerance=1e-5",
-    "Cross": "cross dim=None", "DynamicShape": "dyn_shape",
-    "MatrixInverse": "inverse", "LogMatrixDeterminant": "log_matrix_determinant", "Trace": "trace",
-    "ReverseSequence": "reverse_sequence seq_dim batch_dim=0",
-    "IndexAdd": "index_add axis", "InplaceAdd": "inplace_add indices", "InplaceSub": "inplace_sub indices",
-    "InplaceUpdate": "inplace_update indices", "MaskedSelect": "masked_select", "NonZero": "nonzero",
-    "InTopK": "intopk k", "UniqueWithPad": "unique_with_pad", "TensorShape": "dyn_shape",
-    "TensorDot": "tensor_dot axes", "TypeAs": "type_as",
-    "Gamma": "gamma seed=None", "StandardLaplace": "standard_laplace seed=None",
-    "RandomCategorical": "random_categorical",
-    "Assign": "assign", "AssignAdd": "assign_add", "AssignSub": "assign_sub", "LinSpace": "linspace",
-    "BCEWithLogitsLoss": "binary_cross_entropy_with_logits reduction='mean'", "Fills": "fills",
-    "Gcd": "gcd", "Lcm": "lcm", "MatrixBandPart": "matrix_band_part", "ScalarCast": "scalar_cast", "Trunc": "trunc",
-    "ScatterNdUpdate": "scatter_nd_update use_locking=True", "TensorScatterElements": "tensor_scatter_elements axis=0",
-    "RmsNorm": "rms_norm epsilon=1e-6", "KLDivLoss": "kl_div reduction='mean'", "ScatterNd": "scatter_nd",
-    "ScatterAdd": "scatter_add use_locking=False", "ScatterUpdate": "scatter_update use_locking=True",
-    "ScatterSub": "scatter_sub use_locking=False", "ScatterNdAdd": "scatter_nd_add use_locking=False",
-    "ScatterNdSub": "scatter_nd_sub use_locking=False",
-    "TensorScatterSub": "tensor_scatter_sub",
-    **{f"{family}{kind}": line.format(kind.lower()) for kind in ("Max", "Min", "Mul", "Div") for family, line in (
-        ("TensorScatter", "tensor_scatter_{}"), ("Scatter", "scatter_{} use_locking=False"))},
-    **{f"ScatterNd{kind}": f"scatter_nd_{kind.lower()} use_locking=False" for kind in ("Max", "Min", "Mul", "Div")},
-    "AdaptiveAvgPool3D": "adaptive_avg_pool3d output_size", "AffineGrid": "affine_grid align_corners=False",
-    "AdaptiveMaxPool2D": "adaptive_max_pool2d output_size return_indices=True", "Angle": "angle",
-    "Bucketize": "bucketize boundaries right=False", "Cholesky": "cholesky upper=False", "Complex": "complex",
-    "CholeskyInverse": "cholesky_inverse upper=False", "ComplexAbs": "abs", "CheckValid": "check_valid",
-    "CropAndResize": "crop_and_resize method='bilinear' extrapolation_value=0.0", "Eps": "eps", "Ger": "outer",
-    "CTCGreedyDecoder": "ctc_greedy_decoder merge_repeated=True", "Igamma": "igamma", "Igammac": "igammac",
-    "CTCLossV2": "ctc_loss blank=0 reduction='none' zero_infinity=False", "HammingWindow": "hamming_window",
-    "GridSampler2D": "grid_sample mode='bilinear' padding_mode='zeros' align_corners=False",
-    "GridSampler3D": "grid_sample mode='bilinear' padding_mode='zeros' align_corners=False", "Heaviside": "heaviside",
-    "IndexFill": "index_fill", "IsClose": "isclose rtol=1e-5 atol=1e-8 equal_nan=False",
-    "LeftShift": "bitwise_left_shift", "RightShift": "bitwise_right_shift", "MaskedScatter": "masked_scatter",
-    "MatrixDeterminant": "det", "MatrixExp": "matrix_exp", "MatrixPower": "matrix_power n", "NextAfter": "nextafter",
-    "Mvlgamma": "mvlgamma p", "Polar": "polar",
-    "Polygamma": "polygamma", "Qr": "qr", "Quantile": "quantile", "RandomChoiceWithMask": "choice_with_mask count=256",
-    "RandomGamma": "random_gamma seed=None", "RandomPoisson": "random_poisson seed=None", "Zeta": "zeta",
-    "RandomShuffle": "shuffle seed=None", "Renorm": "renorm p dim maxnorm",
-    "ROIAlign": "roi_align pooled_height pooled_width spatial_scale sample_num=2 roi_end_mode=1",
-    "SoftMarginLoss": "soft_margin_loss reduction='mean'", "UnravelIndex": "unravel_index",
-    "TripletMarginLoss": "triplet_margin_loss p=2 swap=False eps=1e-6 reduction='mean'",
-    "UniqueConsecutive": "unique_consecutive return_idx=False return_counts=False axis=None",
-    "ReduceLogSumExp": "logsumexp axis keep_dims=False",
-    "Im2Col": "unfold kernel_size stride=1 dilation=1 padding=0",
-    **{f"UnsortedSegment{kind}": f"unsorted_segment_{kind.lower()}" for kind in ("Max", "Min", "Prod")},
-}  # fmt: skip
+# Primitives that compute a function of ``ops.functions``: NAME=FUNCTION, and the settings of the constructor.
+_OF_FUNCTIONS = """
+    Acosh=acosh; Asinh=asinh; Atanh=atanh; Addcdiv=addcdiv; Addcmul=addcmul; BitwiseAnd=bitwise_and;
+    BitwiseOr=bitwise_or; BitwiseXor=bitwise_xor; Conj=conj; Digamma=digamma; Erfinv=erfinv; Hypot=hypot; Imag=imag;
+    Invert=invert; Lerp=lerp; Lgamma=lgamma; LogicalXor=logical_xor; MaskedFill=masked_fill; MulNoNan=mul_no_nan;
+    NanToNum=nan_to_num; Real=real; Sinc=sinc; TruncateDiv=truncate_div; TruncateMod=truncate_mod; Xdivy=xdivy;
+    Xlogy=xlogy; Cdist=cdist p=2.0; Cummax=cummax axis; Cummin=cummin axis; FastGeLU=fast_gelu; LogSigmoid=logsigmoid;
+    LRN=lrn depth_radius=5 bias=1.0 alpha=1.0 beta=0.5 norm_region='ACROSS_CHANNELS'; Logit=logit eps=None;
+    PReLU=prelu; SiLU=silu; CeLU=celu alpha=1.0; HShrink=hardshrink lambd=0.5; LpNorm=lp_norm axis p=2 keep_dims=False
+    epsilon=1e-12; AdaptiveAvgPool2D=adaptive_avg_pool2d output_size; SmoothL1Loss=smooth_l1_loss beta=1.0
+    reduction='none'; SoftShrink=soft_shrink lambd=0.5; BatchToSpaceND=batch_to_space_nd block_shape crops;
+    SpaceToBatchND=space_to_batch_nd block_shape paddings; BoundingBoxDecode=bounding_box_decode max_shape
+    means=(0.0,0.0,0.0,0.0) stds=(1.0,1.0,1.0,1.0) wh_ratio_clip=0.016; BoundingBoxEncode=bounding_box_encode
+    means=(0.0,0.0,0.0,0.0) stds=(1.0,1.0,1.0,1.0); IOU=iou mode='iou'; AccumulateNV2=accumulate_n;
+    ApproximateEqual=approximate_equal tolerance=1e-5; Cross=cross dim=None; DynamicShape=dyn_shape;
+    MatrixInverse=inverse; LogMatrixDeterminant=log_matrix_determinant; Trace=trace; ReverseSequence=reverse_sequence
+    seq_dim batch_dim=0; IndexAdd=index_add axis; InplaceAdd=inplace_add indices; InplaceSub=inplace_sub indices;
+    InplaceUpdate=inplace_update indices; MaskedSelect=masked_select; NonZero=nonzero; InTopK=intopk k;
+    UniqueWithPad=unique_with_pad; TensorShape=dyn_shape; TensorDot=tensor_dot axes; TypeAs=type_as; Gamma=gamma
+    seed=None; StandardLaplace=standard_laplace seed=None; RandomCategorical=random_categorical; Assign=assign;
+    AssignAdd=assign_add; AssignSub=assign_sub; LinSpace=linspace; BCEWithLogitsLoss=binary_cross_entropy_with_logits
+    reduction='mean'; Fills=fills; Gcd=gcd; Lcm=lcm; MatrixBandPart=matrix_band_part; ScalarCast=scalar_cast;
+    Trunc=trunc; ScatterNdUpdate=scatter_nd_update use_locking=True; TensorScatterElements=tensor_scatter_elements
+    axis=0; RmsNorm=rms_norm epsilon=1e-6; KLDivLoss=kl_div reduction='mean'; ScatterNd=scatter_nd;
+    ScatterAdd=scatter_add use_locking=False; ScatterUpdate=scatter_update use_locking=True; ScatterSub=scatter_sub
+    use_locking=False; ScatterNdAdd=scatter_nd_add use_locking=False; ScatterNdSub=scatter_nd_sub use_locking=False;
+    TensorScatterSub=tensor_scatter_sub; TensorScatterMax=tensor_scatter_max; ScatterMax=scatter_max use_locking=False;
+    TensorScatterMin=tensor_scatter_min; ScatterMin=scatter_min use_locking=False; TensorScatterMul=tensor_scatter_mul;
+    ScatterMul=scatter_mul use_locking=False; TensorScatterDiv=tensor_scatter_div; ScatterDiv=scatter_div
+    use_locking=False; ScatterNdMax=scatter_nd_max use_locking=False; ScatterNdMin=scatter_nd_min use_locking=False;
+    ScatterNdMul=scatter_nd_mul use_locking=False; ScatterNdDiv=scatter_nd_div use_locking=False;
+    AdaptiveAvgPool3D=adaptive_avg_pool3d output_size; AffineGrid=affine_grid align_corners=False;
+    AdaptiveMaxPool2D=adaptive_max_pool2d output_size return_indices=True; Angle=angle; Bucketize=bucketize boundaries
+    right=False; Cholesky=cholesky upper=False; Complex=complex; CholeskyInverse=cholesky_inverse upper=False;
+    ComplexAbs=abs; CheckValid=check_valid; CropAndResize=crop_and_resize method='bilinear' extrapolation_value=0.0;
+    Eps=eps; Ger=outer; CTCGreedyDecoder=ctc_greedy_decoder merge_repeated=True; Igamma=igamma; Igammac=igammac;
+    CTCLossV2=ctc_loss blank=0 reduction='none' zero_infinity=False; HammingWindow=hamming_window;
+    GridSampler2D=grid_sample mode='bilinear' padding_mode='zeros' align_corners=False; GridSampler3D=grid_sample
+    mode='bilinear' padding_mode='zeros' align_corners=False; Heaviside=heaviside; IndexFill=index_fill;
+    IsClose=isclose rtol=1e-5 atol=1e-8 equal_nan=False; LeftShift=bitwise_left_shift; RightShift=bitwise_right_shift;
+    MaskedScatter=masked_scatter; MatrixDeterminant=det; MatrixExp=matrix_exp; MatrixPower=matrix_power n;
+    NextAfter=nextafter; Mvlgamma=mvlgamma p; Polar=polar; Polygamma=polygamma; Qr=qr; Quantile=quantile;
+    RandomChoiceWithMask=choice_with_mask count=256; RandomGamma=random_gamma seed=None; RandomPoisson=random_poisson
+    seed=None; Zeta=zeta; RandomShuffle=shuffle seed=None; Renorm=renorm p dim maxnorm; ROIAlign=roi_align
+    pooled_height pooled_width spatial_scale sample_num=2 roi_end_mode=1; SoftMarginLoss=soft_margin_loss
+    reduction='mean'; UnravelIndex=unravel_index; TripletMarginLoss=triplet_margin_loss p=2 swap=False eps=1e-6
+    reduction='mean'; UniqueConsecutive=unique_consecutive return_idx=False return_counts=False axis=None;
+    ReduceLogSumExp=logsumexp axis keep_dims=False; Im2Col=unfold kernel_size stride=1 dilation=1 padding=0;
+    UnsortedSegmentMax=unsorted_segment_max; UnsortedSegmentMin=unsorted_segment_min;
+    UnsortedSegmentProd=unsorted_segment_prod"""
 
 
 class OfFunction:
@@ -145,8 +131,13 @@ class OfFunction:
         return FUNCTIONS[self.name](*operands, **settings)
 
 
+def of_functions(rows: str) -> dict[str, Function]:
+    """Return table entries of rows ``NAME=FUNCTION SETTING=DEFAULT ...``, separated by semicolons."""
+    return {name: OfFunction(line) for name, _, line in (row.strip().partition("=") for row in rows.split(";"))}
+
+
 SIMPLE: dict[str, Function] = {
-    **{name: OfFunction(line) for name, line in _OF_FUNCTIONS.items()},
+    **of_functions(_OF_FUNCTIONS),
     # -- activations
     "ReLUV2": lambda x: (torch.relu(x), x > 0),
     # -- shapes
@@ -204,8 +195,8 @@ SIMPLE: dict[str, Function] = {
     # -- the overflow status of Ascend devices
     "FloatStatus": lambda x: (~torch.isfinite(x)).any().float().reshape(1),
     "NPUAllocFloatStatus": init_status,
-    **dict.fromkeys(("NPUClearFloatStatus", "NPUClearFloatStatusV2"), overflow.clear),
-    **dict.fromkeys(("NPUGetFloatStatus", "NPUGetFloatStatusV2"), overflow.read),
+    **dict.fromkeys(("NPUClearFloatStatus", "NPUClearFloatStatusV2"), clear_status),
+    **dict.fromkeys(("NPUGetFloatStatus", "NPUGetFloatStatusV2"), read_status),
     "Median": lambda x, *, global_median=False, axis=0, keep_dims=False, ignore_nan=False: FUNCTIONS[
         "nanmedian" if ignore_nan else "median"](x.flatten() if global_median else x, 0 if global_median else axis,
                                                  keep_dims and not global_median),

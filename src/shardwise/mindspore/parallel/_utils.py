@@ -1,4 +1,5 @@
-"""Queries of hand-written training steps about the ranks (document 004 imports these names)."""
+"""Queries of hand-written training steps about the ranks (document 004 imports these names), the options of
+``set_auto_parallel_context`` as an object, and settings of the reference's cost model, which have no effect."""
 
 from __future__ import annotations
 
@@ -7,10 +8,10 @@ from typing import Any
 
 import torch
 
-from shardwise.mindspore import context
+from shardwise.mindspore import context, rank_groups
 from shardwise.mindspore.communication.management import find_group
-from shardwise.mindspore.library import rank_groups
-from shardwise.mindspore.options import ParallelMode
+from shardwise.mindspore.notes import note
+from shardwise.mindspore.options import ALIASES, CHECKS, ParallelMode
 
 
 def _get_parallel_mode() -> str:
@@ -57,3 +58,39 @@ def _broadcast_parameters(parameters: Iterable[torch.Tensor], root: int = 0) -> 
         for parameter in parameters:
             if not getattr(parameter, "layerwise_parallel", False):
                 parameter.copy_(rank_groups.broadcast(parameter.detach(), root, group))
+
+
+class _AutoParallelContext:
+    """Access to every option by ``get_NAME()``, ``set_NAME(value)`` and ``get_NAME_is_set()``."""
+
+    def __getattr__(self, method: str) -> Callable[..., Any]:
+        verb, _, name = method.partition("_")
+        option = name.removesuffix("_is_set")
+        if verb not in ("get", "set") or (ALIASES.get(option, option) not in CHECKS):
+            raise AttributeError(method)
+        if verb == "set":
+            return lambda value: context.set_auto_parallel_context(**{name: value})
+        if option != name:
+            return lambda: ALIASES.get(option, option) in context.options().names_set
+        return lambda: context.get_auto_parallel_context(name)
+
+
+_options = _AutoParallelContext()
+
+
+def auto_parallel_context() -> _AutoParallelContext:
+    """Return the only instance."""
+    return _options
+
+
+def set_cost_model_context(**settings: Any) -> None:
+    """Print a note: prices are those of the cluster."""
+    note(f"set_cost_model_context({', '.join(settings)}) has no effect here: prices are those of the cluster")
+
+
+def reset_cost_model_context() -> None:
+    """Do nothing; kept for programs that call it, as nothing was set."""
+
+
+def _set_multi_subgraphs(multi_subgraph: bool = True) -> None:
+    """Do nothing; kept for programs that call it. A network is one graph, of any number of parts."""

@@ -67,21 +67,17 @@ class AutoParallel(PipelineCell):
             threshold: least size of a sharded parameter in KB.
             optimizer_level: what it shards.
         """
-        config = {
-            "optimizer_weight_shard_size": shard_size,
-            "parallel_optimizer_threshold": threshold,
-            "optimizer_level": optimizer_level,
-        }
+        config = {"optimizer_weight_shard_size": shard_size, "parallel_optimizer_threshold": threshold,
+                  "optimizer_level": optimizer_level}  # fmt: skip
         context.set_auto_parallel_context(enable_parallel_optimizer=True, parallel_optimizer_config=config)
 
     def pipeline(
         self, stages: int = 1, output_broadcast: bool = False, interleave: bool = False, scheduler: str = "1f1b"
     ) -> None:
         """Set the number of stages and their schedule."""
+        config = {"pipeline_interleave": interleave, "pipeline_scheduler": scheduler}
         context.set_auto_parallel_context(
-            pipeline_stages=stages,
-            pipeline_result_broadcast=output_broadcast,
-            pipeline_config={"pipeline_interleave": interleave, "pipeline_scheduler": scheduler},
+            pipeline_stages=stages, pipeline_result_broadcast=output_broadcast, pipeline_config=config
         )
 
     def comm_fusion(self, config: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 import time
@@ -254,9 +253,7 @@ class ModelCheckpoint(Callback):
         params = run_context.original_args()
         self._params = params if params.mode == "train" else None
         self._directory.mkdir(parents=True, exist_ok=True)
-        taken = {os.path.basename(file) for file in glob.glob(str(self._directory / "*.ckpt"))} - {
-            file.name for file in self._files
-        }
+        taken = {file.name for file in self._directory.glob("*.ckpt")} - {file.name for file in self._files}
         root, number = re.sub(r"_\d+$", "", self._prefix), 0
         while any(re.fullmatch(re.escape(self._prefix) + r"-\d+_\d+\.ckpt", name) for name in taken):
             number += 1
@@ -266,13 +263,8 @@ class ModelCheckpoint(Callback):
         params, config = run_context.original_args(), self._config
         if params.mode != "train":
             return
-        now = time.monotonic()
-        due = bool(config.save_checkpoint_steps) and (
-            params.cur_step_num - self._last_step >= config.save_checkpoint_steps
-        )
-        if config.save_checkpoint_seconds and now - self._last_seconds >= config.save_checkpoint_seconds:
-            due = True
-        if due:
+        steps, seconds = params.cur_step_num - self._last_step, time.monotonic() - self._last_seconds
+        if 0 < config.save_checkpoint_steps <= steps or 0 < config.save_checkpoint_seconds <= seconds:
             self._save(params)
 
     def end(self, run_context: RunContext) -> None:
@@ -291,10 +283,8 @@ class ModelCheckpoint(Callback):
         for entry in self._config.append_info:
             if isinstance(entry, dict):
                 info |= entry
-            elif entry == "epoch_num":
-                info["epoch_num"] = params.cur_epoch_num
-            elif entry == "step_num":
-                info["step_num"] = params.cur_step_num
+            elif entry in ("epoch_num", "step_num"):
+                info[entry] = getattr(params, f"cur_{entry}")
             else:
                 raise ValueError(problem(f"append_info has {entry!r}", fix="'epoch_num', 'step_num' or a dict"))
         saved = self._config.saved_network or params.network
@@ -307,10 +297,10 @@ class ModelCheckpoint(Callback):
 
 
 # Programs import all callbacks from here.
-_ELSEWHERE = {
-    **dict.fromkeys(("EarlyStopping", "History", "LearningRateScheduler", "ReduceLROnPlateau"), "watching"),
-    **dict.fromkeys(("BackupAndRestore", "DatasetHelper", "OnRequestExit", "SummaryCollector"), "recording"),
-}
+_ELSEWHERE = (
+    "BackupAndRestore", "DatasetHelper", "EarlyStopping", "History", "LearningRateScheduler", "OnRequestExit",
+    "ReduceLROnPlateau", "SummaryCollector",
+)  # fmt: skip
 __all__ = ["Callback", "CheckpointConfig", "LambdaCallback", "LossMonitor", "ModelCheckpoint", "RunContext",
            "TimeMonitor", *_ELSEWHERE]  # fmt: skip
 
@@ -318,4 +308,4 @@ __all__ = ["Callback", "CheckpointConfig", "LambdaCallback", "LossMonitor", "Mod
 def __getattr__(name: str) -> Any:
     if name not in _ELSEWHERE:
         raise AttributeError(problem(f"there is no callback {name}", fix=f"they are {', '.join(__all__)}"))
-    return getattr(import_module(f"shardwise.mindspore.train.{_ELSEWHERE[name]}"), name)
+    return getattr(import_module("shardwise.mindspore.train.recording"), name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import islice
 from typing import Any
@@ -20,7 +20,24 @@ from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.nn.wrap import WithEvalCell, WithLossCell, training_cell
 from shardwise.mindspore.train.callback import Callback, CallbackParams, RunContext, WhileTraining, callbacks_of, notify
 from shardwise.mindspore.train.metrics import metrics_of
-from shardwise.mindspore.train.rows import size_of, steps_of
+
+
+def size_of(dataset: Any, sink_size: int) -> int:
+    """Return the number of rows of an epoch."""
+    if sink_size > 0:
+        return sink_size
+    return int(dataset.get_dataset_size() if hasattr(dataset, "get_dataset_size") else len(dataset))
+
+
+def steps_of(dataset: Any, sink_size: int) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows of an epoch as tuples."""
+    rows: Iterable[Any] = (
+        dataset.create_tuple_iterator(num_epochs=1) if hasattr(dataset, "create_tuple_iterator") else dataset
+    )
+    for number, row in enumerate(rows):
+        if 0 < sink_size <= number:
+            return
+        yield tuple(row) if isinstance(row, (tuple, list)) else (row,)
 
 
 class Model:

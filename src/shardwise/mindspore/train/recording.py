@@ -1,4 +1,5 @@
-"""Callbacks that record a run: curves for TensorBoard, and backups from which it can resume."""
+"""Callbacks that record a run (curves for TensorBoard, backups from which it can resume), or watch a value and act on
+it: stop, or reduce the learning rate."""
 
 from __future__ import annotations
 
@@ -7,22 +8,23 @@ import re
 import signal
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardwise import rank
 from shardwise.errors import problem
-from shardwise.mindspore.checks import closest, from_on
+from shardwise.mindspore import rank_groups
+from shardwise.mindspore.checks import closest, from_on, one_of, within
 from shardwise.mindspore.communication.management import find_group
-from shardwise.mindspore.library import rank_groups
 from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.tensor_methods import asnumpy
 from shardwise.mindspore.train.callback import Callback, CallbackParams, RunContext, loss_value, print_line
-from shardwise.mindspore.train.rows import size_of, steps_of
+from shardwise.mindspore.train.model import size_of, steps_of
 from shardwise.mindspore.train.serialization import load_checkpoint, load_param_into_net, save_checkpoint
 
 KINDS = {"scalar": "add_scalar", "tensor": "add_histogram", "histogram": "add_histogram", "image": "add_images"}
@@ -104,23 +106,15 @@ class SummaryCollector(Callback):
         due = params.cur_step_num == 1 or params.cur_step_num % self._every == 0
         if params.mode != "train" or not due or self._record is None:
             return
-        if self._is_enabled("collect_metric"):
+        if self._wanted.get("collect_metric", self._default):
             self._record.add_value("scalar", "loss", loss_value(params.net_outputs))
             if params.optimizer is not None:
                 self._record.add_value("scalar", "learning_rate", params.optimizer.rate_now())
         pattern = self._wanted.get("histogram_regular", "" if self._default else None)
-        if pattern is not None:
-            self._add_parameters(params.network, str(pattern))
-        self._record.record(params.cur_step_num)
-
-    def _is_enabled(self, name: str) -> bool:
-        return bool(self._wanted.get(name, self._default))
-
-    def _add_parameters(self, network: Any, pattern: str) -> None:
-        for name, parameter in network.named_parameters():
-            if parameter.numel() and re.search(pattern, name):
-                assert self._record is not None
+        for name, parameter in params.network.named_parameters() if pattern is not None else ():
+            if parameter.numel() and re.search(str(pattern), name):
                 self._record.add_value("histogram", f"{name}/auto", parameter.detach())
+        self._record.record(params.cur_step_num)
 
     def epoch_end(self, run_context: RunContext) -> None:
         params = run_context.original_args()
@@ -229,7 +223,7 @@ class OnRequestExit(
 
 def _on_any_rank(flag: bool) -> bool:
     """Return whether the flag is true on any rank (one small message)."""
-    if not rank_groups.is_connected():
+    if not dist.is_initialized():
         return flag
     device = "cuda" if rank_groups.backend() == "nccl" else "cpu"
     return bool(rank_groups.all_reduce(torch.tensor(int(flag), device=device), "max", find_group()))
@@ -249,4 +243,144 @@ class DatasetHelper:
         return size_of(self.dataset, self._size)
 
 
-__all__ = ["BackupAndRestore", "DatasetHelper", "OnRequestExit", "SummaryCollector", "SummaryRecord"]
+GROWS = ("acc", "precision", "recall", "f1", "auc")  # parts of names of metrics that should grow
+
+
+class _Watching(WithSettings, Callback):
+    """Base of watching callbacks. ``monitor``: "loss", or "eval_" and a metric; ``min_delta``: least improvement."""
+
+    checks: ClassVar = {
+        "mode": one_of("auto", "min", "max"), "factor": within(0, 1, "a number between 0 and 1"),
+        "patience": lambda name, value: from_on(name, value, 0, "a number of epochs"),
+    }  # fmt: skip
+
+    def _settle(self) -> None:
+        grows = self.mode == "max" or (self.mode == "auto" and any(word in self.monitor.lower() for word in GROWS))
+        self.sign, self.best, self.wait = 1.0 if grows else -1.0, -np.inf, 0
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        self.best, self.wait = -np.inf, 0
+
+    def value(self, run_context: RunContext) -> float | None:
+        """Return the watched value; None, with a note, if there is no such value."""
+        params = run_context.original_args()
+        if self.monitor == "loss":
+            return loss_value(params.net_outputs)
+        results = {f"eval_{name}": value for name, value in params.eval_results.items()}
+        if self.monitor in results:
+            return float(np.mean(results[self.monitor]))
+        if params.eval_results or params.mode == "train":
+            choices = ", ".join(("loss", *results))
+            note(f"{type(self).__name__} watches {self.monitor!r}, which is not among {choices}")
+        return None
+
+    def is_better(self, value: float) -> bool:
+        """Return whether a value is the best so far, and store it in that case."""
+        if self.sign * value - abs(self.min_delta) <= self.best:
+            return False
+        self.best = self.sign * value
+        return True
+
+
+class EarlyStopping(
+    _Watching, monitor="eval_loss", min_delta=0, patience=0, verbose=False, mode="auto", baseline=None,
+    restore_best_weights=False,
+):  # fmt: skip
+    """Stop of training if a value has not improved for ``patience`` epochs, or is not better than ``baseline``.
+    ``restore_best_weights``: restore the weights of the best epoch at the end."""
+
+    def _settle(self) -> None:
+        super()._settle()
+        self.stopped_epoch = 0
+        self._weights: dict[str, torch.Tensor] = {}
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        value, params = self.value(run_context), run_context.original_args()
+        if value is None:
+            return
+        self.wait += 1
+        if self.is_better(value):
+            if self.restore_best_weights:
+                self._weights = {name: p.detach().clone() for name, p in params.network.named_parameters()}
+            if self.baseline is None or self.sign * value > self.sign * self.baseline:
+                self.wait = 0
+        if self.wait >= self.patience and (self.wait or self.patience):
+            self.stopped_epoch = params.cur_epoch_num
+            run_context.request_stop()
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        if self.stopped_epoch and self.verbose:
+            print(f"Epoch {self.stopped_epoch:05d}: early stopping")
+        with torch.no_grad():
+            for name, weight in self._weights.items():
+                run_context.original_args().network.get_parameter(name).copy_(weight)
+
+
+class ReduceLROnPlateau(
+    _Watching, monitor="eval_loss", factor=0.1, patience=10, verbose=False, mode="auto", min_delta=1e-4, cooldown=0,
+    min_lr=0,
+):  # fmt: skip
+    """Reduction of the learning rate by ``factor``, down to ``min_lr``, if a value has not improved for ``patience``
+    epochs. Then wait ``cooldown`` epochs."""
+
+    def _settle(self) -> None:
+        super()._settle()
+        self.resting = 0
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        value, params = self.value(run_context), run_context.original_args()
+        if value is None:
+            return
+        if self.resting:
+            self.resting, self.wait = self.resting - 1, 0
+        if self.is_better(value):
+            self.wait = 0
+        elif not self.resting:
+            self.wait += 1
+            rate = params.optimizer.rate_now()
+            if self.wait >= self.patience and rate > self.min_lr:
+                params.optimizer.learning_rate = max(rate * self.factor, self.min_lr)
+                self.resting, self.wait = self.cooldown, 0
+                if self.verbose:
+                    now = params.optimizer.rate_now()
+                    print(f"Epoch {params.cur_epoch_num:05d}: ReduceLROnPlateau reducing learning rate to {now}.")
+
+
+class LearningRateScheduler(WithSettings, Callback, learning_rate_function=...):
+    """Schedule that sets the learning rate to ``function(present rate, step number)`` after every step."""
+
+    def _settle(self) -> None:
+        if not callable(self.learning_rate_function):
+            what = f"LearningRateScheduler({self.learning_rate_function!r})"
+            raise TypeError(problem(what, fix="a function of the rate and the step"))
+
+    def step_end(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        if params.mode == "train":
+            rate = self.learning_rate_function(params.optimizer.rate_now(), params.cur_step_num)
+            params.optimizer.learning_rate = float(rate)
+
+
+class History(Callback):
+    """Record of training. ``epoch``: epoch numbers; ``history``: losses at their ends, and metrics."""
+
+    def __init__(self) -> None:
+        self.history: dict[str, list[Any]] = {}
+        self.epoch: dict[str, list[int]] = {}
+
+    def begin(self, run_context: RunContext) -> None:
+        if run_context.original_args().mode == "train":
+            self.history, self.epoch = {}, {"epoch": []}
+
+    def epoch_end(self, run_context: RunContext) -> None:
+        params = run_context.original_args()
+        self.epoch["epoch"].append(params.cur_epoch_num)
+        self.history.setdefault("net_output", []).append(loss_value(params.net_outputs))
+        for name, value in params.eval_results.items():
+            self.history.setdefault(f"eval_{name}", []).append(value)
+
+
+__all__ = [
+    "BackupAndRestore", "DatasetHelper", "EarlyStopping", "History", "LearningRateScheduler", "OnRequestExit",
+    "ReduceLROnPlateau", "SummaryCollector", "SummaryRecord",
+]  # fmt: skip

@@ -12,9 +12,8 @@ import torch
 
 import shardwise as sw
 from shardwise.errors import listed, problem
-from shardwise.mindspore.holding import Held
+from shardwise.mindspore.holding import Held, boxes_of, held_by
 from shardwise.mindspore.library import Box, shard
-from shardwise.mindspore.storage import boxes_of, held_by
 from shardwise.mindspore.train.serialization import Slice, entry_of, joined_files, of_parts, write
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,7 +33,7 @@ def cross_entropy_loss(
         total, picked = torch.ops.shardwise.label_terms(scores, maximum, label, class_dim, *whole)
         losses = torch.where(valid, total.log() - picked, 0)
         counts = valid if weight is None else torch.where(valid, weight[label], 0)
-        return cast(_reduced(losses if weight is None else losses * counts, counts, reduction), self.dtype)
+        return cast(_reduced(losses if weight is None else losses * counts, counts.sum, reduction), self.dtype)
     log_probabilities = log_softmax(self, class_dim)
     if is_soft:
         return _soft_label_loss(log_probabilities, target, weight, reduction, label_smoothing)
@@ -40,14 +43,14 @@ def cross_entropy_loss(
         smooth = -weighted.sum(class_dim).masked_fill(target == ignore_index, 0)
         share = label_smoothing / self.shape[class_dim]
         losses = losses * (1 - label_smoothing) + smooth * share
-    return _reduced(losses, counts, reduction)
+    return _reduced(losses, counts.sum, reduction)
 
 
 def nll_loss(
     self: Tensor, target: Tensor, weight: Tensor | None = None, reduction: int = MEAN, ignore_index: int = -100
 ) -> Tensor:
     losses, counts = _label_losses(self, target, weight, ignore_index)
-    return _reduced(losses, counts, reduction)
+    return _reduced(losses, counts.sum, reduction)
 
 
 def _label_losses(scores: Tensor, target: Tensor, weight: Tensor | None, ignore_index: int) -> tuple[Tensor, Tensor]:
@@ -63,10 +66,10 @@ def _label_losses(scores: Tensor, target: Tensor, weight: Tensor | None, ignore_
     return losses * counts, counts
 
 
-def _reduced(losses: Tensor, counts: Tensor, reduction: int) -> Tensor:
+def _reduced(losses: Tensor, count: Callable[[], Any], reduction: int) -> Tensor:
     if reduction == NONE:
         return losses
-    return losses.sum() if reduction == SUM else losses.sum() / counts.sum()
+    return losses.sum() if reduction == SUM else losses.sum() / count()
 
 
 def _per_class(weight: Tensor, rank: int) -> Tensor:
@@ -83,16 +86,7 @@ def _soft_label_loss(
         target = target * (1 - label_smoothing) + label_smoothing / num_classes
     products = log_probabilities * target
     losses = -(products if weight is None else products * _per_class(weight, rank)).sum(class_dim)
-    if reduction == NONE:
-        return losses
-    return losses.sum() if reduction == SUM else losses.sum() / max(log_probabilities.numel() // num_classes, 1)
-
-
-def _over_samples(losses: Tensor, reduction: int) -> Tensor:
-    """Losses of samples, all of which count."""
-    if reduction == NONE:
-        return losses
-    return losses.sum() if reduction == SUM else losses.sum() / losses.numel()
+    return _reduced(losses, lambda: max(log_probabilities.numel() // num_classes, 1), reduction)
 
 
 def cosine_embedding_loss(
@@ -102,7 +96,8 @@ def cosine_embedding_loss(
     sizes = (input1.square().sum(-1) + small) * (input2.square().sum(-1) + small)
     cosine = (input1 * input2).sum(-1) / sizes.sqrt()
     dissimilar = torch.where(target == -1, (cosine - margin).clamp_min(0), 0)
-    return _over_samples(torch.where(target == 1, 1 - cosine, dissimilar), reduction)
+    losses = torch.where(target == 1, 1 - cosine, dissimilar)
+    return _reduced(losses, losses.numel, reduction)
 
 
 def pairwise_distance(x1: Tensor, x2: Tensor, p: float = 2, eps: float = 1e-6, keepdim: bool = False) -> Tensor:
@@ -123,7 +118,8 @@ def triplet_margin_loss(
     far = pairwise_distance(anchor, negative, p, eps)
     if swap:
         far = torch.minimum(far, pairwise_distance(positive, negative, p, eps))
-    return _over_samples((margin + near - far).clamp_min(0), reduction)
+    losses = (margin + near - far).clamp_min(0)
+    return _reduced(losses, losses.numel, reduction)
 
 
 def multi_margin_loss(

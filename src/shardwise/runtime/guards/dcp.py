@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import DefaultStager
+from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
 from shardwise.layouts.boxes import Box, boxes
@@ -42,7 +43,6 @@ from shardwise.layouts.text import format_layout
 from shardwise.runtime.guards.registry import Owners, Patch, ShardRecord, held_shards, ranks_of_stages
 from shardwise.runtime.guards.stage_states import Gathering
 from shardwise.runtime.hooks import gather_whole
-from shardwise.runtime.initial.replay import leaves
 from shardwise.runtime.local_shards import shard
 
 Path = tuple[str, ...]  # keys on the way to a leaf of a state dict
@@ -97,19 +97,18 @@ class Chunks:
 
 def _telling(tensor: Tensor, record: ShardRecord) -> Tensor:
     """Return a tensor in the same memory with the chunk protocol attached."""
-    boxes_here = boxes(record.layout, record.ranks.coordinates)
-    return Chunks(tensor.detach(), record.name, record.layout.shape, boxes_here, _has_several(record)).attach()
+    layout, mesh = record.layout, record.layout.mesh
+    several = any(len(boxes(layout, mesh.coordinates(device))) > 1 for device in range(mesh.num_devices))
+    here = boxes(layout, record.ranks.coordinates)
+    return Chunks(tensor.detach(), record.name, layout.shape, here, several).attach()
 
 
-def _telling_stages(function: Callable[..., Any]) -> Callable[..., Any]:
-    def stateful_to_state_dict(state_dict: Any) -> Any:
-        index = ShardIndex()
-        tagged = index.replaced(function(state_dict), lambda tensor, record, _: _telling(tensor, record))
-        if index.num_found:
-            _check_stage(index)
-        return tagged
-
-    return stateful_to_state_dict
+def _tell_stages(function: Callable[..., Any], state_dict: Any) -> Any:
+    index = ShardIndex()
+    tagged = index.replaced(function(state_dict), lambda tensor, record, _: _telling(tensor, record))
+    if index.seen:
+        _check_stage(index)
+    return tagged
 
 
 def _check_stage(index: ShardIndex) -> None:
@@ -134,47 +133,37 @@ def _body(function: Any) -> Any:
     return function.__code__
 
 
-def _telling_writers(function: Callable[..., Any]) -> Callable[..., Any]:
-    def save_state_dict(state_dict: Any, storage_writer: Any = None, *args: Any, **kwargs: Any) -> Any:
-        tagged = ShardIndex().replaced(state_dict, lambda tensor, record, _: _telling(tensor, record))
-        if isinstance(storage_writer, HuggingFaceStorageWriter):
-            parts = filter(None, map(Chunks.of, leaves(tagged)))
-            several = next((part.name for part in parts if part.several), None)
-            if several is not None:
-                what = f"this writer stores one chunk per name and rank, but ranks hold several chunks of {several}"
-                fix = "sw.save_pretrained(par, folder) writes such files, for any layout"
-                raise ShardwiseError(what, fix=fix)
-        return function(tagged, storage_writer, *args, **kwargs)
-
-    return save_state_dict
-
-
-def _has_several(record: ShardRecord) -> bool:
-    """Return whether some rank holds several boxes; the answer is the same on all ranks."""
-    mesh = record.layout.mesh
-    return any(len(boxes(record.layout, mesh.coordinates(device))) > 1 for device in range(mesh.num_devices))
+def _tell_writers(
+    function: Callable[..., Any], state_dict: Any, storage_writer: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    tagged = ShardIndex().replaced(state_dict, lambda tensor, record, _: _telling(tensor, record))
+    if isinstance(storage_writer, HuggingFaceStorageWriter):
+        parts = filter(None, map(Chunks.of, pytree.tree_leaves(tagged)))
+        several = next((part.name for part in parts if part.several), None)
+        if several is not None:
+            what = f"this writer stores one chunk per name and rank, but ranks hold several chunks of {several}"
+            fix = "sw.save_pretrained(par, folder) writes such files, for any layout"
+            raise ShardwiseError(what, fix=fix)
+    return function(tagged, storage_writer, *args, **kwargs)
 
 
-def _telling_readers(function: Callable[..., Any]) -> Callable[..., Any]:
-    def load_state_dict(state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load into the caller's dicts: their tensors are filled in place, other values are replaced."""
+def _tell_readers(function: Callable[..., Any], state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+    """Load into the caller's dicts: their tensors are filled in place, other values are replaced."""
 
-        def tag(tensor: Tensor, record: ShardRecord, place: tuple[Any, Any]) -> Tensor:
-            alias: Any = _telling(tensor, record)
-            alias.size = lambda: torch.Size(record.layout.shape)  # torch compares this with the file
-            before.append((*place, tensor))
-            place[0][place[1]] = alias
-            return tensor
+    def tag(tensor: Tensor, record: ShardRecord, place: tuple[Any, Any]) -> Tensor:
+        alias: Any = _telling(tensor, record)
+        alias.size = lambda: torch.Size(record.layout.shape)  # torch compares this with the file
+        before.append((*place, tensor))
+        place[0][place[1]] = alias
+        return tensor
 
-        before: list[tuple[Any, Any, Tensor]] = []
-        try:
-            ShardIndex().replaced(state_dict, tag)
-            return function(state_dict, *args, **kwargs)
-        finally:
-            for container, key, tensor in before:
-                container[key] = tensor
-
-    return load_state_dict
+    before: list[tuple[Any, Any, Tensor]] = []
+    try:
+        ShardIndex().replaced(state_dict, tag)
+        return function(state_dict, *args, **kwargs)
+    finally:
+        for container, key, tensor in before:
+            container[key] = tensor
 
 
 # ------------------------------------------------------------------------------------------------------- whole tensors
@@ -183,34 +172,25 @@ def _telling_readers(function: Callable[..., Any]) -> Callable[..., Any]:
 _module: ContextVar[torch.nn.Module | None] = ContextVar("module", default=None)  # the module whose state is requested
 
 
-def _of_module(function: Callable[..., Any]) -> Callable[..., Any]:
-    def get_state_dict(model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        before = _module.set(model)
-        try:
-            return function(model, *args, **kwargs)
-        finally:
-            _module.reset(before)
-
-    return get_state_dict
+def _note_module(function: Callable[..., Any], model: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    before = _module.set(model)
+    try:
+        return function(model, *args, **kwargs)
+    finally:
+        _module.reset(before)
 
 
-def _gathering(function: Callable[..., Any]) -> Callable[..., Any]:
-    def maybe_full_or_cpu_state_dict(state_dict: Any, info: Any) -> Any:
-        if not info.full_state_dict:
-            tagged = ShardIndex().replaced(state_dict, lambda tensor, record, _: _telling(tensor, record))
-            if not info.cpu_offload:
-                return state_dict
-            copies = function(state_dict, info)
-            return _retold(copies, tagged)
-        target = 0 if info.cpu_offload else None  # as in torch: with cpu_offload only rank 0 gets it
-        everyone, index = ranks_of_stages(_module.get()), ShardIndex()
-        if everyone is not None:
-            whole = Gathering(index.of, everyone, target).of_all_stages(state_dict)
-        else:
-            whole = index.replaced(state_dict, lambda tensor, record, _: _whole(tensor, record, target))
-        return function(whole, info)
-
-    return maybe_full_or_cpu_state_dict
+def _gather(function: Callable[..., Any], state_dict: Any, info: Any) -> Any:
+    if not info.full_state_dict:
+        tagged = ShardIndex().replaced(state_dict, lambda tensor, record, _: _telling(tensor, record))
+        return _retold(function(state_dict, info), tagged) if info.cpu_offload else state_dict
+    target = 0 if info.cpu_offload else None  # as in torch: with cpu_offload only rank 0 gets it
+    everyone, index = ranks_of_stages(_module.get()), ShardIndex()
+    if everyone is not None:
+        whole = Gathering(index.of, everyone, target).of_all_stages(state_dict)
+    else:
+        whole = index.replaced(state_dict, lambda tensor, record, _: _whole(tensor, record, target))
+    return function(whole, info)
 
 
 def _whole(tensor: Tensor, record: ShardRecord, target: int | None) -> Tensor:
@@ -221,28 +201,26 @@ def _whole(tensor: Tensor, record: ShardRecord, target: int | None) -> Tensor:
     return tensor.cpu() if dist.get_rank() == target else tensor.new_empty(0)
 
 
-def _from_rank_0(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``_load_optim_state_dict``. Torch drops entries that rank 0 lacks before it broadcasts: under stages, all
+def _from_rank_0(
+    function: Callable[..., Any], model: torch.nn.Module, optimizers: Any, state_dict: Any, info: Any
+) -> Any:
+    """Replace ``_load_optim_state_dict``. Torch drops entries that rank 0 lacks before it broadcasts: under stages, all
     entries of the other stages."""
+    everyone = ranks_of_stages(model)
+    if everyone is None or not info.broadcast_from_rank0:
+        return function(model, optimizers, state_dict, info)
+    names = {name for name in info.fqn_param_mapping if isinstance(name, str)}
+    starts = tuple(f"state.{name}." for name in names)  # of a flattened state
 
-    def load_optim_state_dict(model: torch.nn.Module, optimizers: Any, state_dict: Any, info: Any) -> Any:
-        everyone = ranks_of_stages(model)
-        if everyone is None or not info.broadcast_from_rank0:
-            return function(model, optimizers, state_dict, info)
-        names = {name for name in info.fqn_param_mapping if isinstance(name, str)}
-        starts = tuple(f"state.{name}." for name in names)  # of a flattened state
+    def keeps(path: Path) -> bool:
+        return not names.isdisjoint(path) or path[0].startswith(starts)
 
-        def keeps(path: Path) -> bool:
-            return not names.isdisjoint(path) or path[0].startswith(starts)
-
-        whole = Gathering(ShardIndex().of, everyone, None).of_rank_0(state_dict, keeps)
-        info.broadcast_from_rank0 = False
-        try:
-            return function(model, optimizers, whole, info)
-        finally:
-            info.broadcast_from_rank0 = True
-
-    return load_optim_state_dict
+    whole = Gathering(ShardIndex().of, everyone, None).of_rank_0(state_dict, keeps)
+    info.broadcast_from_rank0 = False
+    try:
+        return function(model, optimizers, whole, info)
+    finally:
+        info.broadcast_from_rank0 = True
 
 
 def _retold(copies: Any, tagged: Any) -> Any:
@@ -255,18 +233,15 @@ def _retold(copies: Any, tagged: Any) -> Any:
     return copies if part is None else replace(part, tensor=copies).attach()
 
 
-def _cutting(function: Callable[..., Any]) -> Callable[..., Any]:
-    def distribute_state_dict(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        shards: dict[str, ShardRecord] = {}
-        ShardIndex().replaced(local, lambda tensor, record, place: shards.setdefault(place[1], record) and tensor)
-        result = function(full, local, *args, **kwargs)
-        for key, record in shards.items():
-            whole = local.get(key)
-            if isinstance(whole, Tensor) and tuple(whole.shape) == record.layout.shape:
-                local[key] = shard(whole, record.layout, record.ranks.coordinates).clone()
-        return result
-
-    return distribute_state_dict
+def _cut(function: Callable[..., Any], full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    shards: dict[str, ShardRecord] = {}
+    ShardIndex().replaced(local, lambda tensor, record, place: shards.setdefault(place[1], record) and tensor)
+    result = function(full, local, *args, **kwargs)
+    for key, record in shards.items():
+        whole = local.get(key)
+        if isinstance(whole, Tensor) and tuple(whole.shape) == record.layout.shape:
+            local[key] = shard(whole, record.layout, record.ranks.coordinates).clone()
+    return result
 
 
 # --------------------------------------------------------------------------------------------------- shard recognition
@@ -288,10 +263,6 @@ class ShardIndex:
             if not tensor.numel():
                 self._empty[tensor.shape].append(record)
         self.seen: list[ShardRecord] = []
-
-    @property
-    def num_found(self) -> int:
-        return len(self.seen)
 
     def shards_in(self, value: Any) -> Iterator[ShardRecord]:
         """Yield the shards whose memory a value (containers, modules, optimizers) uses."""
@@ -384,22 +355,22 @@ def _optimizer_states(shards: Iterable[tuple[Tensor, ShardRecord]]) -> Iterator[
         for parameter, state in states.items():
             record = held_by_id.get(id(parameter))
             if record is not None:
-                kept = (leaf for leaf in leaves(state) if isinstance(leaf, Tensor))
+                kept = (leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor))
                 yield from ((x, record, x.shape == parameter.shape) for x in kept if x.dim() or not parameter.dim())
 
 
 # All of torch's functions use these: save, async_save and save_state_dict; load and load_state_dict; and the six that
 # get and set the states of modules and optimizers.
 PATCHES = (
-    Patch(saver, "_stateful_to_state_dict", _telling_stages),
-    Patch(saver, "_save_state_dict", _telling_writers),
+    Patch(saver, "_stateful_to_state_dict", _tell_stages),
+    Patch(saver, "_save_state_dict", _tell_writers),
     Patch(saver, "async_save"),
     Patch(saver, "AsyncCheckpointerType"),
-    Patch(loader, "_load_state_dict", _telling_readers),
-    Patch(of_modules, "_maybe_full_or_cpu_state_dict", _gathering),
-    Patch(of_modules, "_distribute_state_dict", _cutting),
-    Patch(of_modules, "_broadcast_state_dict", _cutting),
-    Patch(of_modules, "_get_model_state_dict", _of_module),
-    Patch(of_modules, "_get_optim_state_dict", _of_module),
+    Patch(loader, "_load_state_dict", _tell_readers),
+    Patch(of_modules, "_maybe_full_or_cpu_state_dict", _gather),
+    Patch(of_modules, "_distribute_state_dict", _cut),
+    Patch(of_modules, "_broadcast_state_dict", _cut),
+    Patch(of_modules, "_get_model_state_dict", _note_module),
+    Patch(of_modules, "_get_optim_state_dict", _note_module),
     Patch(of_modules, "_load_optim_state_dict", _from_rank_0),
 )

@@ -33,24 +33,17 @@ def missing() -> list[str]:
     return [] if is_first and {"obj", "f"} <= {*torch.save.__code__.co_varnames} else ["the first check in torch.save"]
 
 
-def _refusing_files(check_file: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap the first check in ``torch.save``: before the file is opened, so that an existing one is kept."""
-
-    def check(f: Any) -> None:
-        frame = sys._getframe(1)
-        _check(frame.f_locals["obj"], f, frame)
-        check_file(f)
-
-    return check
+def _refuse_file(check_file: Callable[[Any], None], file: Any) -> None:
+    """Run before the first check in ``torch.save``: before the file is opened, so that an existing one is kept."""
+    frame = sys._getframe(2)
+    _check(frame.f_locals["obj"], file, frame)
+    check_file(file)
 
 
-def _refusing_parts(function: Callable[..., Any]) -> Callable[..., Any]:
-    def flatten(value: Any, *args: Any, **kwargs: Any) -> Any:
-        frame = sys._getframe(1)
-        _check(value, frame.f_locals.get("filename"), frame)
-        return function(value, *args, **kwargs)
-
-    return flatten
+def _refuse_parts(flatten: Callable[..., Any], value: Any, *args: Any, **kwargs: Any) -> Any:
+    frame = sys._getframe(2)
+    _check(value, frame.f_locals.get("filename"), frame)
+    return flatten(value, *args, **kwargs)
 
 
 def _check(value: Any, file: Any, saves: FrameType) -> None:
@@ -74,6 +67,6 @@ def _check(value: Any, file: Any, saves: FrameType) -> None:
 
 
 PATCHES = (
-    Patch(torch.serialization, "_check_save_filelike", _refusing_files),
-    *(Patch(safetensors.torch, n, _refusing_parts) for n in _OF_SAFETENSORS if hasattr(safetensors.torch, n)),
+    Patch(torch.serialization, "_check_save_filelike", _refuse_file),
+    *(Patch(safetensors.torch, n, _refuse_parts) for n in _OF_SAFETENSORS if hasattr(safetensors.torch, n)),
 )

@@ -19,7 +19,6 @@ Nothing changes for tensors that are not shards. The user's own arithmetic on gr
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from types import CellType
@@ -39,7 +38,15 @@ from shardwise.runtime.cpu_embedding import device_of
 from shardwise.runtime.guards import dcp, file_writers
 from shardwise.runtime.guards.elementwise_optimizers import before_step
 from shardwise.runtime.guards.norms import total_norm
-from shardwise.runtime.guards.registry import Owners, Patch, ShardRecord, held_parameters, held_shards, register_module
+from shardwise.runtime.guards.registry import (
+    Owners,
+    Patch,
+    ShardRecord,
+    held_parameters,
+    held_shards,
+    register_module,
+    wrapped,
+)
 from shardwise.runtime.hooks import foreign_wrapper_error
 from shardwise.runtime.state_dict_entries import KEY, check_entries, shard_metadata
 
@@ -74,70 +81,48 @@ def _install() -> None:
             fix="use torch 2.11 to 2.14, or a newer shardwise",
         )
     assert body is not None
-    body.cell_contents = _norm_knowing_shards(body.cell_contents)
+    body.cell_contents = wrapped(body.cell_contents, _total_norm)
     for place, name, wrap in patches:
         if wrap is not None:
-            function = getattr(place, name)
-            setattr(place, name, functools.wraps(function)(wrap(function)))
+            setattr(place, name, wrapped(getattr(place, name), wrap))
 
 
-def _refusing_shards(init: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``DistributedDataParallel.__init__``, which would give every rank the shards of rank 0."""
-
-    def checked(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        parameters = {id(parameter) for parameter in module.parameters()}
-        if any(record.is_shard and id(parameter) in parameters for parameter, record in held_parameters()):
-            raise foreign_wrapper_error("DistributedDataParallel")
-        init(self, module, *args, **kwargs)
-
-    return checked
+def _refuse_shards(init: Callable[..., None], self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Replace ``DistributedDataParallel.__init__``, which would give every rank the shards of rank 0."""
+    parameters = {id(parameter) for parameter in module.parameters()}
+    if any(record.is_shard and id(parameter) in parameters for parameter, record in held_parameters()):
+        raise foreign_wrapper_error("DistributedDataParallel")
+    init(self, module, *args, **kwargs)
 
 
-def _refusing_draws(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of ``torch.nn.init``, whose values would follow from the shape of the shard."""
-
-    def checked(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        has_data = not (tensor.is_meta or is_fake(tensor)) and type(tensor) in (torch.Tensor, torch.nn.Parameter)
-        record = Owners(held_shards()).of(tensor) if has_data else None
-        if record is not None:
-            raise ShardwiseError(
-                f"torch.nn.init on a shard of {record.name}: values would be drawn for the shape of the shard",
-                fix="initialise the model before sw.parallelize, or pass init= to sw.parallelize",
-            )
-        return function(tensor, *args, **kwargs)
-
-    return checked
+def _refuse_draws(function: Callable[..., Any], tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Replace a function of ``torch.nn.init``, whose values would follow from the shape of the shard."""
+    has_data = not (tensor.is_meta or is_fake(tensor)) and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    record = Owners(held_shards()).of(tensor) if has_data else None
+    if record is not None:
+        raise ShardwiseError(
+            f"torch.nn.init on a shard of {record.name}: values would be drawn for the shape of the shard",
+            fix="initialise the model before sw.parallelize, or pass init= to sw.parallelize",
+        )
+    return function(tensor, *args, **kwargs)
 
 
 # ------------------------------------------------------------------------------------------------- states of optimizers
 
 
-def _telling_states(state_dict: Callable[[Optimizer], dict[str, Any]]) -> Callable[[Optimizer], dict[str, Any]]:
-    """Wrap ``Optimizer.state_dict`` to record whose shards the states belong to."""
-
-    def told_state(self: Optimizer) -> dict[str, Any]:
-        shards = _shards_of(self)
-        shard_of = {index: (record.layout, record.ranks.coordinates) for index, record in shards.items()}
-        return state_dict(self) | ({KEY: shard_metadata(shard_of, dist.get_rank())} if shard_of else {})
-
-    return told_state
+def _state_dict(state_dict: Callable[[Optimizer], dict[str, Any]], self: Optimizer) -> dict[str, Any]:
+    """Record in ``Optimizer.state_dict`` whose shards the states belong to."""
+    shard_of = {i: (record.layout, record.ranks.coordinates) for i, record in _shards_of(self).items()}
+    return state_dict(self) | ({KEY: shard_metadata(shard_of, dist.get_rank())} if shard_of else {})
 
 
-def _checking_states(load_state_dict: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``Optimizer.load_state_dict`` to refuse the states of another rank's shards."""
-
-    def checked(self: Optimizer, state_dict: dict[str, Any]) -> None:
-        shards = _shards_of(self) if KEY in state_dict else {}
-        shard_of = {index: (record.layout, record.ranks.coordinates) for index, record in shards.items()}
-        check_entries(
-            state_dict.get(KEY, {}),
-            shard_of,
-            dist.get_rank() if shard_of else 0,
-            lambda i: f"states of {shards[i].name}",
-        )
-        load_state_dict(self, state_dict)
-
-    return checked
+def _load_state_dict(load_state_dict: Callable[..., None], self: Optimizer, state_dict: dict[str, Any]) -> None:
+    """Refuse the states of another rank's shards in ``Optimizer.load_state_dict``."""
+    shards = _shards_of(self) if KEY in state_dict else {}
+    shard_of = {i: (record.layout, record.ranks.coordinates) for i, record in shards.items()}
+    rank = dist.get_rank() if shard_of else 0
+    check_entries(state_dict.get(KEY, {}), shard_of, rank, lambda i: f"states of {shards[i].name}")
+    load_state_dict(self, state_dict)
 
 
 def _shards_of(optimizer: Optimizer) -> dict[int, ShardRecord]:
@@ -163,25 +148,21 @@ def _norm_body() -> CellType | None:
     return next((cell for cell in cells if cell.cell_contents is function.__wrapped__), None)
 
 
-def _norm_knowing_shards(local: Norm) -> Norm:
-    """Wrap torch's ``get_total_norm`` to be exact for shards."""
-
-    @functools.wraps(local)
-    def get_total_norm(
-        tensors: torch.Tensor | Iterable[torch.Tensor],
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
-    ) -> torch.Tensor:
-        listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        placed = _placed(listed)
-        if not any(record is not None and record.is_shard for _, record in placed):
-            return local(listed, norm_type, error_if_nonfinite, foreach)
-        return total_norm(
-            placed, norm_type, device=device_of(listed), across_ranks=True, error_if_nonfinite=error_if_nonfinite
-        )
-
-    return get_total_norm
+def _total_norm(
+    local: Norm,
+    tensors: torch.Tensor | Iterable[torch.Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> torch.Tensor:
+    """Replace torch's ``get_total_norm``, exact for shards."""
+    listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    placed = _placed(listed)
+    if not any(record is not None and record.is_shard for _, record in placed):
+        return local(listed, norm_type, error_if_nonfinite, foreach)
+    return total_norm(
+        placed, norm_type, device=device_of(listed), across_ranks=True, error_if_nonfinite=error_if_nonfinite
+    )
 
 
 def _placed(tensors: list[torch.Tensor]) -> list[tuple[torch.Tensor, ShardRecord | None]]:
@@ -226,16 +207,12 @@ def _check_strangers(
 # --------------------------------------------------------------------------------------------------------- loss scaling
 
 
-def _agreeing_on_infinities(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a GradScaler method so that an infinity found by one rank is found by all."""
-
-    def look(self: GradScaler, optimizer: torch.optim.Optimizer) -> Any:
-        result = method(self, optimizer)
-        if self.is_enabled():
-            _agree(optimizer, list(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()))
-        return result
-
-    return look
+def _agree_on_infinities(method: Callable[..., Any], self: GradScaler, optimizer: torch.optim.Optimizer) -> Any:
+    """Let an infinity found by one rank be found by all, in a method of GradScaler."""
+    result = method(self, optimizer)
+    if self.is_enabled():
+        _agree(optimizer, list(self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()))
+    return result
 
 
 @torch.no_grad()
@@ -258,10 +235,10 @@ _DRAWING = ("_no_grad_uniform_", "_no_grad_normal_", "_no_grad_trunc_normal_", "
 _PLACING = ("dirac_", "eye_", "orthogonal_", "sparse_")
 
 _PATCHES = (
-    Patch(GradScaler, "unscale_", _agreeing_on_infinities),
-    Patch(GradScaler, "_check_inf_per_device", _agreeing_on_infinities),
-    Patch(Optimizer, "state_dict", _telling_states),
-    Patch(Optimizer, "load_state_dict", _checking_states),
-    Patch(DistributedDataParallel, "__init__", _refusing_shards),
-    *(Patch(torch.nn.init, name, _refusing_draws) for name in (*_DRAWING, *_PLACING)),
+    Patch(GradScaler, "unscale_", _agree_on_infinities),
+    Patch(GradScaler, "_check_inf_per_device", _agree_on_infinities),
+    Patch(Optimizer, "state_dict", _state_dict),
+    Patch(Optimizer, "load_state_dict", _load_state_dict),
+    Patch(DistributedDataParallel, "__init__", _refuse_shards),
+    *(Patch(torch.nn.init, name, _refuse_draws) for name in (*_DRAWING, *_PLACING)),
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import wraps
 from itertools import chain
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -21,11 +22,20 @@ from shardwise.runtime.communicator import Communicator
 
 
 class Patch(NamedTuple):
-    """A function of torch that ``wrap(function)`` replaces for the rest of the process; None: it only has to exist."""
+    """A function of torch that ``wrap(function, *args, **kwargs)`` replaces for the rest of the process; None: it only
+    has to exist."""
 
     place: Any
     name: str
-    wrap: Callable[[Any], Any] | None = None
+    wrap: Callable[..., Any] | None = None
+
+
+def wrapped(function: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        return wrap(function, *args, **kwargs)
+
+    return patched
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +125,7 @@ class Owners:
     """An index of the memory of tensors, to recognize a ``detach()``, a view or an entry of a ``state_dict()``."""
 
     def __init__(self, tensors: Iterable[tuple[torch.Tensor, ShardRecord]]) -> None:
-        places = [(*_extent(tensor), record) for tensor, record in tensors if tensor.numel()]
+        places = [(*memory_range(tensor), record) for tensor, record in tensors if tensor.numel()]
         self._places = sorted(places, key=lambda place: place[0])
         self._starts = [start for start, _, _ in self._places]
 
@@ -123,14 +133,14 @@ class Owners:
         """Return the record of the given tensor that shares memory with a tensor, if any."""
         if not tensor.numel():
             return None
-        start, end = _extent(tensor)
+        start, end = memory_range(tensor)
         before = bisect_left(self._starts, end) - 1  # the last one that begins before the tensor ends
         if before >= 0 and self._places[before][1] > start:
             return self._places[before][2]
         return None
 
 
-def _extent(tensor: torch.Tensor) -> tuple[int, int]:
+def memory_range(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the addresses at which a tensor starts and ends. Gradients of one bucket share one storage."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()

@@ -33,6 +33,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from shardwise.dispatch_mode import DispatchMode
 from shardwise.errors import ShardwiseError
@@ -46,8 +47,6 @@ from shardwise.runtime.initial.replay import (
     StorageRef,
     TapeConstant,
     TapeEntry,
-    leaves,
-    map_leaves,
     op_name,
 )
 
@@ -187,7 +186,7 @@ class TapeRecorder(DispatchMode):
             return self._dispatch(func, args, dict(kwargs or {}))
 
     def _dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         links = [link for tensor in tensors if (link := _link(tensor)) is not None]
         _require_cpu(func, kwargs.get("device"))
         if not links and tensors:
@@ -207,7 +206,8 @@ class TapeRecorder(DispatchMode):
         def real(leaf: Any) -> Any:
             return self.value(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
-        return func(*map_leaves(args, real), **{key: map_leaves(arg, real) for key, arg in kwargs.items()})
+        args, kwargs = pytree.tree_map(real, (args, kwargs))
+        return func(*args, **kwargs)
 
     def _from_outside(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[torch.Tensor]
@@ -239,16 +239,12 @@ class TapeRecorder(DispatchMode):
             originals[id(stand_in)] = leaf
             return stand_in
 
-        meta_args = map_leaves(args, on_meta)
-        meta_kwargs = {key: map_leaves(arg, on_meta) for key, arg in kwargs.items()}
+        meta_args, meta_kwargs = pytree.tree_map(on_meta, (args, kwargs))
         if any(argument.name == "device" for argument in func._schema.arguments):
-            factory = not any(isinstance(leaf, torch.Tensor) for leaf in leaves((args, kwargs)))
+            factory = not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves((args, kwargs)))
             if factory or kwargs.get("device") is not None:
                 meta_kwargs["device"], kwargs["device"] = torch.device("meta"), torch.device("cpu")
-        before = (
-            tuple(map_leaves(arg, self._leaf) for arg in args),
-            {key: map_leaves(arg, self._leaf) for key, arg in kwargs.items()},
-        )
+        before = pytree.tree_map(self._leaf, (args, kwargs))
         try:
             out = func(*meta_args, **meta_kwargs)
         except NotImplementedError as error:
@@ -256,21 +252,22 @@ class TapeRecorder(DispatchMode):
                 raise _problem(
                     func, "changes a tensor and has no meta kernel", "make this change to the values with init="
                 ) from error
-            return map_leaves(
-                self._run(func, args, kwargs),
-                lambda x: self._record(aten.clone.default, (x,), {}, []) if isinstance(x, torch.Tensor) else x,
+            returned = self._run(func, args, kwargs)
+            return pytree.tree_map_only(
+                torch.Tensor, lambda x: self._record(aten.clone.default, (x,), {}, []), returned
             )
         results = tuple(
             self._new(leaf) if isinstance(leaf, torch.Tensor) and id(leaf) not in originals else None
-            for leaf in leaves(out)
+            for leaf in pytree.tree_leaves(out)
         )
         if op_name(func) in _EMPTY and not written:
             for ref in results:
                 assert ref is not None
                 self._append_empty(ref)
         else:
-            self._append(func, *before, results, frozenset(ref.storage for ref in map(self._leaf, written)))
-        return map_leaves(out, lambda leaf: originals.get(id(leaf), leaf))
+            args, kwargs = before
+            self._append(func, args, kwargs, results, frozenset(ref.storage for ref in map(self._leaf, written)))
+        return pytree.tree_map(lambda leaf: originals.get(id(leaf), leaf), out)
 
     def _append_empty(self, ref: StorageRef) -> None:
         layout = {"dtype": ref.dtype, "device": torch.device("cpu")}
@@ -284,7 +281,7 @@ class TapeRecorder(DispatchMode):
         results: tuple[StorageRef | None, ...],
         writes: frozenset[int] = frozenset(),
     ) -> None:
-        refs = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, StorageRef)]
+        refs = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, StorageRef)]
         fills = op_name(func) in _OVERWRITES and args and isinstance(args[0], StorageRef) and args[0].covers
         overwrites = frozenset({args[0].storage}) if fills else frozenset()
         reads = frozenset(ref.storage for position, ref in enumerate(refs) if not (fills and position == 0))
@@ -436,7 +433,7 @@ def _written(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any])
         for argument in func._schema.arguments
         if argument.alias_info and argument.alias_info.is_write
     ]
-    return [leaf for leaf in leaves(changed) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in pytree.tree_leaves(changed) if isinstance(leaf, torch.Tensor)]
 
 
 def _user_line() -> str:

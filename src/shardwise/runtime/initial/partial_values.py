@@ -23,22 +23,13 @@ from math import prod
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from shardwise.graph.switches import default_dtype
 from shardwise.layouts.boxes import Box, index_of
 from shardwise.runtime.initial.bitwise_elementwise import apply_elementwise
 from shardwise.runtime.initial.draws import Fill, draw_box
-from shardwise.runtime.initial.replay import (
-    SEEDED,
-    Draw,
-    InitTape,
-    StorageRef,
-    TapeConstant,
-    TapeEntry,
-    leaves,
-    map_leaves,
-    op_name,
-)
+from shardwise.runtime.initial.replay import SEEDED, Draw, InitTape, StorageRef, TapeConstant, TapeEntry, op_name
 
 # Draws whose elements are independent and identically distributed, by the operator that fills a tensor with them.
 FILLS = frozenset(
@@ -217,7 +208,7 @@ class Regions:
         self, index: int, entry: TapeEntry, target: StorageRef, offsets: Sequence[int], sizes: Sequence[int]
     ) -> torch.Tensor:
         """Return a box of a small result of any operator, computed whole."""
-        operands = [leaf for leaf in leaves((entry.args, entry.kwargs)) if isinstance(leaf, (StorageRef, TapeConstant))]
+        operands = _operands((entry.args, entry.kwargs))
         counts = [prod(x.shape if isinstance(x, StorageRef) else x.tensor.shape) for x in (target, *operands)]
         if entry.writes or len(entry.results) > 1 or max(counts) > _SMALL:
             raise NotByParts(f"{entry.target} is not known to work element by element")
@@ -227,10 +218,9 @@ class Regions:
                 return self._part(leaf, index, (0,) * len(leaf.shape), leaf.shape)
             return leaf.value() if isinstance(leaf, TapeConstant) else leaf
 
+        args, kwargs = pytree.tree_map(whole, (entry.args, entry.kwargs))
         with default_dtype(entry.default_dtype):
-            whole_result: torch.Tensor = entry.target(
-                *map_leaves(entry.args, whole), **{key: map_leaves(arg, whole) for key, arg in entry.kwargs.items()}
-            )
+            whole_result: torch.Tensor = entry.target(*args, **kwargs)
         return whole_result[index_of(offsets, sizes)].clone(memory_format=torch.contiguous_format)
 
     def _joined(self, index: int, entry: TapeEntry, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -270,6 +260,10 @@ class Regions:
         return arg.value()[index_of(starts, counts)].clone()
 
 
+def _operands(arguments: Any) -> list[StorageRef | TapeConstant]:
+    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, (StorageRef, TapeConstant))]
+
+
 def _written(entry: TapeEntry) -> StorageRef | None:
     """Return the one tensor that an entry creates or changes; None if there are several."""
     created = [ref for ref in entry.results if ref is not None]
@@ -291,9 +285,7 @@ def _fill_of(entry: TapeEntry) -> Fill | None:
         low, high = (0, bounds[0]) if len(bounds) == 1 else bounds
         return lambda tensor, generator: tensor.random_(low, high, generator=generator)
     numbers = entry.args[1:]
-    if name not in FILLS or any(
-        isinstance(leaf, (StorageRef, TapeConstant)) for leaf in leaves((numbers, entry.kwargs))
-    ):
+    if name not in FILLS or _operands((numbers, entry.kwargs)):
         return None
     named = {key: value for key, value in entry.kwargs.items() if key != "generator"}
     return partial(_drawn, entry.target, numbers, named)

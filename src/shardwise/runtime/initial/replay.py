@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch._ops import OpOverload
+from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.initial.bitwise_elementwise import apply_elementwise
@@ -104,7 +105,7 @@ class TapeEntry:
 
     target: OpOverload
     args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
+    kwargs: dict[str, Any]
     results: tuple[StorageRef | None, ...]
     reads: frozenset[int]
     writes: frozenset[int]
@@ -122,7 +123,9 @@ class TapeEntry:
         if torch.Tag.pointwise not in self.target.tags or len(self.results) > 1:
             return False
         nested = (self.kwargs, [arg for arg in self.args if isinstance(arg, (list, tuple))])
-        return not any(isinstance(leaf, (StorageRef, TapeConstant, GeneratorRef)) for leaf in leaves(nested))
+        return not any(
+            isinstance(leaf, (StorageRef, TapeConstant, GeneratorRef)) for leaf in pytree.tree_leaves(nested)
+        )
 
 
 class Draws(Protocol):
@@ -184,13 +187,12 @@ class InitTape:
         names: dict[int, list[str]] = defaultdict(list)
         for name, ref in refs.items():
             names[ref.storage].append(name)
-        schedule = _schedule(self.entries, names, known=(), in_order=draws is None)
-        run = _TapeRun(seed, draws=draws)
-        steps = iter(schedule.steps)
+        scheduled, saved = _schedule(self.entries, names, known=(), in_order=draws is None)
+        run, steps = _TapeRun(seed, draws=draws), iter(scheduled)
         while True:
             with _alone(run):
                 for step in steps:
-                    run.execute(step.index, self.entries[step.index], save=step.index in schedule.saved)
+                    run.execute(step.index, self.entries[step.index], save=step.index in saved)
                     if step.ready:
                         break
                     run.free(step.frees)
@@ -203,10 +205,10 @@ class InitTape:
 
     def value(self, ref: StorageRef, draws: Draws | None = None) -> torch.Tensor:
         """Return the tensor's value at the end of the tape so far, computed from as few operators as possible."""
-        schedule = _schedule(self.entries, (ref.storage,), known=self._states, in_order=draws is None)
+        steps, _ = _schedule(self.entries, (ref.storage,), known=self._states, in_order=draws is None)
         run = _TapeRun(self.seed, self._states, draws)
         with _alone(run):
-            for step in schedule.steps:
+            for step in steps:
                 entry = self.entries[step.index]
                 run.execute(step.index, entry, save=True)
                 self.observed |= entry.draw is not None
@@ -223,17 +225,12 @@ class _ReplayStep:
     frees: frozenset[int]
 
 
-@dataclass(frozen=True, slots=True)
-class _ReplaySchedule:
-    """``saved``: draws whose generator state must be kept, since a draw other than the next continues there."""
-
-    steps: tuple[_ReplayStep, ...]
-    saved: frozenset[int]
-
-
-def _schedule(entries: list[TapeEntry], needed: Iterable[int], known: Iterable[int], in_order: bool) -> _ReplaySchedule:
-    """Return the steps that compute the storages ``needed``. ``known``: draws after which the generator's state is
-    already known. ``in_order``: a draw continues another one."""
+def _schedule(
+    entries: list[TapeEntry], needed: Iterable[int], known: Iterable[int], in_order: bool
+) -> tuple[list[_ReplayStep], frozenset[int]]:
+    """Return the steps that compute the storages ``needed``, and the draws whose generator state must be kept, since a
+    draw other than the next continues there. ``known``: draws after which the generator's state is already known.
+    ``in_order``: a draw continues another one."""
     live = set(needed)
     unfinished, untouched = set(live), set(live)
     known = frozenset(known)
@@ -260,17 +257,13 @@ def _schedule(entries: list[TapeEntry], needed: Iterable[int], known: Iterable[i
         unfinished -= ready
         live -= entry.creates | entry.overwrites
         live |= entry.reads | (entry.writes - entry.overwrites)
-    return _ReplaySchedule(tuple(reversed(steps)), _continued_out_of_order(draws))
-
-
-def _continued_out_of_order(draws: list[tuple[int, Draw]]) -> frozenset[int]:
     at: dict[int, int] = {}
     saved: set[int] = set()
     for index, draw in reversed(draws):
         if isinstance(draw.after, int) and draw.after not in (SEEDED, at.get(draw.generator)):
             saved.add(draw.after)
         at[draw.generator] = index
-    return frozenset(saved)
+    return steps[::-1], frozenset(saved)
 
 
 class _TapeRun:
@@ -289,17 +282,15 @@ class _TapeRun:
         torch.set_default_dtype(entry.default_dtype)
         if entry.draw is not None:
             self._seek(entry.draw, index)
-        args = tuple(map_leaves(arg, self._real) for arg in entry.args)
-        kwargs = {key: map_leaves(arg, self._real) for key, arg in entry.kwargs.items()}
+        args, kwargs = pytree.tree_map(self._real, (entry.args, entry.kwargs))
         in_parts = None if self.draws is None else self._as_in_parts(self.draws, index, entry, args)
         if in_parts is not None and entry.writes:
             in_parts = args[0].copy_(in_parts)
         out = entry.target(*args, **kwargs) if in_parts is None else in_parts
         if any(ref is not None for ref in entry.results):
-            inputs = {
-                leaf.untyped_storage().data_ptr() for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-            }
-            for ref, tensor in zip(entry.results, leaves(out), strict=True):
+            operands = (leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+            inputs = {operand.untyped_storage().data_ptr() for operand in operands}
+            for ref, tensor in zip(entry.results, pytree.tree_leaves(out), strict=True):
                 if ref is not None:
                     # torch.empty, as it is recorded: zeros, so that all ranks agree
                     cleared = entry.target is torch.ops.aten.empty_strided.default
@@ -397,23 +388,3 @@ def _fitted(tensor: torch.Tensor, ref: StorageRef, inputs: set[int], cleared: bo
 def op_name(func: OpOverload) -> str:
     """Return the name of a PyTorch operator, such as ``normal_``."""
     return func._schema.name.removeprefix("aten::")
-
-
-def leaves(tree: Any) -> Iterator[Any]:
-    """Yield the items that are not lists, tuples or mappings, depth first."""
-    if isinstance(tree, (list, tuple)):
-        for item in tree:
-            yield from leaves(item)
-    elif isinstance(tree, Mapping):
-        yield from leaves(tuple(tree.values()))
-    else:
-        yield tree
-
-
-def map_leaves(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """Replace every leaf of an operator's argument or result; lists and tuples keep their type."""
-    if isinstance(tree, list):
-        return [map_leaves(item, function) for item in tree]
-    if isinstance(tree, tuple):
-        return tuple(map_leaves(item, function) for item in tree)
-    return function(tree)

@@ -39,15 +39,10 @@ class Distribution(Cell):
     def of(self, *values: Any, **named: Any) -> Any:
         """Return torch's distribution with these parameters, or the defaults of the constructor."""
         parameters = dict(zip(self.parameters_of, values, strict=False)) | named
-        chosen = {
-            name: parameters.get(name) if parameters.get(name) is not None else default
-            for name, default in self.default.items()
-        }
-        for name, value in chosen.items():
-            if value is None:
-                raise ValueError(
-                    problem(f"{type(self).__name__} has no {name}", fix="give it here or in the constructor")
-                )
+        chosen = self.default | {name: value for name, value in parameters.items() if value is not None}
+        if missing := [name for name in self.parameters_of if chosen[name] is None]:
+            what = f"{type(self).__name__} has no {missing[0]}"
+            raise ValueError(problem(what, fix="give it here or in the constructor"))
         tensors = [as_torch(value) if not isinstance(value, Tensor) else value for value in chosen.values()]
         floats = [value if value.is_floating_point() else value.float() for value in tensors]
         is_checked = not torch.compiler.is_exporting()  # capture has no data to check
@@ -79,66 +74,42 @@ class Distribution(Cell):
         return getattr(self, name)(*args, **kwargs)
 
 
-# Functions of a value, and properties of the distribution.
+def _method(name: str, function: Callable[..., Any], *, has_value: bool) -> Callable[..., Any]:
+    """Return a method: ``function`` of torch's distribution, and of its first argument if ``has_value``."""
+
+    def answer(self: Distribution, *args: Any, **named: Any) -> Any:
+        value, parameters = ((as_torch(args[0]),), args[1:]) if has_value else ((), args)
+        try:
+            return outside(function(self.of(*parameters, **named), *value))
+        except NotImplementedError as error:
+            what = f"{type(self).__name__} has no {name}: torch.distributions does not compute it"
+            raise NotImplementedError(problem(what, fix="write it from log_prob or prob")) from error
+
+    return answer
+
+
 _OF_VALUE: dict[str, Callable[[Any, Any], Any]] = {
-    "log_prob": lambda d, x: d.log_prob(x),
-    "prob": lambda d, x: d.log_prob(x).exp(),
-    "cdf": lambda d, x: d.cdf(x),
-    "log_cdf": lambda d, x: d.cdf(x).log(),
-    "survival_function": lambda d, x: 1 - d.cdf(x),
+    "log_prob": lambda d, x: d.log_prob(x), "prob": lambda d, x: d.log_prob(x).exp(), "cdf": lambda d, x: d.cdf(x),
+    "log_cdf": lambda d, x: d.cdf(x).log(), "survival_function": lambda d, x: 1 - d.cdf(x),
     "log_survival": lambda d, x: torch.log1p(-d.cdf(x)),
-}
+}  # fmt: skip
 _OF_ALL: dict[str, Callable[[Any], Any]] = {
-    "mean": lambda d: d.mean,
-    "sd": lambda d: d.stddev,
-    "var": lambda d: d.variance,
-    "mode": lambda d: d.mode,
+    "mean": lambda d: d.mean, "sd": lambda d: d.stddev, "var": lambda d: d.variance, "mode": lambda d: d.mode,
     "entropy": lambda d: d.entropy(),
-}
+}  # fmt: skip
+for _name, _function in (_OF_VALUE | _OF_ALL).items():
+    setattr(Distribution, _name, _method(_name, _function, has_value=_name in _OF_VALUE))
 
-
-def _answer(self: Distribution, name: str, function: Callable[..., Any], *operands: Any) -> Any:
-    try:
-        return outside(function(*operands))
-    except NotImplementedError as error:
-        what = f"{type(self).__name__} has no {name}: torch.distributions does not compute it"
-        raise NotImplementedError(problem(what, fix="write it from log_prob or prob")) from error
-
-
-def _of_value(name: str, function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    return lambda self, value, *parameters, **named: _answer(
-        self, name, function, self.of(*parameters, **named), as_torch(value)
-    )
-
-
-def _of_all(name: str, function: Callable[[Any], Any]) -> Callable[..., Any]:
-    return lambda self, *parameters, **named: _answer(self, name, function, self.of(*parameters, **named))
-
-
-for _name, _method in _OF_VALUE.items():
-    setattr(Distribution, _name, _of_value(_name, _method))
-for _name, _property in _OF_ALL.items():
-    setattr(Distribution, _name, _of_all(_name, _property))
-
-_KINDS: dict[str, tuple[str, Made]] = {
-    "Bernoulli": ("probs", distributions.Bernoulli),
-    "Beta": ("concentration1 concentration0", distributions.Beta),
-    "Categorical": ("probs", distributions.Categorical),
-    "Cauchy": ("loc scale", distributions.Cauchy),
-    "Exponential": ("rate", distributions.Exponential),
-    "Gamma": ("concentration rate", distributions.Gamma),
-    "Geometric": ("probs", distributions.Geometric),
-    "Gumbel": ("loc scale", distributions.Gumbel),
-    "LogNormal": ("loc scale", distributions.LogNormal),
-    "Normal": ("mean sd", distributions.Normal),
-    "Poisson": ("rate", distributions.Poisson),
-    "Uniform": ("low high", distributions.Uniform),
-}
+_KINDS = {
+    "Bernoulli": "probs", "Beta": "concentration1 concentration0", "Categorical": "probs", "Cauchy": "loc scale",
+    "Exponential": "rate", "Gamma": "concentration rate", "Geometric": "probs", "Gumbel": "loc scale",
+    "LogNormal": "loc scale", "Normal": "mean sd", "Poisson": "rate", "Uniform": "low high",
+}  # fmt: skip
 CLASSES = {
     name: type(name, (Distribution,), {
-        "parameters_of": tuple(words.split()), "make": staticmethod(kind), "__module__": __name__,
-        "__doc__": f"Parameters: {words}.",
-    }) for name, (words, kind) in _KINDS.items()
+        "parameters_of": tuple(words.split()), "make": staticmethod(getattr(distributions, name)),
+        "__module__": __name__, "__doc__": f"Parameters: {words}.",
+    }) for name, words in _KINDS.items()
 }  # fmt: skip
 globals().update(CLASSES)
 

@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from shardwise import rank, world_size
 from shardwise.errors import LaunchError
-from shardwise.launch.ranks import rank, world_size
-from shardwise.runtime.communicator import gather_tensor, group_timeout, scatter_tensor
+from shardwise.mindspore.library import gather_tensor, group_timeout, scatter_tensor
 
 REDUCTIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -74,10 +74,6 @@ def record_exchanges() -> Iterator[list[RecordedExchange]]:
 
 # How many groups this process has created per tuple of ranks, including those it has left; by the group of all ranks.
 _groups_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictionary()
-
-
-def is_connected() -> bool:
-    return dist.is_initialized()
 
 
 def backend() -> str:
