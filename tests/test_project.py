@@ -64,6 +64,8 @@ def dotted_names(source: str) -> Iterator[tuple[int, str]]:
 
 def uses(source: str, banned: str) -> list[int]:
     """The lines on which a module uses ``banned`` or something inside it."""
+    if banned.rpartition(".")[2] not in source:
+        return []
     return sorted({line for line, name in dotted_names(source) if f"{name}.".startswith(f"{banned}.")})
 
 

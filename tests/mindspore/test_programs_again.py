@@ -260,6 +260,7 @@ class Stay(nn.Cell):
     ("kind", "settings"),
     [(nn.LSTM, {"bidirectional": True}), (nn.GRU, {"has_bias": False}), (nn.RNN, {"bidirectional": True})],
 )
+@pytest.mark.sampled(1)
 def test_recurrent_cells_over_rows_of_several_lengths_are_split(kind: Any, settings: dict[str, Any]) -> None:
     cell, x, lengths = Stay(kind, **settings), torch.randn(4, 4, 3), torch.tensor([4, 2, 1, 3])
     packed = cell(Tensor(x), Tensor(lengths))  # by torch's own packing

@@ -62,6 +62,7 @@ def messages(plan: sw.Plan) -> list[dict[str, Counter[str]]]:
         (2, set(), {"all_gather", "reduce_scatter"}, set()),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_stage_sends_once_what_its_micro_batches_can_add_up(zero, ahead, each, behind, precision):
     plan = planned(zero=zero, precision=precision)
     for number, found in enumerate(messages(plan)):

@@ -140,8 +140,10 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:a batch of 1 on 2 devices")
-@pytest.mark.parametrize(("kind", "states"), [(nn.LSTM, 2), (nn.GRU, 1), (nn.RNN, 1)])
-@pytest.mark.parametrize("options", [{}, {"micro_batch": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "states", "options"),
+    [(nn.LSTM, 2, {}), (nn.GRU, 1, {"micro_batch": 1}), pytest.param(nn.RNN, 1, {}, marks=pytest.mark.long)],
+)
 def test_first_states_of_recurrent_layers_are_verified(kind: type[nn.RNNBase], states: int, options: dict) -> None:
     model, batch = Recurrent(kind, states), (torch.randn(4, 5, WIDTH), torch.randn(4, 2))
     report = sw.verify(model, batch, sw.plan(model, batch, 2, mode="data_parallel", **options))

@@ -385,6 +385,7 @@ def flagged(how: dict | None) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.sampled(4)
 def test_a_flag_that_adds_operators_is_planned_like_other_shapes(name: str, run_ranks) -> None:
     expected = flagged(None)
     for losses in run_ranks(flagged, 2, PLANS[name]):

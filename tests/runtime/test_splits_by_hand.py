@@ -80,6 +80,7 @@ def layout_of(plan: sw.Plan, name: object) -> str:
     ],
     ids=str,
 )
+@pytest.mark.sampled(4)
 def test_a_table_is_stored_as_it_is_split_and_never_exchanged(axes: dict[str, int], strategy: str, stored: str) -> None:
     mesh = sw.Mesh(**axes)
     plan = sw.plan(

@@ -309,6 +309,7 @@ MESHES = [(NODE.replace("x8", "x4"), sw.Mesh(x=4)), ("h100-2x2", sw.Mesh(outer=2
 
 
 @pytest.mark.parametrize("name", TINY)
+@pytest.mark.sampled(3)
 def test_plans_of_small_models_verify(name: str) -> None:
     cluster, mesh = MESHES[list(TINY).index(name) % 2]
     torch.manual_seed(0)
