@@ -50,8 +50,6 @@ LEVERS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model with a setting of every lever."""
-
     model: str
     settings: dict[str, Any]
 
@@ -85,7 +83,6 @@ def built(name: str) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def drawn(count: int, seed: int, models: Sequence[str]) -> Iterator[Case]:
-    """So many cases, models in turn."""
     draw = random.Random(seed)
     for number in range(count):
         settings = {name: draw.choice(values) for name, values in LEVERS.items()}

@@ -319,7 +319,6 @@ def test_redistribution_takes_the_prices() -> None:
 
 
 def seconds_of(moves: tuple[Move, ...], price: LinkPrice) -> float:
-    """Forward and backward."""
     return sum(
         price(primitive, move.axes, move.num_sent(backward))[0]
         for move in moves

@@ -24,7 +24,6 @@ CLUSTER = replace(LOCAL, device=replace(LOCAL.device, overlap=1.0))  # whose net
 
 
 def program(bucket_bytes: int = 25 * 2**20, **options: Any) -> tuple[SpmdProgram, Prices]:
-    """The program of a plan, and prices."""
     with torch.device("meta"):
         model, inputs = Chain(), (torch.empty(64, 256),)
     plan = sw.plan(model, inputs, 4, bucket_bytes=bucket_bytes, **options)

@@ -78,7 +78,6 @@ def difference(wanted: str, got: str) -> str:
 
 
 def documents(root: Path) -> list[Path]:
-    """README.md, the pages of docs/ and the tutorials."""
     return [
         root / "README.md",
         *(path for glob in ("*.md", "tutorials/*.md") for path in sorted((root / "docs").glob(glob))),

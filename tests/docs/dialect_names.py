@@ -15,7 +15,6 @@ BEGIN, END = "<!-- names: make names -->", "<!-- end of names -->"
 
 
 def table() -> str:
-    """A row per module: what it has, in order."""
     primitives = [
         name for name in ms.ops.operations.__all__
         if isinstance(own := getattr(ms.ops, name), type) and issubclass(own, Primitive)
@@ -54,7 +53,6 @@ def table() -> str:
 
 
 def page(written: str) -> str:
-    """The page with the names as they are."""
     before, _, rest = written.partition(BEGIN)
     return f"{before}{BEGIN}\n\n{table()}\n\n{END}{rest.partition(END)[2]}"
 

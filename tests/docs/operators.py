@@ -69,8 +69,6 @@ class SplitRow:
 
 @dataclass(frozen=True, slots=True)
 class OperatorRow:
-    """A rule of an operator, bound to a sample."""
-
     operator: str
     shapes: str
     rule: str
@@ -178,7 +176,7 @@ def page(calls: Iterable[tuple[Op, Graph]]) -> str:
         doc = (import_module(module).__doc__ or "").partition("\n\n")[0].replace("\n", " ")
         lines += [f"## {module.rpartition('.')[2].replace('_', ' ').capitalize()}", "", doc, "", *_TABLE_HEAD]
         for group in _group_equal([entries.get(target, []) for target in table]):
-            lines.append(_row(group))
+            lines.append(row_of(group))
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 
@@ -217,7 +215,7 @@ def _group_equal(entries: list[list[OperatorRow]]) -> list[list[OperatorRow]]:
     return list(groups.values())
 
 
-def _row(group: list[OperatorRow]) -> str:
+def row_of(group: list[OperatorRow]) -> str:
     first = group[0]
     names = ", ".join(f"`{entry.operator}`" for entry in group)
     splits = "<br>".join(map(str, first.splits)) or "none"

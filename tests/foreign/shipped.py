@@ -75,7 +75,6 @@ def architectures() -> list[str]:
 
 
 def built(name: str) -> Any:
-    """A small model with random values."""
     default = tf.AutoConfig.for_model(name)
     fields = _small_fields(default) | {"num_attention_heads": 4, "num_key_value_heads": 4}
     given = {

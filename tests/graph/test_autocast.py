@@ -20,7 +20,6 @@ BF16, F16 = torch.bfloat16, torch.float16
 
 
 def lists(x: torch.Tensor, w: torch.Tensor) -> Any:
-    """Operators of all of torch's lists."""
     low = F.linear(x, w)
     heads = low.view(2, 4, 2, 8)
     attended = F.scaled_dot_product_attention(heads, heads, x.view(2, 4, 2, 8), is_causal=True)

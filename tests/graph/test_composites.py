@@ -141,8 +141,6 @@ SAMPLES = [
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands for a tensor of a sample."""
-
     is_weight: bool
     index: int
 

@@ -44,6 +44,7 @@ def captured_model(tiny: TinyModel) -> tuple[Graph, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(4)
 def test_a_model_in_parts_is_the_model(name: str) -> None:
     graph, data = captured_model(MODELS[name])
     rng = random.Random(name)
@@ -158,8 +159,6 @@ def test_the_seed_is_a_source_of_every_part_that_draws() -> None:
 
 
 class Counts(nn.Module):
-    """Reads running statistics before the part that computes them."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(3, 3), nn.Linear(3, 3)

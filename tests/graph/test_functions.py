@@ -31,8 +31,6 @@ class Scaled(torch.autograd.Function):
 
 
 class Reversed(torch.autograd.Function):
-    """Its forward calls nothing, and its set-up stands apart."""
-
     @staticmethod
     def forward(x):
         return x
@@ -76,8 +74,6 @@ class Clipped(torch.autograd.Function):
 
 
 class Centered(torch.autograd.Function):
-    """Element-wise kernels whose constant is a size."""
-
     @staticmethod
     def forward(ctx, x):
         ctx.count = x.shape[0]

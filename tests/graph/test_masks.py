@@ -55,7 +55,6 @@ def attention_of(captured: Capture) -> list[Op]:
 
 
 def kind_of(op: Op, captured: Capture) -> str:
-    """What an attention call knows of its mask."""
     args = arguments(op)
     if op.target is ATTENTION_WITHIN:
         return "blocks"

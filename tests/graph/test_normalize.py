@@ -20,8 +20,6 @@ aten = torch.ops.aten
 
 
 class Calls(nn.Module):
-    """Calls ``function(*parameters, x)``."""
-
     def __init__(self, function, *shapes):
         super().__init__()
         self.function = function

@@ -19,7 +19,6 @@ LEAST = torch.finfo(torch.float32).min
 
 
 def dense(x: Abstract) -> Tensor:
-    """A value element by element."""
     if isinstance(x, KnownTensor):
         return x.tensor
 
@@ -54,8 +53,6 @@ class Draws:
 
 
 class Expressions(nn.Module):
-    """Values made from positions by random operators."""
-
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.number = seed
@@ -83,8 +80,6 @@ class Expressions(nn.Module):
 
 
 def fitting(random: Draws, pool: list[Tensor], shape: tuple[int, ...]) -> Any:
-    """One that can be broadcast together with a shape."""
-
     def fits(other: tuple[int, ...]) -> bool:
         ends = zip(reversed(shape), reversed(other), strict=False)
         return all(a == b or 1 in (a, b) for a, b in ends)

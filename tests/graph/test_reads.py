@@ -195,8 +195,6 @@ def test_settings_and_modules_that_a_cache_holds_stay_what_they_are():
 
 
 class Checkpointed(nn.Module):
-    """Asks for gradients as models with gradient checkpointing do."""
-
     def __init__(self, effect: float = 0.0) -> None:
         super().__init__()
         self.fc, self.effect, self.checkpointing = nn.Linear(4, 4), effect, False

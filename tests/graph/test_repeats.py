@@ -78,6 +78,7 @@ def same(found: Capture, plain: Capture) -> bool:
 
 
 @pytest.mark.parametrize("build", [llama, bert, mixtral], ids=lambda build: build.__name__)
+@pytest.mark.sampled(2)
 def test_the_graph_is_that_of_a_plain_capture(build):
     found, plain, repeats = both(build().train(), input_ids=IDS, labels=IDS)
     assert same(found, plain)

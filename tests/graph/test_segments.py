@@ -46,13 +46,11 @@ X = torch.randn(8, 4, 8)
 
 
 def segments(model: nn.Module) -> list[tuple[str, str, set[str]]]:
-    """Name, way, and the blocks of the operators inside."""
     found: tuple[Segment, ...] = capture(model, (X,)).segments
     return [(s.name, s.how, {block_of(op) for op in s.operators}) for s in found]
 
 
 def again(plan: sw.Plan) -> set[str]:
-    """The blocks that have operators which are made again."""
     return {block_of(entry.name) for entry in plan.operators if entry.again}
 
 

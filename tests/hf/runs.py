@@ -56,8 +56,6 @@ def t5() -> nn.Module:
 
 
 class Sentences(Dataset[dict[str, Any]]):
-    """Sentences of different lengths, always the same."""
-
     def __init__(self, count: int) -> None:
         self.count = count
 
@@ -146,7 +144,6 @@ class Script:
 
 
 def history(trainer: tf.Trainer) -> list[dict[str, float]]:
-    """What was logged, without seconds."""
     kept = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_accuracy", "eval_counted", "epoch", "step")
     lines = ({k: float(v) for k, v in line.items() if k in kept} for line in trainer.state.log_history)
     return [line for line in lines if "loss" in line or "eval_loss" in line]

@@ -102,7 +102,6 @@ def model_of(name: str) -> nn.Module:
 
 
 def trained(kind: type[tf.Trainer], name: str, folder: str, **more: Any) -> tf.Trainer:
-    """Three steps of two batches each."""
     arguments = tf.TrainingArguments(
         output_dir=folder,
         per_device_train_batch_size=BATCH,
@@ -149,7 +148,6 @@ def on_rank(names: list[str], folder: str, until: float) -> list[tuple[str, Any,
 
 
 def compared(name: str, logged: Any, share: float, failure: str, folder: str) -> Result:
-    """An architecture's run on ranks against one process."""
     result = Result(name, split=share, failure=failure)
     try:
         theirs = history(trained(tf.Trainer, name, folder))

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says on t
 
 
 def prompts(length: int, count: int = 2) -> dict[str, torch.Tensor]:
-    """Prompts of different lengths, padded on the left."""
     ids = torch.randint(3, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(length))
     mask = torch.ones_like(ids)
     ids[0, : length // 3], mask[0, : length // 3] = 0, 0
@@ -33,8 +32,6 @@ def prompts(length: int, count: int = 2) -> dict[str, torch.Tensor]:
 
 
 class Biased(LlamaForCausalLM):
-    """Some tokens are likelier, as a buffer says."""
-
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.register_buffer("bias", torch.zeros(VOCABULARY))
@@ -51,7 +48,6 @@ def biased() -> Any:
 
 
 def windowed() -> Any:
-    """Its first layer sees three tokens, its second all."""
     kinds = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
     torch.manual_seed(0)
     return Gemma3ForCausalLM(Gemma3TextConfig(**WIDE, num_key_value_heads=2, head_dim=8, **kinds)).double()
@@ -64,8 +60,6 @@ def scores(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Odd:
-    """A user's own: every second token is out."""
-
     def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores.index_fill(1, torch.arange(0, VOCABULARY, 2), float("-inf"))
 

@@ -66,21 +66,16 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers says on t
 
 
 class Uneven(Sentences):
-    """What no rank may have: sentences of its own."""
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         return super().__getitem__(index + dist.get_rank())
 
 
 class Shaken(Sentences):
-    """Sentences that are drawn when they are asked for."""
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {"input_ids": torch.randint(3, VOCABULARY, (LENGTH,))}
 
 
 def on_ranks(folder: str, scripts: dict[str, Script]) -> dict[str, Any]:
-    """On a rank: what the scripts log."""
     logged = {}
     for refused in ({"auto_find_batch_size": True}, {"bf16_full_eval": True}, {"neftune_noise_alpha": 5.0}):
         with raises(sw.ShardwiseError, next(iter(refused))):

@@ -52,7 +52,6 @@ def alive(pid: int) -> bool:
 
 
 def gone(pids: list[int]) -> bool:
-    """Whether some processes end within a moment."""
     deadline = time.monotonic() + PROMPTLY
     while any(map(alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.02)

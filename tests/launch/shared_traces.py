@@ -61,8 +61,6 @@ class Shelf:
 
 
 class SharedKnown(CallCache[Any]):
-    """``CallCache`` of all ranks. ``kind``: of what is found."""
-
     def __init__(self, kind: str, shelf: Shelf) -> None:
         super().__init__()
         self._kind, self._shelf = kind, shelf

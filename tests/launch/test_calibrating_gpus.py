@@ -48,7 +48,6 @@ def test_every_kind_of_kernel_is_called_with_its_work() -> None:
 def measured(
     device: Device, *, kernels: tuple[KernelWork, ...] = (), name: str = "NVIDIA H100 80GB HBM3"
 ) -> Measurements:
-    """What one GPU with a device's figures would show."""
     latency = device.kernel_latency
     matmuls = [
         MatmulTime("bf16", f, latency + device.matmul_ramp + f / device.matmul_flops("bf16"))

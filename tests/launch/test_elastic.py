@@ -355,8 +355,6 @@ def test_an_exit_that_nobody_asked_about_is_not_that_of_a_later_process_with_its
 
 
 class Clock:
-    """Stands in for the module ``time``."""
-
     def __init__(self, now: float = 100.0) -> None:
         self.now = now
 

@@ -5,22 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from launch.gloo_ranks import RankTraceback
-from launch.shared_traces import SharedKnown, Shelf, shared_lowerings
 from raising import raises
 from shardwise.errors import LayoutError
-from shardwise.graph.ir import Ref
 from shardwise.launch.ranks import init_ranks, rank, world_size
-from shardwise.programs import lower, vjp
-from shardwise.programs.forms import Form
-from shardwise.rules.lowerings.softmax import log_softmax, softmax
 
 Run = Callable[..., list[Any]]
 
@@ -85,42 +78,3 @@ def test_ranks_that_wait_for_each_other_end_at_the_time_limit(run_ranks: Run) ->
 
 def test_init_ranks_leaves_an_existing_group_alone(run_ranks: Run) -> None:
     assert run_ranks(connect_again, 2) == [(1, 2), (1, 2)]
-
-
-def test_what_one_rank_traced_the_others_read(tmp_path: Path) -> None:
-    shapes = Form.contiguous((2, 3), torch.float64, True), Form.contiguous((3, 4), torch.float64, True)
-    call: vjp.Call = torch.ops.aten.mm.default, (Ref("0"), Ref("1")), ()
-
-    def found() -> tuple[vjp.ForwardTrace, vjp.BackwardTrace]:
-        known = {f"_{kind.upper()}": SharedKnown(kind, Shelf(tmp_path)) for kind in ("forward", "backward")}
-        with mock.patch.multiple(vjp, **known):
-            vjp_cache = vjp.VjpCache()
-            forward = vjp_cache.forward(call, shapes)
-            return forward, vjp_cache.backward(call, shapes, forward.forms)
-
-    traced = found()
-    assert [str(kernel.target) for kernel in traced[1].kernels].count("aten.mm.default") == 2
-    with mock.patch.object(vjp, "_TracedKernels", side_effect=AssertionError("traced again")):
-        assert found() == traced
-        shapes = shapes[0], shapes[1].with_gradient(False)
-        with raises(AssertionError, "traced again"):
-            found()
-
-
-def softmax_of_a_test(x: torch.Tensor, dim: int) -> torch.Tensor:
-    return x.softmax(dim)
-
-
-def test_lowerings_of_the_package_are_shared_and_those_of_tests_are_not(tmp_path: Path) -> None:
-    captured: list[Any] = []
-
-    def capture(lowering: Any, args: Any, kwargs: Any) -> Any:
-        captured.append(lowering)
-        return lower._capture_lowering(lowering, args, kwargs)
-
-    arguments = (lower.TensorArgument(0, (2, 3), torch.float64, True), lower.NumberArgument("1", 1)), ()
-    ranks = [shared_lowerings(capture, Shelf(tmp_path)) for _ in range(2)]
-    for lowering in (softmax, log_softmax, softmax_of_a_test):
-        first, second = (rank(lowering, *arguments) for rank in ranks)
-        assert first == second == lower._capture_lowering(lowering, *arguments)
-    assert captured == [softmax, log_softmax, softmax_of_a_test, softmax_of_a_test]

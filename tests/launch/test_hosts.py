@@ -88,7 +88,6 @@ def test_a_hostfile_without_hosts_and_one_that_is_not_there_are_errors(path: Pat
 
 
 def server(name: str, devices: dict[int, int], as_text: bool = True) -> dict[str, Any]:
-    """``devices``: rank by device."""
     kind = str if as_text else int
     entries = [
         {"device_id": kind(i), "device_ip": f"192.1.27.{i}", "rank_id": kind(rank)} for i, rank in devices.items()

@@ -58,7 +58,6 @@ def planned(cell: ms.nn.Cell, inputs: tuple[Any, ...], devices: int, **options: 
 
 
 def equal_to_one_device(cell: ms.nn.Cell, inputs: tuple[Any, ...], devices: int, **options: Any) -> sw.Plan:
-    """Plan and verify; returns the plan."""
     plan = planned(cell, inputs, devices, **options)
     with calls.inside():
         report = sw.verify(cell, inputs, plan, steps=1)

@@ -19,8 +19,6 @@ Tensors = tuple[tuple[str, tuple[int, ...]], ...]  # dtype and shape of each
 
 @dataclass(frozen=True)
 class Read:
-    """An operator as printed."""
-
     variable: str
     operator: str
     operands: str
@@ -42,7 +40,6 @@ class Read:
 
     @property
     def message(self) -> tuple[str, tuple[int, ...], int]:
-        """The collective: its kind, its ranks and its bytes."""
         if "send_bytes" in self.attrs:
             return KINDS[self.operator], ast.literal_eval(self.attrs["rank_list"]), int(self.attrs["send_bytes"])
         tensors = self.made if self.operator == "AllGather" else self.given
@@ -60,7 +57,6 @@ BACKWARD = re.compile(r"#   (\w+) \{(.*)\} (\d+) bytes")
 
 
 def read(path: Path) -> list[Read]:
-    """The operators of a file, in order."""
     found: list[Read] = []
     lines = path.read_text().splitlines()
     for number, line in enumerate(lines):
@@ -92,7 +88,6 @@ def tensors(text: str) -> Tensors:
 
 
 def backward(path: Path) -> list[tuple[str, tuple[int, ...], int]]:
-    """The collectives of backward."""
     return [
         (KINDS[operator], ast.literal_eval(attributes(attrs)["rank_list"]), int(num_bytes))
         for operator, attrs, num_bytes in BACKWARD.findall(path.read_text())

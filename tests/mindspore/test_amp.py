@@ -273,8 +273,6 @@ class Halved(nn.Cell):
 
 
 class Staged(nn.Cell):
-    """Two layers in two stages."""
-
     def __init__(self) -> None:
         super().__init__()
         values = torch.Generator().manual_seed(5)
@@ -288,8 +286,6 @@ class Staged(nn.Cell):
 
 
 class Clipping(nn.Cell):
-    """A cell of one's own, which is given gradients."""
-
     def construct(self, grads: Any) -> Any:
         return ops.clip_by_global_norm(grads, 0.02)
 

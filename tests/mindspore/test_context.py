@@ -62,7 +62,6 @@ def test_these_are_all_cases_of_options_that_the_specification_refuses() -> None
 
 
 def listed(value: Any) -> Any:
-    """Tuples as lists, at every depth."""
     if isinstance(value, dict):
         return {key: listed(each) for key, each in value.items()}
     return [listed(each) for each in value] if isinstance(value, list | tuple) else value

@@ -37,8 +37,6 @@ def get_dataset(batch_size: int, step_per_epoch: int, in_dim: int, out_dim: int)
 
 
 class Indexed:
-    """Seven rows: the index, and a vector of it."""
-
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         return np.int64(index), np.full(2, index, np.float32)
 
@@ -250,8 +248,6 @@ def test_files_of_rows_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 class Evil:
-    """Its unpickling would make a file."""
-
     def __init__(self, path: Path) -> None:
         self.path = path
 

@@ -98,7 +98,6 @@ def losses(text: str) -> Losses:
 
 
 def alone(losses: Losses) -> dict[tuple[int, int], float]:
-    """Those of one process."""
     assert all(len(own) == 1 for own in losses.values())
     return {step: own[0] for step, own in losses.items()}
 
@@ -170,7 +169,6 @@ WITH_MPI = pytest.param(
 
 @pytest.fixture(scope="module", params=[pytest.param(without_mpi, id="shardwise run"), WITH_MPI])
 def quick_start(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The document's program, run once."""
     directory = copied("distributed_training_quickstart", "net.py", tmp_path_factory.mktemp("quick_start"))
     request.param(directory)
     return directory

@@ -56,8 +56,6 @@ class Net(ms.nn.Cell):
 
 
 class Nested(Net):
-    """The same in one line."""
-
     def construct(self, x: Tensor) -> Tensor:
         return self.matmul2(self.relu(self.matmul(x, self.weight)), self.weight2)
 
@@ -279,7 +277,6 @@ def test_primitives_without_strategy_are_found_by_their_line(tmp_path: Path) -> 
 
 
 def small_gpt() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, str]]:
-    """Fused projections: dims that are split inside."""
     return make_gpt(), batch(8, 0), TENSOR_PARALLEL
 
 

@@ -273,8 +273,6 @@ def test_what_flash_attention_has_not_is_refused() -> None:
 
 
 class Attends(nn.Cell):
-    """A network of mint's layers and functions alone."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.norm = mint.nn.Embedding(7, 6), mint.nn.LayerNorm(6)

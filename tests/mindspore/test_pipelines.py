@@ -94,7 +94,6 @@ def told(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def staged_by_methods(pipe: nn.Cell) -> nn.Cell:
-    """The options of ``STAGED``, as newer programs set them."""
     ms.reset_auto_parallel_context()
     parallel = AutoParallel(pipe, parallel_mode="semi_auto")
     parallel.dataset_strategy("full_batch")
@@ -142,7 +141,6 @@ def on_rank(folder: str) -> dict[str, Any]:
 
 
 def on_rank_otherwise() -> dict[str, Any]:
-    """Other losses, schedules, and cuts."""
     ms.set_auto_parallel_context(**STAGED, pipeline_result_broadcast=True)
     found = {kind: told(trained(kind)) for kind in ("sum", "vector")}
     ms.set_auto_parallel_context(pipeline_config={"pipeline_scheduler": "1f1b", "pipeline_interleave": True})

@@ -292,7 +292,6 @@ def run_resnet(folder: str) -> dict[tuple[str, bool], Found]:
 
 
 def train_resnet_alone(folder: str, images: np.ndarray, labels: np.ndarray) -> tuple[list[float], dict[str, Tensor]]:
-    """The program on one device, given other rows."""
     changes = [
         ("dataset = ds.GeneratorDataset([(images, labels)]", "dataset = ds.GeneratorDataset([GIVEN]"),
         ("options = parser.parse_args()", f"options = parser.parse_args(); GIVEN = np.load({folder!r} + '/rows.npz')"),

@@ -116,8 +116,6 @@ def test_an_error_in_training_gives_back_the_signal() -> None:
 
 
 class Clear(nn.Cell):
-    """A part of training: no input, no cell inside."""
-
     def __init__(self, sums: ParameterTuple, zeros: ParameterTuple) -> None:
         super().__init__(auto_prefix=False)
         self.sums, self.zeros, self.hyper_map = sums, zeros, ops.HyperMap()
@@ -262,6 +260,7 @@ class Stay(nn.Cell):
     ("kind", "settings"),
     [(nn.LSTM, {"bidirectional": True}), (nn.GRU, {"has_bias": False}), (nn.RNN, {"bidirectional": True})],
 )
+@pytest.mark.sampled(1)
 def test_recurrent_cells_over_rows_of_several_lengths_are_split(kind: Any, settings: dict[str, Any]) -> None:
     cell, x, lengths = Stay(kind, **settings), torch.randn(4, 4, 3), torch.tensor([4, 2, 1, 3])
     packed = cell(Tensor(x), Tensor(lengths))  # by torch's own packing

@@ -76,7 +76,6 @@ ORDERS: dict[str, tuple[str, ...]] = {
 
 
 def plain(value: Any) -> Any:
-    """As in the file; of equal numbers the number."""
     if value is inspect.Parameter.empty:
         return REQUIRED
     if value is None or isinstance(value, (bool, int, str)):
@@ -123,7 +122,6 @@ def signatures(value: Any) -> list[dict[str, Any]]:
 
 
 def found_in(argument: str, known: dict[str, Any]) -> str | None:
-    """The dialect's word for an argument."""
     same = (word for word in known if any({argument, word} <= group for group in WORDS))
     return argument if argument in known else next(same, None)
 

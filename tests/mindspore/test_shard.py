@@ -100,8 +100,6 @@ def test_a_set_of_lists_as_printed_can_not_even_be_made() -> None:
 
 
 class Net(ms.nn.Cell):
-    """relu(x w) v"""
-
     def __init__(self, first: Any, second: Any = None, activation: Any = None) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -116,7 +114,6 @@ class Net(ms.nn.Cell):
 
 
 def summing(plan: sw.Plan) -> list[str]:
-    """The collectives that sum, in forward order."""
     return [entry.kind for entry in plan.collectives() if entry.kind in ("all_reduce", "reduce_scatter")]
 
 

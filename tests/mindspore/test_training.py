@@ -26,7 +26,6 @@ SEMI = {"parallel_mode": "semi_auto_parallel"}
 
 
 def custom_loop(net: Net, data: list[Any]) -> list[float]:
-    """Two epochs with ``value_and_grad`` and an optimizer, without ``Model``."""
     optimizer = ms.nn.Momentum(net.trainable_params(), 0.05, 0.9)
     loss_fn = ms.nn.MSELoss()
 

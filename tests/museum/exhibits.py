@@ -46,7 +46,6 @@ class NotCaught(AssertionError):
 
 
 def finding(exhibit: Exhibit) -> str:
-    """What ``sw.verify`` says of an exhibit. Raises NotCaught."""
     case = exhibit.case()
     if exhibit.edited is not None:
         try:
@@ -66,7 +65,6 @@ def finding(exhibit: Exhibit) -> str:
 
 
 def only_own(_: int, sent: Tensor, __: Tensor) -> Tensor:
-    """No message: what the rank had itself."""
     return sent
 
 
@@ -91,24 +89,20 @@ def without_offsets(_: int, target: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def from_zero(_: int, target: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Positions counted within the shard."""
     numbers: Tensor = target(*args, **kwargs)
     return numbers - numbers[0]
 
 
 def first_operand(_: int, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of two conditions the first."""
     return args[0].clone() if "and" in str(target) else NotImplemented
 
 
 def nothing(_: int, target: Any, *args: Any, **kwargs: Any) -> Any:
-    """Zeros."""
     returned = target(*args, **kwargs)
     return torch.zeros_like(returned) if isinstance(returned, Tensor) else NotImplemented
 
 
 def contiguous(rank: int, own: Tensor, whole: Tensor) -> Tensor:
-    """The rank's contiguous part of a fused projection."""
     return whole[rank * len(own) : (rank + 1) * len(own)]
 
 
@@ -120,8 +114,6 @@ def rows_of_equal_parts(rank: int, own: Tensor, whole: Tensor) -> Tensor:
 
 
 def strategy(name: str, text: str) -> Callable[[sw.Plan], sw.Plan]:
-    """A plan in which an operator has another strategy."""
-
     def edit(plan: sw.Plan) -> sw.Plan:
         assert name in plan.strategies, f"no operator {name}"
         operators = tuple(replace(op, strategy=text) if op.name == name else op for op in plan.operators)

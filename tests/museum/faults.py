@@ -42,7 +42,6 @@ def exchange(
         return original(spmd, rank)
 
     def chosen(instruction: Convert | Depart) -> list[int]:
-        """The positions of conversions that are meant."""
         found = [
             position
             for position, conversion in enumerate(instruction.conversions)

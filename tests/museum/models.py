@@ -104,8 +104,6 @@ class Scaled(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A model, a batch, and a plan of it."""
-
     model: nn.Module
     inputs: tuple[Tensor, ...]
     plan: sw.Plan

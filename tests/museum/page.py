@@ -11,7 +11,6 @@ BEGIN, END = "<!-- exhibits: written by make museum-page -->\n", "<!-- end of ex
 
 
 def exhibits_table() -> str:
-    """A row for every exhibit."""
     rows = ["| mistake | published in | made here as | the finding names |", "|---|---|---|---|"]
     for exhibit in EXHIBITS:
         links = ", ".join(f"[{name}]({link(name)})" for name in exhibit.published)

@@ -35,7 +35,6 @@ def _send(pipe: Connection, database_name: str, name: str, count: int, plans: in
 
 
 def run(tasks: Sequence[tuple[str, str]], count: int, plans: int | None, jobs: int) -> dict[str, list[Outcome]]:
-    """The outcomes of entries, by database. ``tasks``: (database, entry)."""
     context = get_context("fork")
     results: dict[str, list[Outcome]] = {name: [] for name, _ in tasks}
     waiting, running = deque(tasks), {}

@@ -43,7 +43,6 @@ class Outcome:
 
 
 def outcomes(name: str, entry: object, count: int, plans: int | None) -> Iterator[Outcome]:
-    """The outcome of every sample of an entry."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield from (attempt(name, model, plans) for model in samples(entry, count))
@@ -107,6 +106,5 @@ def _first_line(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """The last line of ours that the traceback names."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(SOURCE)]
     return f"{Path(frames[-1].filename).relative_to(SOURCE)}:{frames[-1].lineno}" if frames else "no line of ours"

@@ -14,7 +14,6 @@ COLUMNS = ("captured", "planned", "split", "equal", "unproven", "refused", *FAUL
 
 
 def counts(outcomes: Sequence[Outcome]) -> Counter[str]:
-    """How many samples came how far."""
     counted = Counter(outcome.ended for outcome in outcomes)
     counted["captured"] = sum(outcome.captured for outcome in outcomes)
     counted["planned"] = sum(outcome.planned for outcome in outcomes)
@@ -73,7 +72,6 @@ def _cell(text: str) -> str:
 
 
 def with_tables(page: str, text: str) -> str:
-    """The page with other tables."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     assert begin, f"{PAGE} has lost the mark before its tables"

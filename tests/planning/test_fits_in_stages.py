@@ -21,8 +21,6 @@ from shardwise.report.search_reports import PipelineReport
 
 
 class Texts(nn.Module):
-    """Token ids through equal blocks."""
-
     def __init__(self, layers: int = 8, width: int = 256) -> None:
         super().__init__()
         self.tokens, self.head = nn.Embedding(64, width), nn.Linear(width, 64, bias=False)
@@ -35,10 +33,10 @@ class Texts(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
-def asked(samples: int = 64) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
+def asked(samples: int = 64, layers: int = 8) -> tuple[nn.Module, tuple[Tensor, Tensor]]:
     with torch.device("meta"):
         ids = torch.zeros(samples, 32, dtype=torch.int64)
-        return Texts(), (ids, ids)
+        return Texts(layers), (ids, ids)
 
 
 def answered(cluster: str | sw.Cluster = "h100-1x4", **settings: Any) -> tuple[Any, sw.Plan, PipelinePrediction]:
@@ -151,17 +149,19 @@ def test_stages_that_were_chosen_stay_while_other_things_change() -> None:
 
 
 def test_what_does_not_fit_in_stages_is_mended_and_what_does_not_fit_without_is_mended_by_stages() -> None:
-    module, batch = asked()
+    module, batch = asked(layers=3)
     settings: dict[str, Any] = {"stages": 2, "global_batch": 64, "micro_batch": 16, "recompute": "none"}
-    _, _, pipeline = answered(**settings)
-    limit = 0.3 * pipeline.memory_bytes
-    found = sw.fits(module, batch, "h100-1x4", memory_bytes=limit, seconds=1000, **settings)
+    free = sw.plan(module, batch, sw.Cluster.load("h100-1x2"), **settings)
+    assert free.pipeline is not None
+    limit = 0.3 * free.pipeline.memory_bytes
+    found = sw.fits(module, batch, "h100-1x2", memory_bytes=limit, seconds=1000, **settings)
     assert not found
     assert found.step is None
     assert "does NOT fit" in str(found)
     assert found.options
     assert all(option.fits and option.peak_bytes <= limit for option in found.options)
-    request = PlanRequest.of(module, batch, "h100-1x4")
+    assert all("step " in line and "peak " in line for line in map(options.suggestion_line, found.options))
+    request = PlanRequest.of(module, batch, "h100-1x2")
     staged = options.try_request(dict(options.suggest_fixes(request))["2 stages (stages=2)"])
     assert staged.plan is not None
     assert staged.plan.is_pipeline

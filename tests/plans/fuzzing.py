@@ -171,8 +171,6 @@ class Hang(BaseException):
 
 @contextmanager
 def limit(seconds: float = SECONDS) -> Iterator[None]:
-    """Raises Hang after so many seconds of the processor."""
-
     def stop(*_: object) -> None:
         raise Hang(f"more than {seconds} s")
 
@@ -199,7 +197,6 @@ class Model(nn.Module):
 
 @cache
 def seeds() -> tuple[str, ...]:
-    """Plans of ``Model``, and older files."""
     model, ids = Model(), torch.zeros(8, 4, dtype=torch.int64)
     mesh = sw.Mesh(dp=2, tp=2)
     plans = (
@@ -252,7 +249,6 @@ def mutated_plan(number: int) -> tuple[str, bool]:
 
 
 def mutate_data(rng: random.Random, data: Any) -> None:
-    """Change something anywhere in a nested value."""
     places = list(walk(data))
     holder, key = rng.choice(places)
     value = holder[key]
@@ -286,7 +282,6 @@ def walk(data: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def mutated_text(rng: random.Random, text: str, odd: tuple[str, ...]) -> str:
-    """Characters left out, repeated, replaced or put in."""
     start = rng.randrange(len(text) + 1)
     stop = min(len(text), start + rng.choice((0, 1, 1, 2, 8, 40)))
     how = rng.randrange(6)
@@ -304,7 +299,6 @@ def mutated_text(rng: random.Random, text: str, odd: tuple[str, ...]) -> str:
 
 
 def mutated_cluster(number: int) -> str:
-    """A mutated cluster file."""
     rng = random.Random(number)
     lines = rng.choice(clusters()).splitlines()
     for _ in range(rng.choice((1, 1, 2, 4))):
@@ -355,7 +349,6 @@ def try_plan(number: int) -> str:
 
 
 def try_cluster(number: int) -> str:
-    """What becomes of a mutated cluster: "refused" or "read"."""
     text = mutated_cluster(number)
     with limit():
         try:

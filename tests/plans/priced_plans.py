@@ -24,8 +24,6 @@ SECTIONS = ("inputs:", "parameters:", "buffers:", "operators:", "delivered:")
 
 @dataclass(frozen=True)
 class Target:
-    """Where a model is to run."""
-
     name: str
     cluster: str
     mesh: sw.Mesh
@@ -117,7 +115,6 @@ TARGETS = (
 
 
 def decisions(model: str, target: Target) -> str:
-    """What the plan of a model decides, as text."""
     case = MODELS[model]
     with torch.device("meta"):
         module, inputs = case.build(), case.inputs()

@@ -181,7 +181,6 @@ FEATURES: Counter[str] = Counter()
 
 
 def note(plan: sw.Plan) -> None:
-    """What a plan of stages has."""
     FEATURES[plan.schedule] += 1
     FEATURES[f"{len(plan.stages)} stages"] += 1
     for stage in plan.stages:

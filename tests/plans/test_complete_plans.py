@@ -127,6 +127,7 @@ def axes_of_paths(spmd: SpmdProgram) -> dict[tuple[str, str], list[tuple[tuple[s
 
 
 @pytest.mark.parametrize("size", [4, 6, 3, 1])
+@pytest.mark.sampled(2)
 def test_a_priced_plan_keeps_its_ways_for_other_batch_sizes_and_equals_one_device(priced: sw.Plan, size: int) -> None:
     report = sw.verify(make_gpt(), batch(size, 0), priced)
     assert report.ok, str(report)
@@ -392,6 +393,7 @@ class Rows(nn.Module):
 
 
 @pytest.mark.parametrize("strategies", [{"conv": "y0@tp"}, {"conv": "y0@tp", "fused": "n@tp"}, {"fused": "n@(dp,tp)"}])
+@pytest.mark.sampled(2)
 def test_paths_through_windows_and_factored_dims_are_listed_and_followed(strategies: dict[str, str]) -> None:
     x = torch.randn(4, 3, 6, 5)
     plan = sw.plan(Rows(), x, 4, mesh=sw.Mesh(dp=2, tp=2), strategies=strategies)

@@ -47,8 +47,6 @@ def plan() -> sw.Plan:
 
 @pytest.fixture
 def edit(plan: sw.Plan, tmp_path: Path) -> Callable[..., Path]:
-    """Write the plan, changed by a function."""
-
     def write(change: Callable[[dict[str, Any]], object]) -> Path:
         data = json.loads(plan.to_json())
         change(data)
@@ -342,8 +340,6 @@ def test_inputs_of_another_dtype_or_rank_are_named_with_both(plan):
 
 
 class Scaled(Mlp):
-    """Takes whole numbers."""
-
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.float())
 

@@ -85,6 +85,7 @@ def test_a_file_of_version_5_is_read_as_the_dtypes_of_the_model() -> None:
 
 @pytest.mark.parametrize("way", ["dp", "zero", "tp", "searched"])
 @pytest.mark.parametrize("name", ["gpt", "llama", "convolutions"])
+@pytest.mark.sampled(6)
 def test_every_parameter_is_cast_once_and_every_gradient_arrives_as_it_is_stored(name: str, way: str) -> None:
     step = program(plan_of(name, 2, MIXED, way), name)
     graph = step.spmd.graph
@@ -210,6 +211,7 @@ def in_stages(case: str, precision: sw.Precision) -> tuple[nn.Module, Any, sw.Pl
 
 @pytest.mark.parametrize("compute", [BF16, FP16])
 @pytest.mark.parametrize("case", STAGED)
+@pytest.mark.sampled(6)
 def test_verify_proves_the_casts_of_stages_and_passes(case: str, compute: torch.dtype) -> None:
     report = sw.verify(*in_stages(case, sw.Precision(compute, FP32, FP32)))
     assert report.ok, str(report)

@@ -153,6 +153,7 @@ def test_a_plan_must_fit_beside_the_reserve_of_its_devices_and_says_so() -> None
     ],
     ids=str,
 )
+@pytest.mark.sampled(4)
 def test_a_plan_that_was_not_searched_is_predicted_as_its_program_is(settings: dict[str, Any]) -> None:
     model, inputs = FourConsumers(), (torch.randn(8, 16),)
     cluster = sw.Cluster.load("h100-1x2")

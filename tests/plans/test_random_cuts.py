@@ -19,6 +19,7 @@ def test_random_cuts_are_proven() -> None:
 
 
 @pytest.mark.parametrize(("name", "stages"), [("vit", 2), ("resnet", 2)])
+@pytest.mark.sampled(1)
 def test_models_in_stages_are_proven(name: str, stages: int) -> None:
     """A residual network has batch norm: every micro-batch has statistics of its own, as on one device."""
     assert prove_model(name, stages) == ""

@@ -62,6 +62,7 @@ def messages(plan: sw.Plan) -> list[dict[str, Counter[str]]]:
         (2, set(), {"all_gather", "reduce_scatter"}, set()),
     ],
 )
+@pytest.mark.sampled(3)
 def test_a_stage_sends_once_what_its_micro_batches_can_add_up(zero, ahead, each, behind, precision):
     plan = planned(zero=zero, precision=precision)
     for number, found in enumerate(messages(plan)):
@@ -107,8 +108,6 @@ def test_values_of_a_stage_wait_on_the_host(schedule: str, stages: int) -> None:
 
 
 class Ends(nn.Module):
-    """An embedding and a head without blocks, around blocks."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.head = nn.Linear(64, 64), nn.Linear(64, 64)

@@ -28,8 +28,6 @@ class Program:
 
 
 class Builder:
-    """Runs ATen operators and records them."""
-
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)

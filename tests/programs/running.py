@@ -137,7 +137,6 @@ def random_spmd(
 
 
 def random_lifetimes(spmd: SpmdProgram, rng: random.Random, kept: float) -> Lifetimes:
-    """Some operators and conversions whose results are made again."""
     operators = frozenset(op.name for op in spmd.graph.ops if rng.random() >= kept)
     return Lifetimes(operators, frozenset(c.result for c in spmd.conversions if rng.random() >= kept))
 

@@ -110,7 +110,6 @@ def program_on(rank: int, model: nn.Module, plan: sw.Plan, inputs: tuple[Any, ..
 
 
 def attended(program: RankProgram) -> list[Compute]:
-    """The forward kernels of attention."""
     return [i for i in program.forward if isinstance(i, Compute) and "attention" in str(i.target)]
 
 

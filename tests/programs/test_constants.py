@@ -61,7 +61,6 @@ MODELS: dict[str, tuple[Callable[[], TinyModel], int]] = {
 def programs(
     model: nn.Module, args: Any, inputs: dict[str, Any], num_ranks: int = 2, **choices: Any
 ) -> list[RankProgram]:
-    """A step on every rank."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         plan = sw.plan(model, args, num_ranks, kwargs=inputs, **choices)

@@ -29,8 +29,6 @@ SPLITS = {"blocks.*.[qkv]": "n@tp", "blocks.*.out": "k@tp", "blocks.*.down": "k@
 
 
 class Block(nn.Module):
-    """A layer like Llama's or GPT's, with dropout."""
-
     def __init__(self, gated: bool) -> None:
         super().__init__()
         norm = nn.RMSNorm if gated else nn.LayerNorm

@@ -288,6 +288,7 @@ LANGUAGE_MODELS = {
 
 @pytest.mark.parametrize("options", [{}, {"stages": 2}], ids=["passes", "stages"])
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
+@pytest.mark.sampled(6)
 def test_padded_batches_of_language_models_run_in_passes_and_stages(name, options):
     torch.manual_seed(0)
     model = LANGUAGE_MODELS[name](

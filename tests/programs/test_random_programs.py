@@ -11,9 +11,9 @@ from programs.building import STEPS, WINDOWED, program_of_sample, random_program
 from programs.running import Outcome, run
 from rules.samples import SAMPLES
 
-PROGRAMS = 20
-WINDOWED_PROGRAMS, SPLIT_BY_HAND = 20, 12
-PARTS, EVERY = 4, 10  # every tenth sample; the sweep takes all
+PROGRAMS = 12
+WINDOWED_PROGRAMS, SPLIT_BY_HAND = 10, 6
+EVERY = 20  # of the samples; the sweep takes all
 TESTED = [i for i, sample in enumerate(SAMPLES) if not sample.unspecified]
 
 
@@ -45,18 +45,17 @@ def test_random_programs_with_windows_equal_one_device(by_hand: bool, priced: bo
         outcome = run(random_program(seed, WINDOWED * 2 + STEPS), seed, by_hand=by_hand, priced=priced)
         check(outcome, f"random_program({seed}, WINDOWED * 2 + STEPS), run seed {seed}, {by_hand=}, {priced=}")
         features += outcome.features
-    assert features["halos"] > (100 if by_hand else 10), features
+    assert features["halos"] > (50 if by_hand else 2), features
     if by_hand:
-        assert features["closings"] > 100, features
+        assert features["closings"] > 50, features
     if priced:
-        assert features["other routes"] > 30, features
+        assert features["other routes"] > 15, features
     else:
         assert not features["other routes"], features
 
 
-@pytest.mark.parametrize("part", range(PARTS))
-def test_every_operator_on_its_own_equals_one_device(part: int) -> None:
-    for index in TESTED[part * EVERY :: PARTS * EVERY]:
+def test_every_operator_on_its_own_equals_one_device() -> None:
+    for index in TESTED[::EVERY]:
         outcome = run(program_of_sample(SAMPLES[index]), index)
         check(outcome, f"program_of_sample(SAMPLES[{index}]) {SAMPLES[index]}, run seed {index}")
 
@@ -64,10 +63,10 @@ def test_every_operator_on_its_own_equals_one_device(part: int) -> None:
 def test_random_programs_that_make_values_again_equal_one_device() -> None:
     """Operators and conversions whose results are not kept, chosen at random."""
     features: Counter[str] = Counter()
-    for seed in range(100, 106):
+    for seed in range(100, 103):
         for kept in (0.0, 0.5):
             outcome = run(random_program(seed), seed, kept=kept)
             check(outcome, f"random_program({seed}), run seed {seed}, {kept=}")
             features += outcome.features
-    assert features["made again"] > 500, features
+    assert features["made again"] > 250, features
     assert features["dropped"] > features["made again"], features

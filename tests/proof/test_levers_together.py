@@ -26,8 +26,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Tied weights, dropout, and labels that do not count."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(11, 8)
@@ -58,6 +56,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     ],
     ids=["passes", "precision", "all", "narrow computation"],
 )
+@pytest.mark.sampled(2)
 def test_levers_are_right_together(choices: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model, inputs = Model(), batch()

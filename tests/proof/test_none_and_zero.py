@@ -34,8 +34,6 @@ class Net(nn.Module):
 
 
 class Half(torch.autograd.Function):
-    """Has no gradient for its second operand."""
-
     @staticmethod
     def forward(ctx, x, y):
         return x * y
@@ -136,7 +134,7 @@ def test_what_is_none_and_what_is_zero_is_as_in_eager(loss: str) -> None:
     program = differentiate(localize(program_of(plan, capture(net, (x,)).graph), 0), VjpCache())
     expected = eager(net, x)
     assert {name for name, kind in expected.items() if kind != "None"} == set(program.gradients)
-    report = sw.verify(net, (x,), plan)
+    report = sw.verify(net, (x,), plan, steps=1)
     all_zero = set(expected.values()) <= {"None", "zero"}
     equal = all(difference.error <= report.tolerance for difference in report.differences)
     assert report.ok or (all_zero and equal), report
@@ -206,12 +204,10 @@ def trained(loss: str, kind: str) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 ON_RANKS = [
-    *(("h[:] = 1.5", kind) for kind in ("AdamW", "SGD")),
-    ("copy_ of an input", "AdamW"),
+    ("h[:] = 1.5", "AdamW"),
     ("zero", "SGD"),
     ("hinge_embedding_loss", "AdamW"),
     ("a function of the user's without one", "SGD"),
-    ("cat with an empty part", "AdamW"),
 ]
 
 

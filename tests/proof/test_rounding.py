@@ -49,8 +49,6 @@ class Deep(nn.Module):
 
 
 class Flat(nn.Module):
-    """A norm of numbers that hardly vary."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear, self.norm, self.head = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)

@@ -47,7 +47,6 @@ def text_of(page: Path) -> str:
 
 
 def plain(text: str) -> str:
-    """A page without its marks."""
     return re.sub(r"<[^>]+>", "", text)
 
 

@@ -38,7 +38,6 @@ class Case:
 
     @cached_property
     def gradients(self) -> list[Tensor | None]:
-        """Those of the operands, on one device."""
         return gradients(self.results, self.operands, self.seeds)
 
 
@@ -102,7 +101,6 @@ def local_shape(dims: Dims, pieces: Pieces) -> tuple[int, ...]:
 
 
 def window(tensor: Tensor, dims: Dims, pieces: Pieces) -> Tensor:
-    """A view of the part, one dim per atom."""
     atoms = [piece for dim in _atoms(dims, pieces) for piece in dim]
     view = tensor.reshape([piece.size for piece in atoms])
     for i, piece in enumerate(atoms):
@@ -154,7 +152,6 @@ def flat_rows(pieces: Sequence[Piece]) -> list[int]:
 
 
 def take_operand(tensor: Tensor, rule: OpRule, dims: Dims, pieces: Pieces) -> Tensor:
-    """What a part reads of an operand."""
     for dim, rows in enumerate(held_rows(rule, dims, pieces)):
         tensor = tensor.index_select(dim, torch.tensor(rows, dtype=torch.int64))
     return tensor.clone()
@@ -179,7 +176,6 @@ def cotangents(results: Sequence[Tensor]) -> list[Tensor]:
 
 
 def gradients(results: Sequence[Tensor], operands: Sequence[Tensor], seeds: Sequence[Tensor]) -> list[Tensor | None]:
-    """Gradients of the operands (None: not differentiable, zeros: unused)."""
     active = [(r, s) for r, s in zip(results, seeds, strict=True) if r.requires_grad]
     wanted = [t for t in operands if t.requires_grad]
     if not active or not wanted:
@@ -192,7 +188,6 @@ def gradients(results: Sequence[Tensor], operands: Sequence[Tensor], seeds: Sequ
 
 
 def run_part(case: Case, rule: OpRule, pieces: Pieces, operands: Sequence[Tensor]) -> list[Tensor]:
-    """The local call on local operands."""
     context = LocalContext(
         tuple(tuple(map(len, held_rows(rule, dims, pieces))) for dims in rule.operands),
         tuple(local_shape(dims, pieces) for dims in rule.results),

@@ -40,12 +40,10 @@ class Called(nn.Module):
 
 
 def is_differentiable(sample: Sample) -> bool:
-    """Whether a result of the call has a gradient."""
     return any(r.requires_grad for r in _tensors(sample.target(*sample.args, **sample.kwargs)))
 
 
 def planned_samples() -> Iterator[Sample]:
-    """Those that a loss can depend on."""
     return (sample for sample in SAMPLES if not sample.unspecified and is_differentiable(sample))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from rules.exported import graph_of
+from shardwise.graph.capture import capture
 from shardwise.graph.ir import Graph
 from shardwise.rules import rule_of
 from shardwise.rules.atoms import factor_graph
@@ -25,18 +25,13 @@ WHOLE = {
     "aten.select.int": "one row is taken: the class token",
     "aten.conv2d.default": "the inside of a window; windows and channels are split",
 }
-# The same on integers and booleans: masks and positions, without gradient and small.
-WHOLE_INDICES = {
-    "aten.slice.Tensor": "the first half of a table of positions",
-    "aten.diff.default": "neighbouring positions are compared, and one is put before the first",
-    "aten.index.Tensor": "a boolean mask that is looked up: booleans can not be added",
-    "aten.new_ones.default": "only type and device of the operand count",
-}
+# The same on integers and booleans: positions, without gradient and small.
+WHOLE_INDICES = {"aten.slice.Tensor": "the first half of a table of positions"}
 NAMES = ("gpt2", "gpt2-eager", "llama", "llama-eager", "bert", "bert-eager", "vit", "vit-eager")
 
 
 @cache
-def exported(name: str) -> Graph:
+def captured(name: str) -> Graph:
     """A tiny model in training, with labels; the eager variants have dropout and, for text, a padding mask."""
     torch.manual_seed(5)
     kind, _, eager = name.partition("-")
@@ -50,18 +45,18 @@ def exported(name: str) -> Graph:
         shape = {"n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
         drop = {"resid_pdrop": p, "embd_pdrop": p, "attn_pdrop": p}
         config = transformers.GPT2Config(vocab_size=64, use_cache=False, **shape, **drop, **attention)
-        return graph_of(transformers.GPT2LMHeadModel(config).train(), text)
+        return capture(transformers.GPT2LMHeadModel(config).train(), (), text).graph
     if kind == "llama":
         config = transformers.LlamaConfig(
             vocab_size=64, num_key_value_heads=2, use_cache=False, attention_dropout=p, **sizes, **attention
         )
-        return graph_of(transformers.LlamaForCausalLM(config).train(), text)
+        return capture(transformers.LlamaForCausalLM(config).train(), (), text).graph
     if kind == "bert":
         config = transformers.BertConfig(vocab_size=64, max_position_embeddings=16, **encoder)
-        return graph_of(transformers.BertForMaskedLM(config).train(), text)
+        return capture(transformers.BertForMaskedLM(config).train(), (), text).graph
     config = transformers.ViTConfig(image_size=16, patch_size=4, num_labels=6, **encoder)
     images = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": torch.randint(0, 6, (4,))}
-    return graph_of(transformers.ViTForImageClassification(config).train(), images)
+    return capture(transformers.ViTForImageClassification(config).train(), (), images).graph
 
 
 def rules_of(graph: Graph) -> dict[str, OpRule]:
@@ -84,21 +79,21 @@ def unsplittable(graph: Graph, differentiable: bool) -> Iterator[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_operator_of_the_model_has_a_rule(name: str) -> None:
-    graph = exported(name)
+    graph = captured(name)
     assert len(rules_of(graph)) == len(graph.ops) > 60
 
 
 def test_only_what_has_a_reason_stays_whole() -> None:
     """Equality, not inclusion: a reason that no model needs any more is to be removed."""
     for differentiable, reasons in ((True, WHOLE), (False, WHOLE_INDICES)):
-        found = {target for name in NAMES for target in unsplittable(exported(name), differentiable)}
+        found = {target for name in NAMES for target in unsplittable(captured(name), differentiable)}
         assert found == reasons.keys()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_heads_can_be_split_from_the_weight_to_the_attention(name: str) -> None:
     """The atoms that views cut travel back to the weights: 4 heads, or 2 groups, are a parallel factor of a linear."""
-    graph = exported(name)
+    graph = captured(name)
     divided = factor_graph(graph, rules_of(graph)).rules
     heads = 0
     for op in graph.ops:

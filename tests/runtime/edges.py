@@ -66,8 +66,6 @@ def split(kind: str, dtype: torch.dtype = torch.float64) -> sw.Parallel:
 
 
 class Counted:
-    """Counts the all-reduces inside a ``with``."""
-
     def __enter__(self) -> Counted:
         self.count, self._real = 0, dist.all_reduce
         dist.all_reduce = self._call

@@ -10,5 +10,4 @@ from torch import Tensor, fx
 def interpret_section(
     module: fx.GraphModule, operands: Sequence[Tensor], fixed: Sequence[int]
 ) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]]:
-    """Use in place of ``runtime.compiled.compile_with_inductor``."""
     return fx.Interpreter(module).boxed_run, [None] * len(module.graph.output_node().args[0])  # type: ignore[arg-type]

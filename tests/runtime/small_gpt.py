@@ -16,7 +16,6 @@ TENSOR_PARALLEL = {"blocks.*.attention.qkv": "n@tp", "blocks.*.mlp.up": "n@tp", 
 
 
 def example_module(name: str) -> Any:
-    """A file of examples/ as a module."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
         assert spec is not None

@@ -478,7 +478,7 @@ def slow_planning(seconds: float, store: str) -> float:
 
 
 def test_planning_may_take_longer_than_a_collective(run_ranks: Callable[..., Any], tmp_path: Path) -> None:
-    first, second = run_ranks(slow_planning, 2, 7.0, str(tmp_path / "again"), time_limit_seconds=240)
+    first, second = run_ranks(slow_planning, 2, 5.0, str(tmp_path / "again"), time_limit_seconds=240)
     assert first == second
 
 

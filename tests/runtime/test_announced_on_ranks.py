@@ -21,8 +21,6 @@ RunRanks = Callable[..., list[Any]]
 
 
 class Net(nn.Module):
-    """The sum over ``empty`` is one of no terms."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -49,7 +49,6 @@ class Queue(nn.Module):
 
 
 def trained(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Three steps, the second one backward of two calls."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for numbers in ((0,), (1, 2), (3,)):

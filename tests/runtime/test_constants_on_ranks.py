@@ -30,7 +30,6 @@ EQUAL = 1e-12
 
 
 def step(module: Any, x: Tensor) -> dict[str, Tensor]:
-    """The outputs and the gradients of a step."""
     module.zero_grad()
     loss, ends, cos = module(x)
     loss.backward()

@@ -82,7 +82,6 @@ PLANS: dict[str, tuple[dict[str, int], dict[str, str]]] = {
 
 
 def batches() -> Tensor:
-    """Ten samples do not divide by four."""
     generator = torch.Generator().manual_seed(3)
     return torch.randn(STEPS, MICRO_BATCHES, 10, 6, dtype=torch.float64, generator=generator)
 

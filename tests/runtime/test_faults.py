@@ -163,7 +163,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize("how", ["hang", "exit"])
+@pytest.mark.parametrize("how", ["hang", pytest.param("exit", marks=pytest.mark.long)])
 def test_the_launcher_shows_what_hangs_and_before_that_what_ended(how: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
     command = [sys.executable, "-m", "shardwise.cli", "run", "-n", "2", "train.py", how]
@@ -183,8 +183,6 @@ def test_the_launcher_shows_what_hangs_and_before_that_what_ended(how: str, tmp_
 
 
 class Widens(torch.nn.Module):
-    """A small input, a large output."""
-
     def __init__(self) -> None:
         super().__init__()
         self.wide = torch.nn.Linear(1, 64, bias=False)

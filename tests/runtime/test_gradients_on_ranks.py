@@ -198,8 +198,6 @@ def test_two_parallel_modules_against_each_other_are_as_on_one_device(way: str, 
 
 
 class Read(nn.Module):
-    """Reads its inputs in several ways."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
@@ -308,15 +306,11 @@ def without_input_gradients(how: dict) -> str:
 
 
 class Other(Judge):
-    """Has the parameters of a judge."""
-
     def forward(self, x: Tensor, mode: str) -> Tensor:
         return self.down(self.up(x).relu()).exp()
 
 
 class Scored(nn.Module):
-    """A judge with a loss of its own."""
-
     def __init__(self) -> None:
         super().__init__()
         self.judge = Judge()
@@ -391,6 +385,7 @@ def flagged(how: dict | None) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.sampled(4)
 def test_a_flag_that_adds_operators_is_planned_like_other_shapes(name: str, run_ranks) -> None:
     expected = flagged(None)
     for losses in run_ranks(flagged, 2, PLANS[name]):

@@ -31,8 +31,6 @@ class Late:
 
 
 class Ranks:
-    """The hands of two ranks, which share a store."""
-
     def __init__(self) -> None:
         self.store, self.hands, self.rank = dist.HashStore(), (FailureStore(), FailureStore()), 0
 

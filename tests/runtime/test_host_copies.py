@@ -18,8 +18,6 @@ CUDA = torch.device("cuda", 0)
 
 
 class Stream:
-    """Writes down what it is asked for."""
-
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
 

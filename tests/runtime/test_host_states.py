@@ -266,8 +266,6 @@ def test_bytes_and_seconds_are_in_the_plan() -> None:
 
 
 class Stream:
-    """Writes down what it is asked for."""
-
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log = name, log
 

@@ -90,6 +90,7 @@ def trained(plan: sw.Plan, model: nn.Module, compile: bool) -> float:
 
 
 @pytest.mark.parametrize(("num_ranks", "schedule", "stages"), [(4, "1F1B", 2), (2, "ZBVZeroBubble", 4)])
+@pytest.mark.sampled(1)
 def test_numbers_are_those_of_one_process(num_ranks: int, schedule: str, stages: int, run_ranks: RunRanks) -> None:
     shared = [s for s in plan_for(num_ranks, schedule, stages).stages if "users.weight" in s.layouts]
     assert len(shared) == 2, "the table of users is in two stages"

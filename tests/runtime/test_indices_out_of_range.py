@@ -28,8 +28,6 @@ Call = Callable[[Tensor, Tensor], Tensor]
 
 
 class Head(nn.Module):
-    """``call`` on scores [samples, classes] and labels."""
-
     def __init__(self, call: Call) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -72,7 +70,6 @@ def on_virtual_ranks(model: nn.Module, example: tuple[Tensor, ...], plan: sw.Pla
 
 
 def losses() -> dict[str, tuple[Call, int]]:
-    """Calls by name, with the label that is ignored."""
     found: dict[str, tuple[Call, int]] = {}
     for reduction in ("none", "mean", "sum"):
         for ignored in (-100, 3):
@@ -99,7 +96,10 @@ def _like(weight: Tensor | None, scores: Tensor) -> Tensor | None:
 LOSSES = losses()
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(  # every loss with a third of the options, all options with one of the losses
+    "name",
+    [pytest.param(name, marks=() if (i // 3 + i) % 3 == 0 else pytest.mark.long) for i, name in enumerate(LOSSES)],
+)
 def test_labels_over_split_classes_are_as_on_one_device(name: str) -> None:
     call, ignored = LOSSES[name]
     model = Head(call)
@@ -118,6 +118,7 @@ def test_labels_over_split_classes_are_as_on_one_device(name: str) -> None:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("weight", [None, WEIGHT])
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.sampled(6)
 def test_probabilities_over_split_classes(smoothing: float, weight: Tensor | None, reduction: str) -> None:
     model = Head(lambda z, y: F.cross_entropy(z, y, _like(weight, z), reduction=reduction, label_smoothing=smoothing))
     example = inputs(torch.rand(SAMPLES, CLASSES, generator=torch.Generator().manual_seed(2)).softmax(-1))

@@ -40,7 +40,6 @@ class Net(nn.Module):
 
 
 def file() -> dict[str, Tensor]:
-    """What a checkpoint of another run has."""
     torch.manual_seed(7)
     state = Net().state_dict()
     state["gain"] = torch.rand(8)

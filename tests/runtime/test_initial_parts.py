@@ -28,8 +28,6 @@ RunRanks = Callable[..., list[Any]]
 
 
 class Initialised(nn.Module):
-    """A parameter of two dims, filled by an initialiser."""
-
     def __init__(self, fill: Callable[[torch.Tensor], object], *shape: int, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype))
@@ -109,7 +107,6 @@ def parts_of(build: Callable[[], nn.Module], seed: int = 3) -> dict[str, Partial
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The elements of every tile that is drawn."""
     sizes: list[int] = []
     tiles = draws._tiles
 
@@ -282,7 +279,6 @@ def test_what_would_take_long_by_parts_is_made_whole(fill: Callable[[torch.Tenso
 
 
 def _numbered(weight: torch.Tensor) -> None:
-    """Row by row."""
     with torch.no_grad():
         for number, row in enumerate(weight):
             row.fill_(number)

@@ -28,7 +28,6 @@ deferred = partial(deferred_in_any_way, values="cpu")  # what ranks draw by part
 
 
 def eager_values(build: Callable[[], nn.Module], seed: int) -> dict[str, torch.Tensor]:
-    """What plain PyTorch makes, the test's oracle."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = build()

@@ -40,8 +40,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers prints on
 
 
 class Norms(nn.Module):
-    """Convolutions with batch norm, and dropout."""
-
     def __init__(self) -> None:
         super().__init__()
         self.first, self.norm = nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4)
@@ -143,7 +141,7 @@ def train_alone(name: str, micro_batch: int) -> tuple[list[float], dict[str, tor
 
 
 @pytest.mark.parametrize("mesh", ["dp", "dp, zero 1", "tp", pytest.param("dp x tp", marks=pytest.mark.long)])
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_steps_in_passes_are_those_of_one_device_on_whole_batches(mesh: str, run_ranks: RunRanks) -> None:
     wanted = {
         "dp": [("llama", 4), ("dlrm", 4), ("norms", 4)],

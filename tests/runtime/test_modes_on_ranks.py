@@ -60,7 +60,6 @@ def tensor_parallel(net: nn.Module, batch: torch.Tensor) -> sw.Plan:
 
 
 def trained(name: str) -> list[float]:
-    """Errors of losses and buffers, step by step."""
     at_first, steps = MODES[name]
     torch.manual_seed(0)
     net, batches = Net().double(), torch.randn(3, 8, 6, dtype=torch.float64)

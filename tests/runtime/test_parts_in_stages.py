@@ -78,7 +78,6 @@ def split(model: nn.Module, batch: tuple[Tensor, ...], **options: Any) -> sw.Par
 
 
 def part_of(par: sw.Parallel, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The half of a batch of this rank's device."""
     return tuple(x.chunk(2)[par.device_number] for x in batch)
 
 
@@ -118,6 +117,7 @@ def steps_over_parts(schedule: str, stages: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 2), ("ZBVZeroBubble", 4)])
+@pytest.mark.sampled(1)
 def test_steps_over_parts_are_those_of_one_device(schedule: str, stages: int, run_ranks: RunRanks) -> None:
     for found in run_ranks(steps_over_parts, 4, schedule, stages, time_limit_seconds=240.0):
         assert len(found) == 9

@@ -23,7 +23,6 @@ RunRanks = Callable[..., list[Any]]
 
 
 def profiled(path: str, num_ranks: int, schedule: str, stages: int, how: dict[str, str]) -> dict[str, Any]:
-    """On a rank."""
     torch.manual_seed(0)
     model, batch = Staged(width=32, dropout=0.2), staged_batch(8)
     plan = None
@@ -71,6 +70,7 @@ def profiled(path: str, num_ranks: int, schedule: str, stages: int, how: dict[st
     ("num_ranks", "schedule", "stages", "how"),
     [(4, "1F1B", 2, {"mode": "data_parallel"}), (2, "ZBVZeroBubble", 4, {"search": "dynamic_programming"})],
 )
+@pytest.mark.sampled(1)
 def test_actions_and_operators_are_measured(
     num_ranks: int, schedule: str, stages: int, how: dict[str, str], run_ranks: RunRanks, tmp_path: Path
 ) -> None:

@@ -160,7 +160,6 @@ def check_calls(par: sw.Parallel, reference: torch.nn.Module) -> None:
 
 
 def check_accumulated(par: sw.Parallel, reference: torch.nn.Module) -> None:
-    """Gradients of two steps, of several sizes, add up."""
     par.zero_grad()
     reference.zero_grad()
     for batch in (staged_batch(8, seed=1), staged_batch(5, seed=2)):
@@ -174,8 +173,6 @@ def check_accumulated(par: sw.Parallel, reference: torch.nn.Module) -> None:
 
 
 class Scores(torch.nn.Module):
-    """Returns scores; the loss is given beside it."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(4))
@@ -228,7 +225,6 @@ ALONE = {"mode": "stand_alone"}
 
 
 def check_compiled(plan: sw.Plan, reference: torch.nn.Module) -> None:
-    """Compiled kernels in stages."""
     compiled = sw.parallelize(copy.deepcopy(reference), plan, compile=True)
     for _ in range(2):
         assert check_step(compiled, reference, staged_batch(8, seed=6)) is not None

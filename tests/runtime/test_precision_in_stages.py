@@ -24,7 +24,6 @@ PRECISIONS = {
 
 
 def train(name: str, precision: sw.Precision, schedule: str, stages: int, scale: float) -> dict[str, Any]:
-    """On a rank: three steps of four micro-batches."""
     plan, count = None, dist.get_world_size()
     if dist.get_rank() == 0:
         options: dict[str, Any] = {"mode": "data_parallel", "mesh": sw.Mesh(dp=count // 2), "optimizer": "sgd"}
@@ -67,6 +66,7 @@ RUNS = [("gpt", "1F1B", 2, 4), ("llama", "1F1B", 2, 2), ("gpt", "ZBVZeroBubble",
 
 
 @pytest.mark.parametrize(("name", "schedule", "stages", "ranks"), RUNS)
+@pytest.mark.sampled(2)
 def test_stages_train_as_one_device_that_casts_once_a_step(
     name: str, schedule: str, stages: int, ranks: int, run_ranks: RunRanks
 ) -> None:
@@ -84,6 +84,7 @@ def test_stages_train_as_one_device_that_casts_once_a_step(
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("name", "schedule", "stages", "ranks"), RUNS)
+@pytest.mark.sampled(3)
 def test_in_half_the_bits_stages_differ_by_their_rounding(
     name: str, schedule: str, stages: int, ranks: int, precision: str, run_ranks: RunRanks
 ) -> None:

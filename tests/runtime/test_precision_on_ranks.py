@@ -89,7 +89,6 @@ def whole(results: list[dict[str, Any]], rank: int, alone: Trained) -> tuple[Tra
 
 
 def part_of(tensors: dict[str, torch.Tensor], plan: sw.Plan) -> dict[str, torch.Tensor]:
-    """Without other names of tied ones."""
     return {key: tensor for key, tensor in tensors.items() if key in plan.layouts}
 
 
@@ -97,13 +96,13 @@ def part_of(tensors: dict[str, torch.Tensor], plan: sw.Plan) -> dict[str, torch.
     ("name", "way", "ranks"),
     [
         ("gpt", "dp", 2),
-        ("gpt", "zero", 2),
-        ("gpt", "tp", 4),
         ("llama", "zero", 4),
-        ("llama", "tp", 2),
-        ("convolutions", "zero", 2),
         ("convolutions", "tp", 2),
         ("llama", "searched", 2),
+        pytest.param("gpt", "zero", 2, marks=pytest.mark.long),
+        pytest.param("gpt", "tp", 4, marks=pytest.mark.long),
+        pytest.param("llama", "tp", 2, marks=pytest.mark.long),
+        pytest.param("convolutions", "zero", 2, marks=pytest.mark.long),
     ],
 )
 def test_ranks_train_as_one_device_that_casts_once_a_step(name: str, way: str, ranks: int, run_ranks: RunRanks) -> None:
@@ -119,6 +118,7 @@ def test_ranks_train_as_one_device_that_casts_once_a_step(name: str, way: str, r
 
 
 @pytest.mark.parametrize(("name", "way", "ranks"), [("gpt", "zero", 2), ("llama", "dp", 2), ("gpt", "tp", 4)])
+@pytest.mark.sampled(2)
 def test_in_bfloat16_ranks_differ_by_its_rounding(name: str, way: str, ranks: int, run_ranks: RunRanks) -> None:
     """How far rounding moves one device is seen by changing what it computes with by a unit in the last place; a sum
     over devices is rounded once more for each of them."""

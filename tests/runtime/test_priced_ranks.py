@@ -45,7 +45,6 @@ def priced_plan(balance: float) -> sw.Plan:
 
 
 def one_process() -> tuple[list[float], dict[str, torch.Tensor]]:
-    """Plain PyTorch."""
     model = make_gpt()
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-2), []
     for step in range(STEPS):

@@ -26,7 +26,6 @@ class Net(nn.Module):
 
 
 def profiled(folder: str) -> dict[str, Any]:
-    """On a rank."""
     outcomes: dict[str, Any] = {}
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
     for name, settings in {

@@ -125,7 +125,6 @@ def recording(rank: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
 
 
 def converted(rank: int, source: Layout, target: Layout, backward: bool, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """The calls of one move on a rank."""
     move = Move(source, target, source.mesh.sub_axes[1:])
     conversion = Conversion("x", "x", "y", source, target, (move,), True, 4, 4, "op")
     with recording(rank, monkeypatch) as own:

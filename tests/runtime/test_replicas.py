@@ -111,7 +111,6 @@ class Nudge(TorchDispatchMode):
 
 
 def nudged(tensor: torch.Tensor) -> torch.Tensor:
-    """With one element that is another float."""
     changed = tensor.clone()
     flat = changed.view(-1)
     flat[-1] = torch.nextafter(flat[-1], torch.full_like(flat[-1], torch.inf))

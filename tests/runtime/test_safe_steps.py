@@ -107,8 +107,6 @@ def test_an_infinity_in_one_shard_makes_every_rank_skip_the_step(ranks: Ranks) -
 
 
 class Renamed(torch.optim.AdamW):
-    """Element-wise, as it replaces nothing."""
-
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=1e-2)
 

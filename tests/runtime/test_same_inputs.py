@@ -123,6 +123,7 @@ def all_changes(kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", PLANS)
+@pytest.mark.sampled(2)
 def test_another_batch_on_one_rank_is_named_at_the_next_step(run_ranks: RunRanks, kind: str) -> None:
     expected = [*(name for _, name in CHANGES.values()), "", *["args[2]"] * 3]
     for said in run_ranks(all_changes, 2, kind, time_limit_seconds=180.0):
@@ -156,6 +157,7 @@ def in_stages(micro_batch: int | None) -> list[str]:
 
 
 @pytest.mark.parametrize("micro_batch", [None, 2])
+@pytest.mark.sampled(1)
 def test_ranks_of_all_stages_are_compared(run_ranks: RunRanks, micro_batch: int | None) -> None:
     expected = [""] * 9
     expected[3] = "in call 3 ranks 0, 1, 2 passed another args[0] than rank 3"
@@ -164,8 +166,6 @@ def test_ranks_of_all_stages_are_compared(run_ranks: RunRanks, micro_batch: int 
 
 
 class Odd(nn.Module):
-    """Takes inputs of all kinds of memory."""
-
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(3, 1)

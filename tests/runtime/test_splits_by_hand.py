@@ -45,8 +45,6 @@ class Words(nn.Module):
 
 
 class Bags(nn.Module):
-    """Bags of words, and two products."""
-
     def __init__(self, mode: str = "sum") -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -82,6 +80,7 @@ def layout_of(plan: sw.Plan, name: object) -> str:
     ],
     ids=str,
 )
+@pytest.mark.sampled(4)
 def test_a_table_is_stored_as_it_is_split_and_never_exchanged(axes: dict[str, int], strategy: str, stored: str) -> None:
     mesh = sw.Mesh(**axes)
     plan = sw.plan(

@@ -78,7 +78,6 @@ def break_stages(schedule: str) -> dict[str, str]:
 
 
 def check_gradients(par: sw.Parallel, reference: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """A checked step has the gradients of one device."""
     par.step(*batch)
     reference(*batch)[0].backward()
     whole = dict(reference.named_parameters())
@@ -93,6 +92,7 @@ def check_gradients(par: sw.Parallel, reference: torch.nn.Module, batch: tuple[t
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.sampled(1)
 def test_what_differs_in_a_stage_is_named_on_every_rank(schedule: str, run_ranks: Callable[..., list[Any]]) -> None:
     found, *others = run_ranks(break_stages, 4, schedule, time_limit_seconds=200)
     assert all(other == found for other in others)

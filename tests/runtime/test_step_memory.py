@@ -41,8 +41,6 @@ class Delivers(nn.Module):
 
 
 class Several(nn.Module):
-    """Outputs that share what they are made of."""
-
     def __init__(self) -> None:
         super().__init__()
         self.up, self.norm, self.down = nn.Linear(6, 8), nn.LayerNorm(8), nn.Linear(8, 3)

@@ -237,8 +237,6 @@ def times(out: Tensor, target: Tensor, factor: float) -> Tensor:
 
 
 class Given(nn.Module):
-    """Takes functions as arguments."""
-
     def __init__(self) -> None:
         super().__init__()
         self.fc = nn.Linear(3, 3)

@@ -66,7 +66,6 @@ def split(model: nn.Module, inputs: Any, **strategies: str) -> sw.Parallel:
 
 
 def run(seed: int = 0) -> tuple[sw.Parallel, torch.optim.Optimizer]:
-    """A run of one step, on ranks."""
     torch.manual_seed(0)
     par = split(make(), batch(), up="n@tp", tokens="v@tp")
     optimizer = torch.optim.AdamW(par.parameters())
@@ -76,7 +75,6 @@ def run(seed: int = 0) -> tuple[sw.Parallel, torch.optim.Optimizer]:
 
 
 def alone() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same on one device."""
     model = make()
     optimizer = torch.optim.AdamW(model.parameters())
     model(*batch()).backward()

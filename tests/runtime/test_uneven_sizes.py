@@ -65,6 +65,7 @@ def planned(name: str) -> tuple[OneBlock, sw.Plan]:
 
 
 @pytest.mark.parametrize("name", PLANS)
+@pytest.mark.sampled(2)
 def test_a_model_whose_sizes_do_not_divide_equals_one_device(name: str) -> None:
     model, plan = planned(name)
     report = sw.verify(model, batch(), plan, steps=1)

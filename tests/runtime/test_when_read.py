@@ -47,8 +47,6 @@ def made() -> tuple[Reader, dict[str, torch.Tensor]]:
 
 
 class Doubled(torch.autograd.Function):
-    """A user's own, which torch's overrides do not see."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
         return x * 2

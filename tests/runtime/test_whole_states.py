@@ -83,7 +83,6 @@ def make() -> Net:
 
 
 def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
-    """Two groups, as people make them."""
     decayed = [p for name, p in module.named_parameters() if name.endswith("weight")]
     others = [p for name, p in module.named_parameters() if not name.endswith("weight") and p.requires_grad]
     groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
@@ -91,7 +90,6 @@ def optimizer_of(module: nn.Module) -> torch.optim.Optimizer:
 
 
 def split(options: dict[str, Any], steps: int) -> tuple[Any, torch.optim.Optimizer]:
-    """A run of some steps, on ranks."""
     warnings.simplefilter("ignore")
     size = dist.get_world_size()
     plan = None
@@ -107,7 +105,6 @@ def split(options: dict[str, Any], steps: int) -> tuple[Any, torch.optim.Optimiz
 
 
 def alone(steps: int) -> tuple[Net, torch.optim.Optimizer]:
-    """The same on one device."""
     model = make()
     optimizer = optimizer_of(model)
     for step in range(steps):
@@ -202,8 +199,6 @@ def whole_states(options: dict[str, Any], folder: str) -> dict[str, Any]:
 
 @sw.elementwise_optimizer
 class Flattening(torch.optim.SGD):
-    """An element-wise optimizer that keeps its states flat."""
-
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -76,6 +76,7 @@ def make_plan(rows: int, **axes: int) -> sw.Plan:
     ],
     ids=str,
 )
+@pytest.mark.sampled(3)
 def test_rows_stay_split_through_the_net_and_all_numbers_are_those_of_one_device(
     rows: int, axes: dict[str, int]
 ) -> None:

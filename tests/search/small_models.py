@@ -67,7 +67,6 @@ def planned(model: nn.Module, inputs: tuple[Any, ...], devices: int = 8, **choic
 
 
 def kinds(plan: sw.Plan, *, backward: bool = False) -> list[str]:
-    """The collectives of a pass, as ``all_reduce@tp``."""
     return [f"{c.kind}@{c.axes}" for c in plan.collectives(backward=backward)]
 
 

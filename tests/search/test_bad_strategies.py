@@ -20,7 +20,6 @@ HERE = r"test_bad_strategies\.py:\d+"
 
 
 def message(model: nn.Module, *, shape: tuple[int, ...] = (16, 32), devices: int = 8, **choices: Any) -> str:
-    """What ``sw.plan`` says."""
     with pytest.raises(sw.ShardwiseError) as caught:
         sw.plan(model, (torch.randn(*shape),), devices, **choices)
     return str(caught.value)

@@ -102,7 +102,6 @@ def test_a_long_chain_is_the_same_as_an_integer_program():
 
 
 def clique(count: int, size: int, seed: int = 0) -> Problem:
-    """Every pair of variables has a table."""
     rng, interner = np.random.default_rng(seed), Interner()
     pairs = [(i, j) for i in range(count) for j in range(i + 1, count)]
     return Problem([size] * count, [(pair, interner.add(rng.random((size, size)))) for pair in pairs], interner)

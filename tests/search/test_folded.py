@@ -57,6 +57,7 @@ def memory_policy(graph: Graph, how: str) -> MemoryPolicy:
 
 
 @pytest.mark.parametrize("how", ["none", "cheap", "full", "gathered again", "on the host", "half of the blocks"])
+@pytest.mark.sampled(3)
 def test_a_folded_step_is_the_step_of_the_whole_program(graph: Graph, how: str) -> None:
     settings = SearchConfig(memory_policy=memory_policy(graph, how), bucket_bytes=0)
     planner = Planner.of(graph, (), sw.Cluster.load("h100-1x8"), (sw.Mesh(dp=4, tp=2),), settings)

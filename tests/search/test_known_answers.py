@@ -198,7 +198,6 @@ FEW_LONG = paper_models.transformer(4, 4096, 1, 4096, 32)
 
 
 def _swapped(cluster: sw.Cluster) -> sw.Cluster:
-    """Slow links inside the nodes, fast ones between them."""
     inner, outer = cluster.levels
     figures = ("bandwidth", "latency", "launch", "in_switch")
     return replace(
@@ -270,7 +269,6 @@ def test_less_memory_shards_storage_and_is_never_faster() -> None:
 
 
 def _stored(plan: sw.Plan) -> int:
-    """Elements of parameters on one device."""
     return sum(parse_layout(entry.layout, plan.mesh).max_local_numel for entry in plan.parameters)
 
 
@@ -311,6 +309,7 @@ MESHES = [(NODE.replace("x8", "x4"), sw.Mesh(x=4)), ("h100-2x2", sw.Mesh(outer=2
 
 
 @pytest.mark.parametrize("name", TINY)
+@pytest.mark.sampled(3)
 def test_plans_of_small_models_verify(name: str) -> None:
     cluster, mesh = MESHES[list(TINY).index(name) % 2]
     torch.manual_seed(0)

@@ -20,7 +20,6 @@ def equal(count: int) -> list[StageSeconds]:
 
 
 def built_in(num_places: int, num_micro_batches: int) -> dict[str, Order]:
-    """torch's orders of two stages on a place."""
     return {
         name: order_of(own, num_places, num_micro_batches)
         for name, own in SCHEDULES.items()
@@ -35,7 +34,6 @@ def work(stages: list[StageSeconds], num_places: int, num_micro_batches: int, ro
 
 
 def most_kept(order: Order, stages: list[StageSeconds]) -> float:
-    """The most micro-batches and stages that a place keeps."""
     places = len(order)
     return max(OrderProblem(tuple(stages), (), 1, (1.0,) * len(stages), (0.0,) * places).peaks(order))
 

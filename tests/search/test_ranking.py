@@ -111,7 +111,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "place"), CASES)
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 def test_no_search_beats_the_default_in_the_simulation(name: str, place: str) -> None:
     check_default_is_fastest(compared(name, place, SEARCHES))
 
@@ -127,6 +127,7 @@ def test_no_search_beats_the_default_over_mesh_shapes() -> None:
 
 
 @pytest.mark.parametrize("share", [0.97, 0.94])
+@pytest.mark.sampled(1)
 def test_under_a_cap_no_more_is_given_away_than_stated(share: float) -> None:
     """Data parallelism once was exempt, and plans that were dearer by half were returned for it."""
     free = compared("transformer", "4 processes", ("dynamic_programming",))["dynamic_programming"]

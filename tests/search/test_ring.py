@@ -68,6 +68,7 @@ KINDS: list[dict[str, Any]] = [
     + [(kind, mesh) for kind in KINDS[1:5:3] for mesh in (sw.Mesh(cp=2), sw.Mesh(cp=3), sw.Mesh(dp=2, cp=2))],
     ids=str,
 )
+@pytest.mark.sampled(7)
 def test_a_ring_equals_one_device(kind: dict[str, Any], mesh: sw.Mesh) -> None:
     length = 12
     model = Attention(length, **kind)
@@ -192,6 +193,7 @@ def flops(attend: Callable[..., Tensor], *tensors: Tensor | None, **settings: An
 
 
 @pytest.mark.parametrize(("name", "devices"), [(name, devices) for name in MASKS for devices in MASKS[name][1]])
+@pytest.mark.sampled(9)
 def test_blocks_that_a_mask_proves_empty_are_neither_sent_nor_computed(name: str, devices: int) -> None:
     seen, handed = MASKS[name]
     model = Positions(16, "ring@cp", seen)
@@ -254,6 +256,7 @@ def test_chunks_in_a_wrong_order_are_found(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize(("length", "devices"), [(24, 2), (24, 3), (16, 4), (12, 4)])
+@pytest.mark.sampled(2)
 def test_causal_work_in_zigzag_equals_one_device(length: int, devices: int) -> None:
     model = Positions(length, "zigzag@cp", causal)
     plan, given = planned(model, length, devices)

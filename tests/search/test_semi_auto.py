@@ -168,8 +168,6 @@ def test_an_out_strategy_says_how_the_result_is_split(x):
 
 
 class SplitAttention(gpt.Attention):
-    """The example's attention with a strategy on the call."""
-
     strategy = ""
 
     def forward(self, x: Tensor) -> Tensor:

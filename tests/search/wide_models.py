@@ -29,8 +29,6 @@ class Scan(nn.Module):
 
 
 class Cells(nn.Module):
-    """Two cells of an LSTM, unrolled over time."""
-
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.first, self.second = nn.LSTMCell(width, width), nn.LSTMCell(width, width)
@@ -46,8 +44,6 @@ class Cells(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """Every convolution reads the results of all before it."""
-
     def __init__(self, blocks: int = 5, width: int = 4) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Conv2d(width * (i + 1), width, 3, padding=1) for i in range(blocks))

@@ -43,7 +43,6 @@ OTHERWISE = {
 
 
 def is_not_here(case: dict[str, Any]) -> bool:
-    """Whether a case is tested elsewhere, or otherwise here."""
     return any(case[key] in table for key in ("id", "kind") for table in (ELSEWHERE, OTHERWISE))
 
 

@@ -90,7 +90,7 @@ def test_every_pair_of_maps_on_2_2_2_is_redistributed_exactly(case: dict[str, An
             reshaped_correctly(source, target)
 
 
-def random_pairs(first: list[Layout], second: list[Layout], number: int = 4) -> list[tuple[Layout, Layout]]:
+def random_pairs(first: list[Layout], second: list[Layout], number: int = 2) -> list[tuple[Layout, Layout]]:
     pairs = list(itertools.product(dict.fromkeys(first), dict.fromkeys(second)))
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(len(pairs)))
     return [pairs[i] for i in order[:number]]

@@ -105,7 +105,6 @@ def _goes_into_a_plain_module(folder: Path) -> None:
 
 
 def _is_read_by_plain_torch(folder: Path) -> None:
-    """In a process that never imports shardwise."""
     script = f"""
 import sys, warnings, torch, torch.distributed.checkpoint as dcp
 warnings.simplefilter("ignore")

@@ -133,8 +133,6 @@ class Elsewhere:
 
 
 class Trap:
-    """Pickled, it would leave a file."""
-
     def __reduce__(self) -> Any:
         return (open, ("trap-was-sprung", "w"))
 

@@ -22,8 +22,6 @@ RunRanks = Callable[..., list[Any]]
 
 
 class Augmented(Dataset[Any]):
-    """Samples with noise, of three generators."""
-
     def __len__(self) -> int:
         return 10
 

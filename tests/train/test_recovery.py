@@ -44,7 +44,6 @@ def scripts_find_the_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def uninterrupted(folder: str, num_steps: int, kind: str) -> None:
-    """On one rank: the same run, without losses."""
     elastic_run.train(Path(folder), num_steps, kind, {})
 
 
@@ -82,7 +81,6 @@ def test_a_killed_and_a_stopped_rank_cost_no_step(
 
 
 def steps_in(memory: Path) -> list[int]:
-    """The steps whose states are complete, newest first."""
     return [state.step for state in Peers(PeerCopy(memory / "steps"), is_local=True).whole_states()]
 
 
@@ -337,7 +335,6 @@ def test_many_losses_at_any_moment(
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """The processes that the launcher's zygote has forked."""
     parents = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:

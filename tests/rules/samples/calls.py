@@ -36,7 +36,6 @@ GENERATOR = torch.Generator().manual_seed(20)
 
 
 def x(*shape: int) -> Tensor:
-    """Standard normal, differentiable."""
     return torch.randn(shape, generator=GENERATOR, dtype=torch.float64, requires_grad=True)
 
 
@@ -54,12 +53,10 @@ def bits(*shape: int) -> Tensor:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Without gradient."""
     return tensor.detach()
 
 
 def leaf(values: Any) -> Tensor:
-    """Chosen values, differentiable."""
     return torch.as_tensor(values).to(torch.float64).requires_grad_()
 
 

@@ -12,8 +12,6 @@ from shardwise.graph.function_operator import FUNCTION
 
 
 class Cubed(torch.autograd.Function):
-    """Its backward is thrice what it should be."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.save_for_backward(x)

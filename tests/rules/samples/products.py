@@ -102,7 +102,6 @@ ATTENTION = [
 
 
 def _weights(gates: int, inputs: int, hidden: int, directions: int = 1) -> list[Tensor]:
-    """Of one recurrent layer."""
     own = [(gates * hidden, inputs), (gates * hidden, hidden), (gates * hidden,), (gates * hidden,)]
     return [x(*shape) for shape in own * directions]
 
