@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from docs.blocks import Block, blocks_of, difference, documents
 from raising import raises
+from shardwise.planning import suggestions
 
 ROOT = Path(__file__).parents[2]
 PAGES = documents(ROOT)
@@ -24,7 +26,8 @@ RunRanks = Callable[..., list[Any]]
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty working directory from which the blocks can import what they write."""
+    """An empty working directory from which the blocks can import what they write. Refusals have their suggestions."""
+    monkeypatch.setattr(suggestions, "MAX_REFUSED_SECONDS", inf)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     before = set(sys.modules)
