@@ -14,6 +14,7 @@ from shardwise.graph.switches import CallCache
 from shardwise.programs.forms import Form
 from shardwise.programs.instructions import Compute
 from shardwise.programs.vjp import BackwardTrace, ForwardTrace, VjpCache, numbered
+from shardwise.rules.rule import LocalOpCall
 
 aten = torch.ops.aten
 VJP_CACHE = VjpCache()
@@ -24,7 +25,7 @@ def form(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = 
 
 
 def kinds_of(target: Any, *forms: Form, rest: tuple[Any, ...] = ()) -> tuple[ForwardTrace, BackwardTrace]:
-    call, _ = numbered(target, (*(Ref(str(i)) for i in range(len(forms))), *rest), ())
+    call, _ = numbered(LocalOpCall(target, (*(Ref(str(i)) for i in range(len(forms))), *rest), ()))
     forward = VJP_CACHE.forward(call, forms)
     cotangents = tuple(f.with_gradient(False) if f.requires_grad else None for f in forward.forms)
     return forward, VJP_CACHE.backward(call, forms, cotangents)
@@ -178,7 +179,7 @@ def test_what_is_filled_through_a_view_is_kept_and_not_made_again_from_nothing()
 
 def test_what_is_known_of_a_call_holds_for_the_switches_as_they_are() -> None:
     """Of PyTorch's own operators, for the whole process."""
-    call, _ = numbered(aten.scaled_dot_product_attention.default, (Ref("0"), Ref("1"), Ref("2")), ())
+    call, _ = numbered(LocalOpCall(aten.scaled_dot_product_attention.default, (Ref("0"), Ref("1"), Ref("2")), ()))
     forms = (form(2, 2, 16, 8),) * 3
     fused = VjpCache().forward(call, forms)
     assert VjpCache().forward(call, forms) is fused
@@ -189,7 +190,7 @@ def test_what_is_known_of_a_call_holds_for_the_switches_as_they_are() -> None:
     assert flash not in names_of(plain.kernels)
     assert VjpCache().forward(call, forms) is fused
     assert VjpCache("meta").forward(call, forms) is not fused
-    ratio, _ = numbered(aten.div.Tensor, (Ref("0"), Ref("1")), ())
+    ratio, _ = numbered(LocalOpCall(aten.div.Tensor, (Ref("0"), Ref("1")), ()))
     whole = (form(3, dtype=torch.int64, requires_grad=False),) * 2
     found = []
     for dtype in (torch.float32, torch.float64):
