@@ -234,10 +234,10 @@ def on_two_ranks() -> list[Any]:
     found = []
     tensor_parallel = {"blocks.*.attention.qkv": "n@tp", "blocks.*.mlp.up": "n@tp"}
     for mesh, strategies in ((sw.Mesh(dp=2), None), (sw.Mesh(tp=2), tensor_parallel)):
-        plan = sw.plan(make_gpt(3), (IDS, LABELS), 2, mesh=mesh, search="sharding_propagation", strategies=strategies)
+        plan = sw.plan(make_gpt(4), (IDS, LABELS), 2, mesh=mesh, search="sharding_propagation", strategies=strategies)
         results = []
         for choice in (False, True):
-            par = sw.parallelize(make_gpt(3), plan, compile=choice)
+            par = sw.parallelize(make_gpt(4), plan, compile=choice)
             losses = []
             optimizer = torch.optim.SGD(par.parameters(), lr=0.1)
             for _ in range(2):
