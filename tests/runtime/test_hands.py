@@ -53,24 +53,24 @@ def ranks() -> Iterator[Ranks]:
 
 def test_who_leaves_a_later_call_is_known_when_the_others_come_to_it(ranks: Ranks) -> None:
     for _ in range(2):
-        ranks.of(1).begin()
+        ranks.of(1).call += 1
     ranks.of(1).leave(ValueError("no such file"))
-    ranks.of(0).begin()
+    ranks.of(0).call += 1
     ranks.of(0).wait(Late(3))  # of the first call, which rank 1 has made; the hand was read meanwhile
-    ranks.of(0).begin()
+    ranks.of(0).call += 1
     with raises(CollectiveError, "rank 1", "ValueError: no such"):
         ranks.of(0).wait(Late(3))
-    ranks.of(0).begin()
+    ranks.of(0).call += 1
     ranks.of(0).wait(Late(3))
 
 
 def test_who_asks_about_a_later_call_is_known_when_the_others_come_to_it(ranks: Ranks) -> None:
     for _ in range(2):
-        ranks.of(1).begin()
+        ranks.of(1).call += 1
     ranks.of(1).ask("an evaluation")
-    ranks.of(0).begin()
+    ranks.of(0).call += 1
     ranks.of(0).wait(Late(3))
-    ranks.of(0).begin()
+    ranks.of(0).call += 1
     with raises(ShardwiseError, "rank 1", "rank 0", "an evaluation"):
         ranks.of(0).wait(Late(3))
     ranks.of(0).ask("an evaluation")
