@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, product
-from math import prod
+from math import inf, prod
 
 import numpy as np
 from numpy.typing import NDArray
@@ -318,18 +318,20 @@ class Routes:
             yield _AxisSteps(chosen, *pair[::-1])
 
     def _slices(self, node: int, chosen: tuple[int, ...]) -> int:
-        """Return the node of the slices of keyed rows; -1 if no atom of the rows divides evenly."""
+        """Return the node of the slices of keyed rows: the first atom that divides evenly is split, else the largest;
+        -1 if there is no such layout."""
         codes = self.codes[node].copy()
         devices = prod(self.axes.sizes[axis] for axis in chosen)
-        for position, (dim, _) in enumerate(self.positions):
-            code = SHARDED + position
-            parts = prod(size for size, at in zip(self.axes.sizes, codes.tolist(), strict=True) if at == code)
-            if dim == 0 and self.sizes[position] % (parts * devices) == 0:
-                before = codes[None].copy()
-                codes[list(chosen)] = code
-                fits = self._is_prefix(before, codes[None], chosen).all()
-                return int(self.node(codes[None])[0]) if fits else -1
-        return -1
+        rows: dict[int, float] = {SHARDED + i: self.sizes[i] for i, (dim, _) in enumerate(self.positions) if dim == 0}
+        for code in rows:
+            split = prod(size for size, at in zip(self.axes.sizes, codes.tolist(), strict=True) if at == code)
+            rows[code] = rows[code] // split if rows[code] % (split * devices) else inf
+        if not rows:
+            return -1
+        before = codes[None].copy()
+        codes[list(chosen)] = max(rows, key=rows.__getitem__)
+        fits = self._is_prefix(before, codes[None], chosen).all()
+        return int(self.node(codes[None])[0]) if fits else -1
 
     def _steps_to(self, sources: Ints, chosen: tuple[int, ...], after: tuple[int, ...]) -> tuple[Ints, Ints]:
         """Return the steps that bring ``chosen`` axes to ``after``, from those of ``sources`` where that is one."""

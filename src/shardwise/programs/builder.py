@@ -18,7 +18,6 @@ from math import prod
 
 import torch
 
-from shardwise.errors import LayoutError
 from shardwise.graph.grouped import order_by_owner
 from shardwise.graph.ir import Graph, Op, Ref, Value
 from shardwise.layouts.choice import BY_KEY
@@ -73,18 +72,14 @@ class Builder:
         self.layouts.update(zip(placed.op.results, applied.results, strict=True))
         self.keyed.made.update(dict.fromkeys(placed.op.results, self.keyed.current))
 
-    def slices_of(self, value: str, slices: Layout, op: str, name: str = "") -> str:
-        """Return the name of a value, available as ``name``, in slices from which its rows go to the owners of keys."""
-        return self._converted(name or value, value, slices, op)
-
     def convert(self, value: str, target: Layout, op: str) -> str:
         """Return the name of ``value`` in layout ``target``, and add a conversion if needed. Without gradient,
         replicated and invariant are the same."""
         if value in self.shared and value not in self._shared_as:
-            self._shared_as[value] = self._converted(value, value, self.shared[value], op)
-        return self._converted(self._shared_as.get(value, value), value, target, op)
+            self._shared_as[value] = self.converted(value, value, self.shared[value], op)
+        return self.converted(self._shared_as.get(value, value), value, target, op)
 
-    def _converted(self, name: str, origin: str, target: Layout, op: str) -> str:
+    def converted(self, name: str, origin: str, target: Layout, op: str) -> str:
         """Return the name of ``origin``, available as ``name``, in layout ``target``."""
         info, source = self.graph.by_name[origin], self.layouts[name]
         if not info.requires_grad:
@@ -99,14 +94,14 @@ class Builder:
             if keyed is None:
                 moves = self.route(info, source, target)
             else:  # by the slices from which the rows come, or to which they return
-                slices = self.keyed.slices(keyed, origin, source if source.keyed_axes else target)
+                slices = self.keyed.slices(keyed, source if source.keyed_axes else target)
                 if source.keyed_axes and slices.canonical() != target:
-                    return self._converted(self._converted(name, origin, slices, op), origin, target, op)
+                    return self.converted(self.converted(name, origin, slices, op), origin, target, op)
                 ways = self.keyed.ways(keyed, slices, (*source.keyed_axes, *target.keyed_axes), op)
                 if source.keyed_axes:
                     target, moves = slices, (Move(source, slices, source.keyed_axes),)
                 else:
-                    name, source = self.slices_of(origin, slices, op, name), slices
+                    name, source = self.converted(name, origin, slices, op), slices
                     moves = (Move(slices, target, target.keyed_axes),)
             self._count[origin] += 1
             result = self._results[key] = f"{origin}:{self._count[origin]}"
@@ -150,31 +145,23 @@ class KeyedRowsWriter:
             return self.made[origin]
         return self.current if target.keyed_axes else None
 
-    def slices(self, keyed: KeyedRows, origin: str, layout: Layout) -> Layout:
-        """Return the layout from which the rows of a keyed one come. Raises LayoutError if no slices fit."""
-        graph, mesh, axes = self.builder.graph, layout.mesh, layout.keyed_axes
-        atoms = list(self.builder.layouts[keyed.keys].atoms[0])
-        rows = layout.shape[0]
-        while prod(atoms) > rows and len(atoms) > 1:  # the keys of one row
-            atoms.pop()
-        devices = mesh.size_of(axes)
-        try:
-            plain = layout.unkeyed.refine((tuple(atoms), *layout.atoms[1:]))
-            for i, atom in enumerate(plain.dims[0]):
-                if atom.size % (mesh.size_of(atom.axes) * devices) == 0:
-                    return plain.moved(dict.fromkeys(axes, (0, i)))
-        except LayoutError:
-            pass
-        producer = graph.producer.get(origin)
-        raise LayoutError(
-            f"the {rows:,} rows of {origin} cannot follow their keys over {mesh.format_axes(axes)}: "
-            f"{devices} devices do not divide them",
-            op=producer.name if producer else "",
-            source=producer.source if producer else "",
-            fix=f"a number of tokens that {devices} devices divide, or experts split without their tokens (e@ instead "
-            f"of K@{mesh.format_axes(axes)})",
-            facts=[("layout", str(layout))],
-        )
+    def slices(self, keyed: KeyedRows, layout: Layout) -> Layout:
+        """Return the layout from which the rows of a keyed one come: an atom of the tokens is split over the axes.
+
+        All values whose rows follow the same keys are split there, the first that divides evenly, else the largest.
+        """
+        mesh, axes = layout.mesh, layout.keyed_axes
+        num_tokens = self.builder.graph.by_name[keyed.keys].shape[0] // keyed.copies
+        tokens = list(self.builder.layouts[keyed.keys].atoms[0])
+        while prod(tokens) > num_tokens:  # the keys of one token
+            tokens.pop()
+        atoms = tokens if tokens and prod(tokens) == num_tokens else [num_tokens]
+        copies = layout.shape[0] // max(num_tokens, 1)
+        plain = layout.unkeyed.refine(((*atoms, copies) if copies > 1 else tuple(atoms), *layout.atoms[1:]))
+        parts = [mesh.size_of(atom.axes) * mesh.size_of(axes) for atom in plain.dims[0]]
+        even = (i for i, size in enumerate(atoms) if size % parts[i] == 0)
+        split = next(even, max(range(len(atoms)), key=lambda i: atoms[i] / parts[i]))
+        return plain.moved(dict.fromkeys(axes, (0, split)))
 
     def ways(self, keyed: KeyedRows, slices: Layout, along: tuple[str, ...], op: str) -> tuple[str, ...]:
         """Return the names of the ways between slices and the owners along some axes."""
@@ -185,7 +172,7 @@ class KeyedRowsWriter:
         held = Layout(mesh, (dims,))
         key = keyed.keys, held.canonical(), along
         if key not in self._ways:
-            name = builder.slices_of(keyed.keys, held, op)
+            name = builder.converted(keyed.keys, keyed.keys, held, op)
             self._ways[key] = self._write(keyed, name, builder.layouts[name], slices, along, op)
         return self._ways[key]
 

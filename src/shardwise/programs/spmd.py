@@ -80,6 +80,16 @@ class SpmdProgram:
         """Return all conversions in order; those that share messages are adjacent."""
         return tuple(conversion for step in self.steps for conversion in step.conversions)
 
+    @cached_property
+    def keyed_operators(self) -> frozenset[str]:
+        """Return the operators on rows that follow keys, whose number is known in the step only."""
+        return frozenset(
+            step.placed.op.name
+            for step in self.steps
+            if isinstance(step, OpStep)
+            if any(layout.keyed_axes for layout in (*step.operand_layouts, *step.result_layouts))
+        )
+
     def is_once(self, step: OpStep | Conversion | Bucket) -> bool:
         """Return whether a step of several micro-batches runs these conversions once (``grad_accum_program``)."""
         return not isinstance(step, OpStep) and all(c.value in self.lifetimes.once for c in step.conversions)

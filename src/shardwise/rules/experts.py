@@ -30,7 +30,7 @@ def grouped_mm_rule(op: Op, graph: Graph) -> OpRule:
     kinds: dict[str, FactorKind] = {"k": "sum", "e": "sum"}
     rule = build(op, graph, operands, [(of_rows, ("n",))], kinds=kinds, linear=((0,), (1,)), localize=localize)
     copies, num_experts = max(rows // max(tokens, 1), 1), graph.by_name[op.operands[1]].shape[0]
-    return replace(rule, keyed=KeyedRows((f"K{copies}", "e", "K1"), ("K1",), op.operands[2], num_experts))
+    return replace(rule, keyed=KeyedRows((f"K{copies}", "e", "K1"), ("K1",), op.operands[2], num_experts, copies))
 
 
 def with_keyed_rows(graph: Graph, rules: Mapping[str, OpRule]) -> dict[str, OpRule]:
@@ -40,20 +40,23 @@ def with_keyed_rows(graph: Graph, rules: Mapping[str, OpRule]) -> dict[str, OpRu
     """
     marked = dict(rules)
     products = [op for op in graph.ops if op.target is grouped_mm._opoverload]
-    by_keys = {op.operands[2]: marked[op.name].keyed for op in products}
+    by_keys: dict[str, KeyedRows] = {}  # keys -> the first product that reads them, which is the one that reads tokens
+    for op in products:
+        keyed = marked[op.name].keyed
+        assert keyed is not None, "a product by expert"
+        by_keys.setdefault(keyed.keys, keyed)
     follows = {keys: keys for keys in by_keys}  # value with one row per key -> the keys
     for op in graph.ops if products else ():
         rule = marked[op.name]
-        if rule.keyed is None:
-            keys = {follows[name] for name in op.operands if name in follows}
-            product = by_keys[keys.pop()] if len(keys) == 1 else None
-            keyed = product and _row_by_row(op, rule, graph, follows)
-            if keyed is None or product is None:
-                continue
-            keyed = replace(keyed, keys=product.keys, num_keys=product.num_keys)
-            rule = marked[op.name] = replace(rule, keyed=keyed)
-        assert rule.keyed is not None, "a product by expert"
-        follows.update(dict.fromkeys(op.results, rule.keyed.keys))
+        keys = {follows[name] for name in op.operands if name in follows}
+        first = by_keys[keys.pop()] if len(keys) == 1 else None
+        keyed = first and (rule.keyed or _row_by_row(op, rule, graph, follows))
+        if first is None or keyed is None:
+            marked[op.name] = replace(rule, keyed=None)
+            continue
+        keyed = replace(keyed, keys=first.keys, num_keys=first.num_keys, copies=first.copies)
+        marked[op.name] = replace(rule, keyed=keyed)
+        follows.update(dict.fromkeys(op.results, first.keys))
     needed: set[str] = set()
     for op in reversed(graph.ops):
         rule = marked[op.name]

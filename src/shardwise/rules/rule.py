@@ -134,12 +134,14 @@ class KeyedRows:
         results: Per result, likewise.
         keys: The vector of keys, one per row.
         num_keys: How many different keys there are. The devices along an axis own equally many, in order.
+        copies: The keys of a token, neighbours among ``keys``. They are on the same device before their rows travel.
     """
 
     operands: tuple[str, ...]
     results: tuple[str, ...]
     keys: str = field(default="", compare=False)  # layers differ in nothing else
     num_keys: int = 1
+    copies: int = 1
 
     @property
     def owned(self) -> str | None:

@@ -186,7 +186,10 @@ class _Compiler:
         )
 
     def _is_kernel(self, instruction: Instruction) -> bool:
-        """Return whether to compile it: no call with autograd inside, nothing on the host."""
+        """Return whether to compile it: no call with autograd inside, nothing on the host, no rows whose number changes
+        from step to step (compiled kernels are for fixed sizes)."""
+        if instruction.origin.op in self.program.spmd.keyed_operators:
+            return False
         if self.on_host.intersection((*instruction.results, *instruction.operands)):
             return False
         return isinstance(instruction, Convert) or isinstance(

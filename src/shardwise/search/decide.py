@@ -35,7 +35,7 @@ def decide(graph: Graph, annotations: Iterable[Annotation], mesh: Mesh, mode: st
     rules, factored = annotated_rules(graph, annotations := tuple(annotations))
     fixed = fixed_choices(graph, rules, factored, annotations, mesh)
     choice = sum_whole(
-        choose(graph, factored, mesh, mode, with_travelling_rows(factored, mesh, fixed)), graph, factored, mesh
+        choose(graph, factored, mesh, mode, with_travelling_rows(factored, fixed)), graph, factored, mesh
     )
     cuts = {
         op.name: parse_cuts(annotation.strategy)

@@ -18,7 +18,6 @@ from shardwise.graph.ir import Graph, Op
 from shardwise.layouts.choice import (
     BY_KEY,
     INVARIANT,
-    AxisChoice,
     Choices,
     ShardPosition,
     Where,
@@ -76,16 +75,13 @@ def choose(
     return _complete(graph, factored, mesh, merged, axes, storage, frozenset(closed), movable=True)
 
 
-def with_travelling_rows(factored: Factored, mesh: Mesh, fixed: Choices) -> Choices:
-    """Return the user's choices with rows that travel to the owners of their keys where these are split, if the rows
-    divide: no search prices gathering them instead."""
-
-    def choice_of(op: str, choice: AxisChoice) -> AxisChoice:
-        rule = factored.rules[op]
-        sizes = [rule.factor(name).size for name in rule.results[0][0]] if splits_owners(choice, rule) else []
-        return BY_KEY if any(size % mesh.num_devices == 0 for size in sizes) else choice
-
-    return {op: {axis: choice_of(op, choice) for axis, choice in choices.items()} for op, choices in fixed.items()}
+def with_travelling_rows(factored: Factored, fixed: Choices) -> Choices:
+    """Return the user's choices with rows that travel to the owners of their keys where these are split: nothing prices
+    gathering them instead."""
+    return {
+        op: {axis: BY_KEY if splits_owners(choice, factored.rules[op]) else choice for axis, choice in choices.items()}
+        for op, choices in fixed.items()
+    }
 
 
 def data_axes(mesh: Mesh, fixed: Choices) -> tuple[str, ...]:
