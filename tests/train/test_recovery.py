@@ -217,7 +217,7 @@ def test_what_is_kept_is_found_unless_it_is_torn_or_distrusted_and_slow_ranks_ar
 
 def test_a_module_may_have_an_attribute_of_the_name_of_the_replica_check() -> None:
     module = torch.nn.Linear(4, 4)
-    module._replicas = "of its own"
+    vars(module)["_replicas"] = "of its own"
     assert sw.Recovery(module).keep(1) is False
 
 
