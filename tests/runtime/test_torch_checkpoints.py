@@ -24,6 +24,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 import shardwise as sw
 from runtime.edges import batch, make, refusal
+from shardwise.layouts.layout import Layout
+from shardwise.runtime.guards.dcp import _optimizer_states
+from shardwise.runtime.guards.registry import ShardRecord
 
 RunRanks = Callable[..., list[Any]]
 WHOLE = StateDictOptions(full_state_dict=True)
@@ -220,3 +223,19 @@ def test_torchs_checkpoints_hold_global_tensors(run_ranks: RunRanks, tmp_path: A
         )
         assert not found.pop("files")
         assert [name for name, right in found.items() if right is not True] == []
+
+
+class OwnState(dict[str, Any]):
+    """The state that an optimizer of a user keeps per parameter."""
+
+
+def test_states_of_optimizers_are_found_in_mappings_of_any_class() -> None:
+    parameter, average = nn.Parameter(torch.ones(4)), torch.zeros(4)
+    optimizer = torch.optim.SGD([parameter])
+    optimizer.state[parameter] = OwnState(inner=[OwnState(average=average)], step=torch.tensor(1.0))
+    ranks: Any = None  # nothing is exchanged
+    record = ShardRecord("weight", Layout.whole(sw.Mesh(dp=1), (4,)), True, ranks)
+    ((state, owner, is_part),) = _optimizer_states([(parameter, record)])
+    assert state is average
+    assert owner is record
+    assert is_part

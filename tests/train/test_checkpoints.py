@@ -23,6 +23,7 @@ from torch.utils.data import TensorDataset
 import shardwise as sw
 from raising import raises
 from shardwise.train import sharing
+from shardwise.train.parts import module_parts
 from train.runs import go_on, make, split, tools, train
 
 RunRanks = Callable[..., list[Any]]
@@ -236,3 +237,12 @@ def test_copies_of_a_large_tensor_are_written_in_equal_parts() -> None:
     assert [own[0].pieces[0][1].offsets for own in files] == [(0, 0), (1024, 0), (2048, 0), (3072, 0)]
     with raises(sw.ShardwiseError, "1,024", "2,048"):
         sharing.plan_files([[("w", "float32", (2, 1024), (((0, 0), (1, 1024)),))]])
+
+
+def test_a_parameter_in_place_of_a_buffer_that_was_not_stored_is_stored() -> None:
+    module = nn.Linear(2, 2)
+    module.register_buffer("scale", torch.ones(2), persistent=False)
+    assert "scale" not in module_parts(module)[0]
+    del module._buffers["scale"]
+    module.register_parameter("scale", nn.Parameter(torch.ones(2)))
+    assert module.state_dict().keys() == module_parts(module)[0].keys() == {"weight", "bias", "scale"}

@@ -226,3 +226,20 @@ def test_one_rank_and_wrong_numbers_are_refused(tmp_path: Path) -> None:
         Peers(sw.PeerCopy(tmp_path))
     with raises(ShardwiseError, "every", "1 or more", "0"):
         sw.PeerCopy(tmp_path, every=0)
+
+
+def test_a_note_that_cannot_be_deleted_stops_no_run(tmp_path: Path) -> None:
+    store = Peers(sw.PeerCopy(tmp_path), is_local=True)
+    for number, step in enumerate((3, 5, 6)):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "a-0.note").write_text(f'{{"step": {step}}}')
+    unlink = Path.unlink
+
+    def unlink_some(path: Path, missing_ok: bool = False) -> None:
+        if path.parent.name == "1":
+            raise PermissionError(path)
+        unlink(path, missing_ok)
+
+    with mock.patch.object(Path, "unlink", unlink_some):
+        store.forget_after(4)
+    assert sorted(path.parent.name for path in tmp_path.glob("*/*.note")) == ["0", "1"]

@@ -215,6 +215,12 @@ def test_what_is_kept_is_found_unless_it_is_torn_or_distrusted_and_slow_ranks_ar
     assert run_ranks(everything, 2, list(map(str, memories)), time_limit_seconds=180.0) == [1, 0]  # once, and by rank 0
 
 
+def test_a_module_may_have_an_attribute_of_the_name_of_the_replica_check() -> None:
+    module = torch.nn.Linear(4, 4)
+    vars(module)["_replicas"] = "of its own"
+    assert sw.Recovery(module).keep(1) is False
+
+
 def test_a_straggler_is_slower_than_the_others_most_of_the_time() -> None:
     assert slowness([[0.1, 0.1, 0.13]] * 20, 2) == pytest.approx((0.13, 0.1))
     assert slowness([[0.1, 0.1, 0.13]] * 20, 0) is None

@@ -196,8 +196,8 @@ def check(
             where = _error_search(call, parts, foreign, tolerance).wrong_call()
             failure = describe_rank_error(failed)
             with default_dtype(models_default):
-                again = _ranks(_divided(plain, foreign), foreign, widens=False) if failure.refutes else []
-            if failure.refutes and all(rank.error is None for rank in again):
+                unwidened = _ranks(_divided(plain, foreign), foreign, widens=False) if failure.refutes else []
+            if failure.refutes and all(rank.error is None for rank in unwidened):
                 failure = replace(failure, refutes=False, error=f"in float64, not in its own dtypes: {failure.error}")
             return Checked(foreign, failure=failure, first_wrong=where, notes=_notes(foreign, [one]))
         differences, layouts = _differences(expected, ranks, foreign, tolerance)

@@ -30,7 +30,6 @@ _FINISH_SECONDS = 2.0
 _GREETING = b"shardwise-launcher-1 "
 _REFUSED = _GREETING + b"has another secret"
 _NONCE = re.compile(rb"[0-9a-f]{32}")
-_CODE_LENGTH = 64
 
 
 class HasFileno(Protocol):

@@ -17,7 +17,7 @@ from shardwise.programs.rank_program import RankProgram
 from shardwise.proof.errors_by_tensor import TensorError, magnitude, relative_difference
 from shardwise.proof.ranks import VirtualRanks, VirtualStep
 from shardwise.proof.runs import OneDevice
-from shardwise.proof.virtual import reduced, run_forward
+from shardwise.proof.virtual import reduce_tensors, run_forward
 from shardwise.runtime.local_shards import shard
 
 
@@ -111,5 +111,5 @@ def _summed(layout: Layout, shards: Sequence[Tensor]) -> list[Tensor]:
         axes = tuple(axis for axis, on_axis in layout.states if on_axis == state)
         if axes:
             groups = [layout.mesh.group(axes, rank) for rank in range(len(whole))]
-            whole = [reduced([whole[member] for member in group], kind) for group in groups]
+            whole = [reduce_tensors([whole[member] for member in group], kind) for group in groups]
     return whole

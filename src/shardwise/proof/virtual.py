@@ -261,14 +261,14 @@ def exchange_all(mesh: Mesh, parts: Sequence[LocalMove], packed: Sequence[list[T
             answer = [packed[member][index].clone(memory_format=torch.contiguous_format) for member in group]
         else:
             position = index if part.kind == "reduce_scatter" else 0
-            answer = [reduced([packed[member][position] for member in group], part.reduction)]
+            answer = [reduce_tensors([packed[member][position] for member in group], part.reduction)]
         for tensor, shape in zip(answer, part.received, strict=True):
             assert tuple(tensor.shape) == shape, f"{part.kind} over {part.axes}: {tuple(tensor.shape)}, not {shape}"
         answers.append(answer)
     return answers
 
 
-def reduced(tensors: Sequence[Tensor], reduction: str) -> Tensor:
+def reduce_tensors(tensors: Sequence[Tensor], reduction: str) -> Tensor:
     total = tensors[0].clone(memory_format=torch.contiguous_format)
     for tensor in tensors[1:]:
         if reduction == "sum":

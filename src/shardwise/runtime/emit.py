@@ -25,7 +25,7 @@ from shardwise.runtime.transit import Arriving, Converting, Departing
 class Emitted:
     """An emitted program. ``forward``: local source tensors in order, then given values -> tuples (delivered,
     mutations, saved); ``backward``: (saved, a list that it empties; the cotangents present, in order) -> gradients in
-    the order of ``program.gradients``; ``writer``: emitted it."""
+    the order of ``program.gradients``; ``writer``: writes parts of it by themselves."""
 
     program: RankProgram
     forward: fx.GraphModule

@@ -17,7 +17,7 @@ from shardwise.layouts.text import format_dtype, format_layout
 from shardwise.plans.plan import Plan
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.cpu_embedding import HOST
-from shardwise.runtime.guards.registry import tensors_of
+from shardwise.runtime.guards.registry import is_persistent, tensors_of
 from shardwise.runtime.hooks import Shards, carry_hooks
 from shardwise.runtime.initial.materialize import Init, PartialTensor, initial_values
 from shardwise.runtime.initial.partial_values import NotByParts
@@ -165,8 +165,8 @@ def install_shards(
         if name in parts:
             shards.setdefault(id(buffer), parts[name])
         if id(buffer) in shards:
-            persistent = leaf not in module.get_submodule(path)._non_persistent_buffers_set
-            root.get_submodule(path).register_buffer(leaf, shards[id(buffer)], persistent=persistent)
+            here = shards[id(buffer)]
+            root.get_submodule(path).register_buffer(leaf, here, persistent=is_persistent(module, name))
     for own_part, original in stand_ins:
         own_part.stand_for(original)
     if holder.everyone.rank == 0:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -109,11 +109,15 @@ class CollectiveMessage:
         Raises CollectiveError, or OutOfDeviceMemoryError.
         """
         self.ranks.launched = self.number = self.ranks.launched + 1
-        with self._explained(waits=wait):
-            buffers, flights, num_bytes = self._start(tensors, wait and not self.is_gloos)
-            self.ranks.note(self.kind, self.axes, num_bytes)
-            for flight in flights if wait else ():
-                flight.wait()
+        try:
+            with trail.waiting(self.label) if wait else nullcontext():
+                buffers, flights, num_bytes = self._start(tensors, wait and not self.is_gloos)
+                self.ranks.note(self.kind, self.axes, num_bytes)
+                for flight in flights if wait else ():
+                    flight.wait()
+        except (RuntimeError, MemoryError) as error:
+            self._explain(error)
+            raise
         return buffers, [] if wait else flights
 
     def _start(self, tensors: Sequence[torch.Tensor], blocks: bool) -> tuple[list[torch.Tensor], list[InFlight], int]:
@@ -127,24 +131,23 @@ class CollectiveMessage:
 
     def finish(self, flights: Sequence[InFlight]) -> None:
         """Wait for a collective. Raises the same errors as ``launch``."""
-        with self._explained(waits=True):
-            for flight in flights:
-                flight.wait()
+        try:
+            with trail.waiting(self.label):
+                for flight in flights:
+                    flight.wait()
+        except (RuntimeError, MemoryError) as error:
+            self._explain(error)
+            raise
 
     @cached_property
     def label(self) -> bytes:
         """Describe the collective for the rank's heartbeat file."""
         return collective_of(self).encode()
 
-    @contextmanager
-    def _explained(self, *, waits: bool) -> Iterator[None]:
-        try:
-            with trail.waiting(self.label) if waits else nullcontext():
-                yield
-        except (RuntimeError, MemoryError) as error:
-            explained = conversion_failed(error, self.purpose) or collective_failed(error, self)
-            if explained is None:
-                raise
+    def _explain(self, error: Exception) -> None:
+        # No context manager of its own: entering a generator twice per message costs every step.
+        explained = conversion_failed(error, self.purpose) or collective_failed(error, self)
+        if explained is not None:
             raise explained from error
 
     def land(self, buffers: list[torch.Tensor], this_rank: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:

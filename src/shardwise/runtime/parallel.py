@@ -200,8 +200,8 @@ class Parallel(ParallelModule):
         mode = self._mode(loss_only=loss_only, predicts=predicts)
         check = self._due_check() if torch.is_grad_enabled() else None
         same = self._same if check is None and torch.is_grad_enabled() and (self.training or loss_only) else None
-        compiled, passed = self._program(flat, spec, mode, self._compiled, self._compile)
-        inputs_here = self._inputs_here(flat, compiled, passed)
+        compiled, local_batch = self._program(flat, spec, mode, self._compiled, self._compile)
+        inputs_here = self._inputs_here(flat, compiled, local_batch)
         if same is not None:  # ranks make this call: one that they refuse leaves nothing to compare
             same.begin(flat, spec)
         self._latest = compiled

@@ -247,9 +247,9 @@ class StageWorker:
                     rows = shard(rows, layout, stage.ranks.coordinates)
                 tensors.append(rows.to(step.device))
             else:
-                held = step.seed if position == compiled.seed else tensor
-                assert held is not None, f"this rank does not hold {source.names[0]}"
-                tensors.append(held)
+                source_tensor = step.seed if position == compiled.seed else tensor
+                assert source_tensor is not None, f"this rank does not hold {source.names[0]}"
+                tensors.append(source_tensor)
         return tensors
 
     def _write(

@@ -303,7 +303,8 @@ class Peers:
         """Delete the notes of states after ``step``, from which training continues, and the fetched files."""
         for path in self.memory.glob(f"*/*{_NOTE}"):
             if _read(path).get("step", step) > step:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
         for path in self.memory.glob(f"*/*{_FETCHED}"):
             path.unlink(missing_ok=True)
 

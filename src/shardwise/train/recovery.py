@@ -15,6 +15,7 @@ from shardwise.runtime.agree import gather_values, rank_and_world_size
 from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.generation import current
 from shardwise.runtime.parallel_module import ParallelModule
+from shardwise.runtime.replicas import ReplicaCheck
 from shardwise.train.checkpoints import Optimizers, Resumable, Resumables, Schedulers, values_of
 from shardwise.train.parts import TrainingState, state_of
 from shardwise.train.peers import PeerCopy, PeerReader, Peers, SurvivingState
@@ -143,7 +144,7 @@ class Recovery:
                 store.outdated = True
         self._structure = structure
         check = getattr(self.par, "_replicas", None)
-        if check is not None and check.passed > self._passed:
+        if isinstance(check, ReplicaCheck) and check.passed > self._passed:
             self._passed, self._checked = check.passed, self._step  # it saw the state before this step
         for store in due:
             if state is not None and store in self._stores:

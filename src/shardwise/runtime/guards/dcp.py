@@ -35,7 +35,6 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.staging import DefaultStager
-from torch.utils import _pytree as pytree
 
 from shardwise.errors import ShardwiseError
 from shardwise.layouts.boxes import Box, boxes
@@ -139,7 +138,7 @@ def _tell_writers(
 ) -> Any:
     tagged = ShardIndex().replaced(state_dict, lambda tensor, record, _: _telling(tensor, record))
     if isinstance(storage_writer, HuggingFaceStorageWriter):
-        parts = filter(None, map(Chunks.of, pytree.tree_leaves(tagged)))
+        parts = filter(None, map(Chunks.of, _tensors_in(tagged)))
         several = next((part.name for part in parts if part.several), None)
         if several is not None:
             what = f"this writer stores one chunk per name and rank, but ranks hold several chunks of {several}"
@@ -378,18 +377,10 @@ class ShardIndex:
 
     def shards_in(self, value: Any) -> Iterator[ShardRecord]:
         """Yield the shards whose memory a value (containers, modules, optimizers) uses."""
-        if isinstance(value, Tensor):
-            record = self._owners.of(value) if type(value) in (Tensor, torch.nn.Parameter) else None
+        for tensor in _tensors_in(value):
+            record = self._owners.of(tensor) if type(tensor) in (Tensor, torch.nn.Parameter) else None
             if record is not None:
                 yield record
-            return
-        if isinstance(value, torch.nn.Module):
-            value = [*value.parameters(), *value.buffers()]
-        elif isinstance(value, torch.optim.Optimizer):
-            value = value.state
-        values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-        for item in values:
-            yield from self.shards_in(item)
 
     def replaced(
         self, tree: Any, replace: Callable[[Tensor, ShardRecord, tuple[Any, Any]], Any], path: Path = ()
@@ -467,8 +458,22 @@ def _optimizer_states(shards: Iterable[tuple[Tensor, ShardRecord]]) -> Iterator[
         for parameter, state in states.items():
             record = held_by_id.get(id(parameter))
             if record is not None:
-                kept = (leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, Tensor))
-                yield from ((x, record, x.shape == parameter.shape) for x in kept if x.dim() or not parameter.dim())
+                kept = (x for x in _tensors_in(state) if x.dim() or not parameter.dim())
+                yield from ((x, record, x.shape == parameter.shape) for x in kept)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in containers, modules and optimizers. Unlike pytrees, mappings may be of any class."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, torch.nn.Module):
+        value = [*value.parameters(), *value.buffers()]
+    elif isinstance(value, torch.optim.Optimizer):
+        value = value.state
+    values = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    for item in values:
+        yield from _tensors_in(item)
 
 
 # All of torch's functions use these: save, async_save and save_state_dict; load and load_state_dict; and the six that

@@ -38,10 +38,10 @@ from shardwise.runtime.guards.registry import (
     Owners,
     Patch,
     ShardRecord,
+    bind_wrapper,
     held_parameters,
     held_shards,
     register_module,
-    wrapped,
 )
 from shardwise.runtime.hooks import foreign_wrapper_error
 from shardwise.runtime.state_dict_entries import KEY, check_entries, shard_metadata
@@ -78,10 +78,10 @@ def _install() -> None:
             fix="use torch 2.11 to 2.14, or a newer shardwise",
         )
     assert body is not None
-    body.cell_contents = wrapped(body.cell_contents, _total_norm)
+    body.cell_contents = bind_wrapper(body.cell_contents, _total_norm)
     for place, name, wrap in patches:
         if wrap is not None:
-            setattr(place, name, wrapped(getattr(place, name), wrap))
+            setattr(place, name, bind_wrapper(getattr(place, name), wrap))
 
 
 def _refuse_shards(init: Callable[..., None], self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:

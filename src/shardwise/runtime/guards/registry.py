@@ -30,7 +30,9 @@ class Patch(NamedTuple):
     wrap: Callable[..., Any] | None = None
 
 
-def wrapped(function: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
+def bind_wrapper(function: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``wrap`` with ``function`` as its first argument, under the name and signature of ``function``."""
+
     @wraps(function)
     def patched(*args: Any, **kwargs: Any) -> Any:
         return wrap(function, *args, **kwargs)
@@ -124,7 +126,8 @@ def tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def is_persistent(module: torch.nn.Module, name: str) -> bool:
     """Return whether a parameter or buffer is in the module's state dict."""
     path, _, key = name.rpartition(".")
-    return key not in module.get_submodule(path)._non_persistent_buffers_set
+    owner = module.get_submodule(path)
+    return key in owner._parameters or key not in owner._non_persistent_buffers_set
 
 
 class Owners:
