@@ -1,5 +1,8 @@
-"""The search for the stages of a pipeline, one by one. Equal stages are searched once: they share the plan of the one
-that keeps most micro-batches, under the names of each."""
+"""The choice of layouts for the stages of a pipeline, one by one, or for a whole model, and the error if nothing fits.
+
+Equal stages are searched once: they share the plan of the one that keeps most micro-batches, under the names of each.
+Stages whose programs differ only in names are timed once.
+"""
 
 from __future__ import annotations
 
