@@ -3,7 +3,9 @@ what a pipeline can do wrong."""
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -290,6 +292,17 @@ def test_an_order_belongs_to_a_solved_schedule(solved: sw.Plan) -> None:
 def test_micro_batches_are_chosen_by_price() -> None:
     found = sw.plan(Staged(), BATCH, 4, stages=2)
     assert found.micro_batches >= 2
+
+
+@pytest.mark.parametrize("stages", [None, 2, "auto"])
+def test_a_result_keeps_neither_the_module_nor_its_inputs(stages: Any) -> None:
+    module, batch = Staged(), staged_batch(8)
+    kept = [weakref.ref(module), *map(weakref.ref, batch)]
+    found = sw.plan(module, batch, 4, stages=stages)
+    del module, batch
+    gc.collect()
+    assert [entry() for entry in kept] == [None] * len(kept)
+    assert str(found.report.top(2)), "the report still plans others"
 
 
 def held(found: sw.Plan) -> float:

@@ -1,6 +1,7 @@
 """The price of a program: of its operators on their local shapes, and of the collectives of its conversions.
 
-The search prices strategies one by one; this prices what was emitted.
+The search prices strategies one by one; this prices what was emitted. A lowered strategy has the price of the program
+that it lowers its operator to (``Fragments``). ``Router`` chooses moves between layouts by price.
 
 A parameter is gathered before its first use, and its gradient is reduced after the last kernel of backward that adds to
 it, which is that of the same use. So of its messages no more is hidden than what is computed before that use in forward
@@ -150,7 +151,7 @@ class Fragment:
 
 @dataclass
 class Fragments:
-    """Prices what strategies lower operators to ; each is asked for by an operator, its rule and the strategy."""
+    """Prices the program that a strategy lowers an operator to."""
 
     graph: Graph
     router: Router

@@ -122,15 +122,16 @@ class Planning:
         if is_staged:
             config = pipeline_config(request, self.captured, self.config, by_price=by_price)
         else:
-            meshes = request.meshes(request.cluster, by_price=by_price)
-            config = PipelineConfig(request, self.captured, by_price, self.config, request.cluster, meshes)
-        memory_policy = parallel.memory_policy(self.captured.graph, self.captured.segments)  # raises if impossible
+            config = PipelineConfig.of(request, self.captured, self.config, request.cluster, by_price=by_price)
+        training, graph = request.training, self.captured.graph
+        memory_policy = parallel.memory_policy(graph, self.captured.segments)  # raises if impossible
         if is_staged:
-            pipeline = plan_pipeline(config, self.call, self.template, exact_refusal=self.exact_refusal)
+            pipeline = plan_pipeline(
+                config, self.call, graph, training, self.template, exact_refusal=self.exact_refusal
+            )
             return PlanningResult(pipeline.plan, PipelineReport.of(pipeline))
         if memory_policy.moves_to_host:
             _announce_one_memory(request.cluster)
-        training, graph = request.training, self.captured.graph
         batches = batches_of(
             request.example_samples, training.global_batch, training.micro_batch, request.cluster.num_devices,
             chooses=by_price and graph.loss is not None,

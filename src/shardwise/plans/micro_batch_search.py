@@ -1,4 +1,4 @@
-"""The call that a plan is made for, and the graph that the plan is of: the whole call, or a micro-batch of it."""
+"""The call that a plan is made for, and the choice of the micro-batch that the plan is of."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ from shardwise.plans.micro_batch_search import (
 )
 from shardwise.plans.plan import Plan
 from shardwise.plans.quantities import format_bytes
-from shardwise.plans.request import PlanRequest
+from shardwise.plans.request import PlanRequest, TrainingConfig
 from shardwise.plans.schedule import SCHEDULES, Schedule, format_order, order_of, schedule_of
 from shardwise.plans.stage_planner import (
     KnownStages,
@@ -98,14 +98,25 @@ def pipeline_config(
             f"the cluster's {cluster.num_devices}",
             fix="with stages, mesh is that of a stage",
         )
-    meshes = request.meshes(stage_cluster, by_price=by_price)
-    return PipelineConfig(request, captured, by_price, settings, stage_cluster, meshes, num_stages, schedule, marks)
+    return PipelineConfig.of(
+        request, captured, settings, stage_cluster, by_price=by_price, num_stages=num_stages, schedule=schedule,
+        marks=marks,
+    )  # fmt: skip
 
 
-def plan_pipeline(config: PipelineConfig, call: Example, template: Plan, *, exact_refusal: bool) -> PipelineResult:
+def plan_pipeline(
+    config: PipelineConfig,
+    call: Example,
+    graph: Graph,
+    training: TrainingConfig,
+    template: Plan,
+    *,
+    exact_refusal: bool,
+) -> PipelineResult:
     """Return the plan of a pipeline for a captured call; of several micro-batch sizes the one with the shortest
-    predicted step. ``template``: a plan with all settings. Raises PlanError for what cannot be cut, divided or
-    scheduled; NothingFits names the least memory over all cuts if ``exact_refusal``, which takes longer."""
+    predicted step. ``graph``: of the call; ``template``: a plan with all settings. Raises PlanError for what cannot be
+    cut, divided or scheduled; NothingFits names the least memory over all cuts if ``exact_refusal``, which takes
+    longer."""
     refused: list[PipelinePlanner] = []
 
     def plan_passes(passes: Passes) -> PipelineResult:
@@ -118,18 +129,19 @@ def plan_pipeline(config: PipelineConfig, call: Example, template: Plan, *, exac
             refused.append(planner)
             raise
 
-    graph, batches = config.captured.graph, _batches(call, config)
+    batches = _batches(call, training, config)
     whole = step_graph(
         graph if batches is None or num_samples(call.arguments) == batches.step else call.graph(batches.step)
     )
     try:
         best, _, others = best_micro_batch(call, whole, batches, plan_passes, staged=True)
+        return replace(best, others=others)
     except PlanError:
         if not refused or not exact_refusal:
             raise
-        best, others = refused[-1].plan(exact_refusal=True), ()
-        announce_statistics(sorted(best.planner.passes.statistics))
-    return replace(best, others=others)
+    best = refused[-1].plan(exact_refusal=True)  # after the except block: its error has no other as its context
+    announce_statistics(sorted(best.planner.passes.statistics))
+    return best
 
 
 def step_seconds(plan: Plan) -> float:
@@ -168,9 +180,9 @@ def _stage_cluster(cluster: Cluster, num_stages: int, schedule: Schedule) -> Clu
     return cluster.with_devices(cluster.num_devices // places)
 
 
-def _batches(call: Example, config: PipelineConfig) -> MicroBatchOptions | None:
+def _batches(call: Example, training: TrainingConfig, config: PipelineConfig) -> MicroBatchOptions | None:
     """Return the micro-batches to try: those that fill the schedule, else the smallest; without prices the largest."""
-    samples, training = num_samples(call.arguments), config.request.training
+    samples = num_samples(call.arguments)
     if samples is None and training.micro_batch is None and training.global_batch is None:
         return None
     step = samples if training.global_batch is None else training.global_batch
@@ -313,7 +325,7 @@ class PipelinePlanner:
         cut = cut_for_stages(self.graph, parts, self.passes.prelude)
         check_last(cut, self.graph)
         _check_parameters(cut)
-        meant = annotated_in_parts(self.graph, cut.parts, config.captured.annotations)
+        meant = annotated_in_parts(self.graph, cut.parts, config.annotations)
         stage_planner = StagePlanner(config, self.vjp_cache, meant, self.known)
         joined, timed = self._joined(cut, stage_planner)
         meshes = [stage.mesh for stage in joined]
@@ -329,7 +341,7 @@ class PipelinePlanner:
             order = schedule.actions
         if config.by_price:
             pipeline = _predicted(config, timed, order)
-            pricing = PricingEntry.of(config.request.cluster, config.settings.memory_bytes)
+            pricing = PricingEntry.of(config.cluster, config.settings.memory_bytes)
         lines = format_order(schedule.actions)
         plan = replace(
             self.template, stages=stages, schedule=schedule.name, order=lines, pipeline=pipeline, pricing=pricing

@@ -26,8 +26,6 @@ from shardwise.plans.entries import (
 from shardwise.plans.file import digest_of, plan_digest, precision_body, pricing_body, stage_body
 from shardwise.plans.quantities import format_ranges
 
-_NUM_SHOWN = 20  # faults of a plan in one message
-
 
 @dataclass(frozen=True, eq=False)
 class PlanData:

@@ -1,5 +1,8 @@
-"""The search for the stages of a pipeline, one by one. Equal stages are searched once: they share the plan of the one
-that keeps most micro-batches, under the names of each."""
+"""The choice of layouts for the stages of a pipeline, one by one, or for a whole model, and the error if nothing fits.
+
+Equal stages are searched once: they share the plan of the one that keeps most micro-batches, under the names of each.
+Stages whose programs differ only in names are timed once.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +25,13 @@ from shardwise.graph.cut import GraphCut
 from shardwise.graph.form import GraphForm
 from shardwise.graph.ir import Graph
 from shardwise.graph.naming import value_name
+from shardwise.graph.segments import Segment
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.placement import Placement
 from shardwise.layouts.transfer import boundary_layout
 from shardwise.plans.bind_stages import delivered_layouts
 from shardwise.plans.quantities import format_bytes
-from shardwise.plans.request import PlanRequest
+from shardwise.plans.request import ParallelConfig, PlanRequest
 from shardwise.plans.schedule import ONE_STAGE, Schedule
 from shardwise.programs.builder import Choice
 from shardwise.programs.spmd import Lifetimes, SpmdProgram, build_spmd
@@ -40,6 +44,7 @@ from shardwise.search.cost_graph import CostGraph, bytes_of_variables
 from shardwise.search.decide import apply_layouts, decide
 from shardwise.search.fit_memory import fit_memory, least_memory
 from shardwise.search.memory_policy import MemoryPolicy, blocks_of
+from shardwise.search.modes import Mode
 from shardwise.search.planner import Planner
 from shardwise.search.stored_program import SearchConfig, build_program
 from shardwise.search.user_choices import annotated_ops, annotated_rules, no_operator_error
@@ -47,25 +52,49 @@ from shardwise.search.user_choices import annotated_ops, annotated_rules, no_ope
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """A model to be planned stage by stage; without a pipeline it is one stage.
+    """How a model is planned stage by stage; without a pipeline it is one stage.
 
-    ``by_price``: whether layouts are searched; ``settings``: of the searches; ``stage_cluster``: the devices of one
-    stage; ``meshes``: the candidates for it; ``marks``: path of a module -> its stage; empty: stages are balanced."""
+    ``cluster``: all devices; ``annotations``, ``segments``: of the captured call; ``by_price``: whether layouts are
+    searched; ``settings``: of the searches; ``stage_cluster``: the devices of one stage; ``meshes``: the candidates for
+    it; ``marks``: path of a module -> its stage; empty: stages are balanced."""
 
-    request: PlanRequest
-    captured: Capture
+    # Reports keep a configuration, so it has neither the request nor the capture: these keep the module and its inputs.
+    cluster: Cluster
+    parallel: ParallelConfig
+    mode: Mode
+    annotations: tuple[Annotation, ...]
+    segments: tuple[Segment, ...]
     by_price: bool
     settings: SearchConfig
     stage_cluster: Cluster
     meshes: tuple[Mesh, ...]
-    num_stages: int = 1
-    schedule: Schedule = ONE_STAGE
-    marks: Mapping[str, int] = field(default_factory=dict)
+    num_stages: int
+    schedule: Schedule
+    marks: Mapping[str, int]
+
+    @staticmethod
+    def of(
+        request: PlanRequest,
+        captured: Capture,
+        settings: SearchConfig,
+        stage_cluster: Cluster,
+        *,
+        by_price: bool,
+        num_stages: int = 1,
+        schedule: Schedule = ONE_STAGE,
+        marks: Mapping[str, int] | None = None,
+    ) -> PipelineConfig:
+        """Return the configuration of a request."""
+        meshes = request.meshes(stage_cluster, by_price=by_price)
+        return PipelineConfig(
+            request.cluster, request.parallel, request.search.mode, captured.annotations, captured.segments, by_price,
+            settings, stage_cluster, meshes, num_stages, schedule, marks or {},
+        )  # fmt: skip
 
     @property
     def chooses_mesh(self) -> bool:
         """Return whether the mesh is chosen by price, so that its axes are named by role."""
-        return self.by_price and self.request.parallel.mesh is None
+        return self.by_price and self.parallel.mesh is None
 
     @property
     def limit(self) -> float:
@@ -209,8 +238,7 @@ class StagePlanner:
         taken = {name: boundary_layout(sources[name]) for name in part.cotangents or () if name in sources}
         place = {name: number for number, name in enumerate(form.ops)}
         segments = [
-            (s.how, s.messages, sorted(place[n] for n in s.operators & place.keys()))
-            for s in self.config.captured.segments
+            (s.how, s.messages, sorted(place[n] for n in s.operators & place.keys())) for s in self.config.segments
         ]
         layouts = self.config.settings.layouts
         kept = [next((layouts[name] for name in s.names if name in layouts), None) for s in part.sources]
@@ -230,7 +258,7 @@ class StagePlanner:
         names, scopes = part.op_by_name.keys(), {op.scope for op in part.ops}
         return tuple(
             annotation
-            for annotation in self.config.captured.annotations
+            for annotation in self.config.annotations
             if annotation.scope in scopes and (annotation not in self.meant or names & self.meant[annotation])
         )
 
@@ -285,8 +313,8 @@ def choose_stage(
 ) -> StagePlan:
     """Search for the choice of a part, or of a whole model. ``annotations``: of its operators; ``limit``: the bytes of
     a device for it; 0: search for the least memory."""
-    parallel, names = config.request.parallel, set(part.op_by_name)
-    segments = [replace(s, operators=s.operators & names) for s in config.captured.segments if s.operators & names]
+    parallel, names = config.parallel, set(part.op_by_name)
+    segments = [replace(s, operators=s.operators & names) for s in config.segments if s.operators & names]
     layouts, cluster = config.settings.layouts, config.stage_cluster
     if config.num_stages > 1:
         source_names = {name for source in part.sources for name in source.names}
@@ -298,7 +326,7 @@ def choose_stage(
     settings = replace(config.settings, memory_policy=memory_policy, layouts=layouts)
     if not config.by_price:
         (mesh,) = config.meshes
-        factored, choice = decide(part, annotations, mesh, config.request.search.mode)
+        factored, choice = decide(part, annotations, mesh, config.mode)
         choice = apply_layouts(choice, layouts, part, factored, mesh)
         program = build_program(part, factored.rules, choice, mesh, settings, vjp_cache)
         prediction = None
@@ -308,7 +336,7 @@ def choose_stage(
         return StagePlan(factored, program.choice, program.spmd, memory_policy, prediction)
     planner = Planner.of(part, annotations, cluster, config.meshes, replace(settings, memory_bytes=limit))
     planner = replace(planner, vjp_cache=vjp_cache)
-    if config.request.parallel.recompute != "auto":
+    if config.parallel.recompute != "auto":
         planned = planner.plan()
     else:
         fit = fit_memory if limit else least_memory
@@ -406,8 +434,7 @@ def _timed(
     prices = prices.with_buckets(part, config.settings.bucket_bytes)
     delivered = delivered_layouts(part, spmd)
     sent = float(sum(delivered[name].max_local_numel * part.by_name[name].dtype.itemsize for name in sends))
-    cluster = config.request.cluster
-    on_links = replace(prices, links=Links(cluster, Mesh(device=cluster.num_devices)))
+    on_links = replace(prices, links=Links(config.cluster, Mesh(device=config.cluster.num_devices)))
     send = send_seconds(on_links, config.stage_cluster.num_devices, sent) if sends else 0.0
     memory = memory_of(spmd, prices, vjp_cache=vjp_cache)
     seconds = stage_seconds(spmd, prices, send, vjp_cache)

@@ -1,4 +1,5 @@
-"""The table of the best pipelines that ``plan.top`` returns for a plan with stages."""
+"""Alternatives to the chosen pipeline, planned and simulated like it: other cuts, micro-batches of other sizes, and the
+other settings of a joint search."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Simulate a pass over a micro-batch for every stage of a pipeline's plan: its time, memory and messages.
+"""Simulate a pass over a micro-batch for every stage of a plan (its time, memory and messages), and write the step of a
+pipeline as tracks of a trace.
 
 The program of every stage is bound again from the plan, so that types and events have its names of operators and axes.
 """

@@ -52,6 +52,7 @@ from shardwise.search.cost_graph import (
 from shardwise.search.dynamic_programming import DoesNotFit, SearchOutcome, step_seconds
 from shardwise.search.dynamic_programming import search as solve_step
 from shardwise.search.elimination import fix_variables
+from shardwise.search.recursive_programming import recursive_search
 from shardwise.search.solving import minimise, solver_of
 
 PricedSearch = Literal["dynamic_programming", "ilp", "recursive_programming"]
@@ -120,8 +121,6 @@ def run_search(cost: CostGraph, search: str, memory_bytes: float | None, cutoff:
     """Return the best assignment of a cost graph. ``cutoff``: seconds of a step; a search may stop once it proves that
     it exceeds these. Raises DoesNotFit."""
     if search == "recursive_programming":
-        from shardwise.search.recursive_programming import recursive_search
-
         return MeshSearch(cost, recursive_search(cost, memory_bytes))
     return MeshSearch(cost, solve_step(cost, memory_bytes, solver_of(search), cutoff))
 

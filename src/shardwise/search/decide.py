@@ -3,6 +3,8 @@
 Uneven splits by hand: ``"v@tp{10,20,30,4}"`` gives the first device along tp ten rows, the second twenty. The axes that
 split a factor are decided as if all splits were even. The number of indices of each device is added to that decision,
 and parameters are then stored as the operators that split them by hand need them.
+
+Layouts of tensors that the user names apply after everything else is chosen, by price too (``apply_layouts``).
 """
 
 from __future__ import annotations

@@ -402,7 +402,7 @@ class Domains:
                 for side in (rule.operands, rule.results)
             )
             prices[0, i] = self.prices.operator(op, values, outputs, (shapes[0], shapes[1]))
-            prices[1, i] = self._kept(op, saved.results, saved.other_bytes, values, outputs, shapes)
+            prices[1, i] = self._kept(saved.results, saved.other_bytes, values, outputs, shapes)
             prices[2, i] = self.prices.forward(op, values, outputs, (shapes[0], shapes[1]))
         busiest = np.array([IMBALANCE if BY_KEY in parts else 1.0 for parts in choices])
         compute[plain], kept[plain], forward[plain] = prices[:, back.reshape(-1)] * busiest[plain]
@@ -432,7 +432,6 @@ class Domains:
 
     def _kept(
         self,
-        op: Op,
         results: tuple[int, ...],
         other_bytes: int,
         values: Sequence[Value],

@@ -1,10 +1,10 @@
 """The planner of one model on one cluster, from the meshes that are tried to the program that is taken.
 
 Every mesh has a cost graph and a search. The candidates of all meshes that are nearly as cheap as the cheapest
-(``search.candidates``) become programs; a step of each is simulated, and the fastest that fits is taken
-(``search.candidates``). Bytes of the search leave out temporaries and messages. If these break the limit, the search
+(``search.candidates``) become programs; a step of each is simulated, and the fastest that fits is taken.
+Bytes of the search leave out temporaries and messages. If these break the limit, the search
 continues under a limit that is lower by as much, then without the choices that hold the most transient bytes
-(``search.auto``). The peak of the program decides what fits, and is printed.
+(``searches_within``). The peak of the program decides what fits, and is printed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The program of a choice under the settings of a plan: parameters as they are stored, and lifetimes."""
+"""The settings of a search, and the program of a choice under them: parameters as they are stored, and lifetimes."""
 
 from __future__ import annotations
 

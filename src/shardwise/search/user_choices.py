@@ -1,4 +1,4 @@
-"""The choices of the user: annotations of submodules, calls and values, as choices of operators."""
+"""The rules of operators, and the choices of the user: annotations of submodules, calls and values."""
 
 from __future__ import annotations
 
