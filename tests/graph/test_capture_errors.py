@@ -332,6 +332,10 @@ def test_an_error_that_one_device_raises_as_well_is_the_models_own():
 def test_a_sparse_tensor_is_refused_by_name():
     with raises(CaptureError, "to_sparse", source="test_capture_errors.py"):
         capture(Calls(lambda self, x: x.to_sparse().sum()), (torch.eye(4),))
+    module = Calls(lambda self, x: x * 2)
+    module.register_buffer("adjacency", torch.eye(4).to_sparse())
+    with raises(CaptureError, "adjacency", "sparse_coo", fix="adjacency.to_dense()"):
+        capture(module, (torch.eye(4),))
 
 
 @pytest.mark.parametrize("seed", [0, 1])  # one for each branch

@@ -99,6 +99,7 @@ def narrow_and_expand(self, x):
     y.narrow(0, 1, 2).mul_(2)
     y.flatten()[0].add_(1)
     y.chunk(2, dim=0)[1].neg_()
+    y.chunk(4, dim=0)[2].mul_(3)
     return y
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,22 @@ def test_a_sampler_decides_the_order() -> None:
     assert firsts(ds.GeneratorDataset(Indexed(), ["i", "x"], sampler=[5, 5, 0])) == [5, 5, 0]
     assert firsts(ds.GeneratorDataset(Indexed(), ["i", "x"], shuffle=False, num_samples=2)) == [0, 1]
     assert len(ds.GeneratorDataset(Indexed(), ["i", "x"], num_samples=20)) == 7
+
+
+@pytest.mark.parametrize("indices", [[4, 1], {4: 0, 1: 0}.keys(), iter((4, 1)), np.array([4, 1]), torch.tensor([4, 1])])
+def test_a_sampler_takes_any_indices(indices: Any) -> None:
+    sampler = ds.SubsetSampler(indices)
+    for _ in range(2):
+        assert firsts(ds.GeneratorDataset(Indexed(), ["i", "x"], sampler=sampler)) == [4, 1]
+    assert sorted(ds.SubsetRandomSampler(set(map(int, sampler.indices)))) == [1, 4]
+    assert ds.SubsetSampler(3).indices == [3]
+
+
+def test_weights_of_a_sampler_are_numbers() -> None:
+    for weights in ([0, 2, 0], torch.tensor([0.0, 2.0, 0.0])):
+        assert list(ds.WeightedRandomSampler(weights, 3)) == [1, 1, 1]
+    with pytest.raises(ValueError, match="could not convert"):
+        ds.WeightedRandomSampler(["a"])
 
 
 def test_a_buffer_shuffles_what_has_no_index() -> None:
@@ -341,6 +358,22 @@ def test_images_of_a_batch_are_pasted_and_hues_are_turned() -> None:
         ds.vision.CutMixBatch("CHW")(images, np.eye(4))
     with raises(ValueError, "within -0.5 to 0.5"):
         ds.vision.RandomColorAdjust(hue=0.6)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ds.vision.Resize(3, "x"), lambda: ds.vision.Rotate(3, "x"), lambda: ds.vision.Pad((1, 2, 3)),
+        lambda: ds.vision.CenterCrop("x"), lambda: ds.vision.RandomCrop(None), lambda: ds.vision.Crop((1, 2), "x"),
+        lambda: ds.vision.RandomResizedCrop("x"), lambda: ds.vision.RandomCropDecodeResize("x"),
+        lambda: ds.vision.RandomCrop(2, (1, 2, 3)), lambda: ds.vision.Normalize("x", 1),
+        lambda: ds.vision.RandomColorAdjust(contrast=None), lambda: ds.text.RegexTokenizer("("),
+        lambda: ds.text.RegexTokenizer("a", "("), lambda: ms.common.initializer.HeNormal(nonlinearity="x"),
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_be_are_refused_when_a_transform_is_made(make: Callable[[], Any]) -> None:
+    with pytest.raises((ValueError, TypeError, re.error)):
+        make()
 
 
 # --------------------------------------------------------------------------------------------------------- mistakes

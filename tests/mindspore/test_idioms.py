@@ -23,6 +23,11 @@ def test_cells_with_names_tuples_of_parameters_and_parameters_as_tensors() -> No
     assert [type(own).__name__ for own in (net.first, net[1], *net[1:])] == ["Dense", "ReLU", "ReLU", "Dense"]
     net.insert(1, nn.Tanh())
     assert [type(own).__name__ for own in net] == ["Dense", "Tanh", "ReLU", "Dense"]
+    net = nn.SequentialCell(OrderedDict([("first", nn.Dense(3, 4)), ("act", nn.ReLU()), ("last", nn.Dense(4, 2))]))
+    del net[0]
+    assert list(net.parameters_dict()) == ["last.weight", "last.bias"], "the names in checkpoints"
+    del net[1:]
+    assert [name for name, _ in net.append(cell=nn.Tanh()).named_children()] == ["act", "1"]
 
     class Towers(nn.Cell):
         def __init__(self) -> None:

@@ -256,6 +256,12 @@ class Stay(nn.Cell):
         return output.square().sum() + sum((part * (place + 1)).sin().sum() for place, part in enumerate(parts))
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_cells_know_which_dim_is_the_batch(kind: Any) -> None:
+    assert kind(3, 5, batch_first=True).batch_first is True
+    assert kind(3, 5).batch_first is False
+
+
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [(nn.LSTM, {"bidirectional": True}), (nn.GRU, {"has_bias": False}), (nn.RNN, {"bidirectional": True})],

@@ -83,6 +83,9 @@ def test_distributions_are_their_formulas() -> None:
     np.testing.assert_allclose(distribution.Normal().prob(x, 1.0, 2.0).asnumpy(), want, rtol=1e-6)
     # KL(N(1, 2) || N(0, 1)) = ln(1 / 2) + (4 + 1) / 2 - 1 / 2
     np.testing.assert_allclose(float(normal.kl_loss("Normal", 0.0, 1.0)), math.log(0.5) + 2, rtol=1e-6)
+    np.testing.assert_allclose(distribution.Normal(1.0, 2.0).prob(value=x).asnumpy(), want, rtol=1e-6)
+    with raises(TypeError, "Normal has no parameter scale", fix="its parameters are mean, sd"):
+        distribution.Normal().prob(x, 1.0, scale=2.0)
     np.testing.assert_allclose(float(distribution.Categorical([0.5, 0.5]).entropy()), math.log(2), rtol=1e-6)
     with raises(NotImplementedError, "Poisson has no cdf"):
         distribution.Poisson(1.0).cdf(x)

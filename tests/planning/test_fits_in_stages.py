@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import shardwise as sw
 from raising import raises
 from shardwise import cli
 from shardwise.costs.pipeline_simulation import PipelinePrediction
+from shardwise.costs.units import parse_quantity
 from shardwise.planning import suggestions as options
 from shardwise.plans.request import PlanRequest
 from shardwise.report.search_reports import PipelineReport
@@ -165,6 +167,23 @@ def test_what_does_not_fit_in_stages_is_mended_and_what_does_not_fit_without_is_
     staged = options.try_request(dict(options.suggest_fixes(request))["2 stages (stages=2)"])
     assert staged.plan is not None
     assert staged.plan.is_pipeline
+
+
+def test_a_refusal_of_stages_names_the_fastest_fixes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "MAX_REFUSED_SECONDS", inf)
+    monkeypatch.setattr(options, "MAX_SUGGESTION_SECONDS", inf)
+    module, batch = asked(layers=2)
+    settings: dict[str, Any] = {"stages": 2, "global_batch": 64, "micro_batch": 16, "recompute": "none"}
+    free = sw.plan(module, batch, sw.Cluster.load("h100-1x2"), **settings)
+    assert free.pipeline is not None
+    limit = 0.45 * max(own.peak_bytes for own in free.pipeline.stages)
+    with raises(sw.errors.NothingFits, section="nothing-fits") as caught:
+        sw.plan(module, batch, sw.Cluster.load("h100-1x2"), memory_bytes=limit, **settings)
+    lines = [line for line in str(caught.value).splitlines() if line.startswith("  fix ")]
+    steps = [parse_quantity(line.partition(": step ")[2].partition(",")[0], "s") for line in lines]
+    assert len(lines) == 3
+    assert steps == sorted(steps)
+    assert all("peak " in line for line in lines)
 
 
 def test_settings_without_prices_are_refused_under_stages_too() -> None:

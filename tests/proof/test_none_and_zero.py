@@ -209,15 +209,17 @@ ON_RANKS = [
     ("hinge_embedding_loss", "AdamW"),
     ("a function of the user's without one", "SGD"),
 ]
+MORE_ON_RANKS = [("h[:] = 1.5", "SGD"), ("copy_ of an input", "AdamW"), ("cat with an empty part", "AdamW")]
 
 
-def all_trained() -> list[tuple[dict[str, Tensor], dict[str, str]]]:
-    return [trained(*case) for case in ON_RANKS]
+def all_trained(*cases: tuple[str, str]) -> list[tuple[dict[str, Tensor], dict[str, str]]]:
+    return [trained(*case) for case in cases]
 
 
-def test_weight_decay_on_ranks_is_that_of_one_device(run_ranks) -> None:
-    expected = all_trained()
-    for rank in run_ranks(all_trained, 2):
+@pytest.mark.parametrize("cases", [ON_RANKS, pytest.param(MORE_ON_RANKS, marks=pytest.mark.long)], ids=["some", "more"])
+def test_weight_decay_on_ranks_is_that_of_one_device(cases: list[tuple[str, str]], run_ranks) -> None:
+    expected = all_trained(*cases)
+    for rank in run_ranks(all_trained, 2, *cases):
         for (parameters, kinds), (want, want_kinds) in zip(rank, expected, strict=True):
             assert kinds == want_kinds
             for name, parameter in parameters.items():

@@ -100,7 +100,11 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, int], dict[str, str], str, str
     "experts and data": (Experts, {"dp": 2, "ep": 2}, {}, "", "row_exchange"),
     "dropout": (Dropped, {"dp": 2, "tp": 2}, {"up": "n@tp"}, "same_as_one_device", "all_reduce"),
     "dropout per shard": (Dropped, {"dp": 2, "tp": 2}, {"up": "n@tp"}, "per_shard", "all_reduce"),
+    "ring of two": (RingAttention, {"dp": 2, "cp": 2}, {}, "", "halo_exchange"),
+    "zigzag": (ZigzagAttention, {"cp": 4}, {}, "", "halo_exchange"),
 }  # fmt: skip
+MORE = ("ring of two", "zigzag")
+FIRST = tuple(name for name in CASES if name not in MORE)
 
 
 def batch(step: int) -> Tensor:
@@ -131,9 +135,10 @@ def train(model: nn.Module, masks: list[tuple[Tensor, ...]] | None) -> dict[str,
     return found | {"parameters": {name: p.detach() for name, p in model.named_parameters()}}
 
 
-def train_on_rank() -> dict[str, dict[str, Any]]:
+def train_on_rank(*names: str) -> dict[str, dict[str, Any]]:
     found = {}
-    for name, (make, _, _, randomness, _) in CASES.items():
+    for name in names:
+        make, _, _, randomness, _ = CASES[name]
         own = {"randomness": randomness} if randomness else {}
         plan = planned(name) if dist.get_rank() == 0 else None
         found[name] = train(sw.parallelize(make().double(), plan, seed=5, **own), None)
@@ -141,9 +146,11 @@ def train_on_rank() -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_ranks_train_as_one_process(run_ranks: RunRanks) -> None:
-    ranks = run_ranks(train_on_rank, 4, time_limit_seconds=300)
-    for name, (make, _, _, randomness, _) in CASES.items():
+@pytest.mark.parametrize("names", [FIRST, pytest.param(MORE, marks=pytest.mark.long)], ids=["first", "more"])
+def test_ranks_train_as_one_process(names: tuple[str, ...], run_ranks: RunRanks) -> None:
+    ranks = run_ranks(train_on_rank, 4, *names, time_limit_seconds=300)
+    for name in names:
+        make, _, _, randomness, _ = CASES[name]
         plan = planned(name)
         masks = ranks[0][name]["told"]
         alone = train(make().double(), masks if randomness else None)
@@ -166,7 +173,7 @@ def test_ranks_train_as_one_process(run_ranks: RunRanks) -> None:
                     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*FIRST, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
 def test_the_plans_divide_what_they_are_for(name: str) -> None:
     plan = planned(name)
     assert CASES[name][-1] in {c.kind for c in plan.collectives()}

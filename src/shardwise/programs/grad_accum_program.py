@@ -146,10 +146,9 @@ class _Reductions:
             if isinstance(instruction, (Convert, Depart)):
                 ready: list[str] = []
                 for conversion, name in zip(instruction.conversions, instruction.operands, strict=True):
-                    total, dtype = sums.get(conversion.value, name), self.forms[name].dtype
-                    if name in landed:  # a further message of an exchange
-                        total = name
-                    elif self.forms[total].dtype != dtype:
+                    is_further = name in landed  # a further message of an exchange
+                    total, dtype = name if is_further else sums[conversion.value], self.forms[name].dtype
+                    if not is_further and self.forms[total].dtype != dtype:
                         written.append(self.exchanges.cast(total, dtype, instruction.conversions[0]))
                         total = written[-1].results[0]
                     ready.append(total)

@@ -62,6 +62,8 @@ def _local_op(step: OpStep, mesh: Mesh, coordinates: Mapping[str, int]) -> Local
         call = rule.localize(op, LocalContext(shapes, results, factor_pieces(rule, strategy, mesh, coordinates)))
     if rule.kernel is not None:
         call = rule.kernel(call)
+    foreign = {*refs((call.args, call.kwargs))}.difference(op.operands)
+    assert not foreign, f"the local call of {op.name} reads {', '.join(sorted(foreign))}, no operands of it"
     return LocalOp(op.name, op.source, rename_operands(call, op.operands, step.operands), op.results)
 
 

@@ -74,6 +74,11 @@ def _check_mode(name: str, mode: str) -> str:
     return mode
 
 
+def _check_nonlinearity(name: str, nonlinearity: Any) -> Any:
+    torchs.calculate_gain(nonlinearity)  # raises ValueError
+    return nonlinearity
+
+
 def _he_uniform(tensor: Tensor, random: Any, *, negative_slope: float = 0, mode: str = "fan_in",
                 nonlinearity: str = "leaky_relu") -> Tensor:  # fmt: skip
     """Uniform with the variance ``gain**2 / fan`` (He et al., ICCV 2015).
@@ -131,7 +136,9 @@ CLASSES = classes_of({
         lambda tensor, random, *, negative_slope=0, mode="fan_in", nonlinearity="leaky_relu": tensor.normal_(
             0, _he(tensor, negative_slope, mode, nonlinearity), generator=random)),
     "HeUniform": _he_uniform,
-}, _Known, __name__, checks={"mode": _check_mode}) | classes_of({"VarianceScaling": _scaled}, _Known, __name__, checks={
+}, _Known, __name__, checks={"mode": _check_mode, "nonlinearity": _check_nonlinearity}) | classes_of({
+    "VarianceScaling": _scaled,
+}, _Known, __name__, checks={
     "mode": one_of("fan_in", "fan_out", "fan_avg"),
     "distribution": one_of("truncated_normal", "untruncated_normal", "uniform"),
 })  # fmt: skip

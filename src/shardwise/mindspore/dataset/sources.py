@@ -33,6 +33,10 @@ def _shard(rows: Sequence[int], count: int, number: int) -> list[int]:
     return [rows[(number + i * count) % len(rows)] for i in range(-(-len(rows) // count))] if len(rows) else []
 
 
+def _listed(name: str, indices: Any) -> list[Any]:
+    return [indices] if isinstance(indices, (int, np.integer)) else list(indices)
+
+
 # Functions of the number of rows, and of the random generator of the pass.
 SAMPLERS = classes_of({
     "DistributedSampler": (
@@ -48,13 +52,15 @@ SAMPLERS = classes_of({
         lambda rows, chance, *, start_index=None, num_samples=None: range(start_index or 0, rows)),
     "SubsetRandomSampler": (
         "The given rows, in a random order.",
-        lambda rows, chance, *, indices, num_samples=None: chance.permutation(np.atleast_1d(indices))),
-    "SubsetSampler": ("The given rows.", lambda rows, chance, *, indices, num_samples=None: np.atleast_1d(indices)),
+        lambda rows, chance, *, indices, num_samples=None: chance.permutation(indices)),
+    "SubsetSampler": ("The given rows.", lambda rows, chance, *, indices, num_samples=None: indices),
     "WeightedRandomSampler": (
         "Rows drawn with these weights.",
         lambda rows, chance, *, weights, num_samples=None, replacement=True: chance.choice(
-            len(weights), num_samples or len(weights), replacement, np.asarray(weights, float) / np.sum(weights))),
-}, Sampler, __name__)  # fmt: skip
+            len(weights), num_samples or len(weights), replacement, weights / weights.sum())),
+}, Sampler, __name__, checks={
+    "indices": _listed, "weights": lambda _, weights: np.asarray(weights, float),
+})  # fmt: skip
 globals().update(SAMPLERS)
 
 

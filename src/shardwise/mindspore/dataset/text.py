@@ -136,12 +136,12 @@ def _basic(
     return re.findall(r"\w+|[^\w\s]" + r"|\s+" * keep_whitespace, text.lower() if lower_case else text)
 
 
-def _between(text: str, *, delim_pattern: str, keep_delim_pattern: str = "", with_offsets: bool = False) -> list[str]:
+def _between(text: str, *, delim_pattern: Any, keep_delim_pattern: Any = "", with_offsets: bool = False) -> list[str]:
     """Tokenizer that splits at matches of ``delim_pattern``; matches of ``keep_delim_pattern`` are kept as tokens."""
     pieces, place = [], 0
-    for match in re.finditer(delim_pattern, text):
+    for match in delim_pattern.finditer(text):
         pieces.append(text[place : match.start()])
-        if keep_delim_pattern and re.fullmatch(keep_delim_pattern, match[0]):
+        if keep_delim_pattern.fullmatch(match[0]):
             pieces.append(match[0])
         place = match.end()
     return [word for word in (*pieces, text[place:]) if word]
@@ -199,6 +199,9 @@ def _runs(words: Any, *, n: Any, left_pad: Any = ("", 0), right_pad: Any = ("", 
     return np.array(runs or [""])
 
 
+PATTERNS = dict.fromkeys(  # checks of settings
+    ("pattern", "delim_pattern", "keep_delim_pattern"), lambda _, pattern: re.compile(pattern)
+)
 CLASSES = classes_of({
     "AddToken": (
         "Addition of a word at the beginning, or with ``begin=False`` at the end.",
@@ -216,8 +219,9 @@ CLASSES = classes_of({
     "Truncate": ("Truncation to the first ``max_seq_len`` words.", lambda words, *, max_seq_len: (
         np.asarray(words)[:max_seq_len])),
     "TruncateSequencePair": _shortened,
-}, Transform, __name__, checks={**DTYPES, "pattern": lambda _, pattern: re.compile(pattern)}) | classes_of({
-    "BasicTokenizer": _basic, "BertTokenizer": _bert, "RegexTokenizer": _between, "WordpieceTokenizer": _wordpieces,
+}, Transform, __name__, checks={**DTYPES, **PATTERNS}) | classes_of({
+    "BasicTokenizer": _basic, "BertTokenizer": _bert, "RegexTokenizer": (None, _between, {"checks": PATTERNS}),
+    "WordpieceTokenizer": _wordpieces,
     "PythonTokenizer": ("Tokenizer by a Python function of a string.", lambda text, *, tokenizer: tokenizer(text)),
     "UnicodeCharTokenizer": ("Tokenizer into single characters.", lambda text, *, with_offsets=False: list(text)),
     "WhitespaceTokenizer": (

@@ -17,7 +17,7 @@ import numpy as np
 
 from shardwise.errors import problem
 from shardwise.mindspore.checks import one_of
-from shardwise.mindspore.dataset.transforms import Transform
+from shardwise.mindspore.dataset.transforms import DTYPES, Transform
 from shardwise.mindspore.dataset.values import Array
 from shardwise.mindspore.named import Function, absent, classes_of
 
@@ -129,10 +129,16 @@ def _on_canvas(array: Array, size: Sequence[int], corner: Sequence[int], fill_va
     return canvas
 
 
-def _padded(image: Any, *, padding: Any, fill_value: Any = 0, padding_mode: Border = Border.CONSTANT) -> Any:
-    """Padding of the sides: one number, (left and right, top and bottom), or (left, top, right, bottom)."""
+def _sides(padding: Any) -> tuple[int, int, int, int]:
+    """Return the padding of the left, the top, the right and the bottom."""
     sides = (padding,) * 4 if isinstance(padding, int) else tuple(padding)
     left, top, right, bottom = sides * 2 if len(sides) == 2 else sides
+    return left, top, right, bottom
+
+
+def _padded(image: Any, *, padding: Any, fill_value: Any = 0, padding_mode: Border = Border.CONSTANT) -> Any:
+    """Padding of the sides: one number, (left and right, top and bottom), or (left, top, right, bottom)."""
+    left, top, right, bottom = _sides(padding)
     array = np.asarray(image)
     if padding_mode is not Border.CONSTANT:
         pairs = ((top, bottom), (left, right), *((0, 0),) * (array.ndim - 2))
@@ -382,10 +388,15 @@ def _random_colors(image: Any, *, brightness: Any = (1, 1), contrast: Any = (1, 
     ``hue`` shifts by a part of the colour circle from a range, or from -x to x."""
     strengths = {"Brightness": brightness, "Contrast": contrast, "Color": saturation}
     for kind, strength in strengths.items():
-        is_number = isinstance(strength, (int, float))
-        factor = _drawn(*((max(0, 1 - strength), 1 + strength) if is_number else strength))
+        factor = _drawn(*strength)
         image = image if factor == 1 else _enhanced(image, kind, factor, True)
     return _hue_turned(image, _drawn(*_span(hue)), True) if any(_span(hue)) else image
+
+
+def _range(name: str, strength: Any) -> tuple[float, float]:
+    """Check the factors of a change of colours: a range, or x for 1 - x to 1 + x."""
+    low, high = (max(0, 1 - strength), 1 + strength) if isinstance(strength, (int, float)) else strength
+    return low, high
 
 
 def _check_hue(name: str, hue: Any) -> Any:
@@ -509,6 +520,14 @@ def _augmented(image: Any, count: int, magnitude: float) -> Any:
     return image
 
 
+def _checked(function: Function, **checks: Any) -> tuple[None, Function, dict[str, Any]]:
+    """Return an entry of the table with checks of settings, which run when the transform is made."""
+    return None, function, {"checks": {**DTYPES, **checks}}
+
+
+_SIZE = {"size": lambda _, size: _pair(size)}
+_FILTER = dict.fromkeys(("interpolation", "resample"), lambda _, number: Inter(number))
+_NUMBERS = dict.fromkeys(("mean", "std"), lambda _, numbers: np.asarray(numbers, np.float32))
 FUNCTIONS: dict[str, Any] = {
     "AdjustBrightness": lambda image, *, brightness_factor: _enhanced(image, "Brightness", brightness_factor),
     "AdjustContrast": lambda image, *, contrast_factor: _enhanced(image, "Contrast", contrast_factor),
@@ -518,10 +537,12 @@ FUNCTIONS: dict[str, Any] = {
     "AdjustSharpness": lambda image, *, sharpness_factor: _enhanced(image, "Sharpness", sharpness_factor),
     "Affine": lambda image, *, degrees, translate, scale, shear, resample=0, fill_value=0: _moved(
         image, degrees, translate, scale, shear, resample, fill_value),
-    "AutoContrast": _contrasted, "CenterCrop": _centre, "CutMixBatch": _cut_and_pasted, "CutOut": _cut,
+    "AutoContrast": _contrasted, "CenterCrop": _checked(_centre, **_SIZE), "CutMixBatch": _cut_and_pasted,
+    "CutOut": _cut,
     "ConvertColor": lambda image, *, convert_mode: np.asarray(image)[..., ::-1] if "BGR" in convert_mode.value else (
         _by_pillow(image, lambda picture: picture.convert(convert_mode.value[1]))),
-    "Crop": lambda image, *, coordinates, size: _cropped(image, *_pair(coordinates), *_pair(size)),
+    "Crop": _checked(lambda image, *, coordinates, size: _cropped(image, *coordinates, *size),
+                     coordinates=_SIZE["size"], **_SIZE),
     "Decode": decoded, "Equalize": _equalized, "Erase": _blanked, "FiveCrop": _five, "GaussianBlur": _blurred,
     "Grayscale": _gray, "HorizontalFlip": lambda image: _mirrored(image, 1),
     "HsvToRgb": lambda image, *, is_hwc=False: _by_channels(image, colorsys.hsv_to_rgb, is_hwc),
@@ -530,7 +551,8 @@ FUNCTIONS: dict[str, Any] = {
     "LinearTransformation": lambda image, *, transformation_matrix, mean_vector: (
         (np.asarray(image).reshape(-1) - mean_vector) @ transformation_matrix).reshape(np.shape(image)).astype(
         np.float32),
-    "MixUpBatch": _mixed, "Normalize": _normalized, "Pad": _padded, "PadToSize": _padded_to,
+    "MixUpBatch": _mixed, "Normalize": _checked(_normalized, **_NUMBERS),
+    "Pad": _checked(_padded, padding=lambda _, padding: _sides(padding)), "PadToSize": _padded_to,
     "Perspective": _perspective,
     "PILToTensor": lambda image: np.ascontiguousarray(_channels_first(image)),
     "Posterize": _posterized,
@@ -541,8 +563,12 @@ FUNCTIONS: dict[str, Any] = {
     "RandomAffine": _random_moved,
     "RandomAutoContrast": lambda image, *, cutoff=0.0, ignore=None, prob=0.5: _at_times(
         prob, image, lambda picture: _contrasted(picture, cutoff=cutoff, ignore=ignore)),
+    "RandomColorAdjust": _checked(
+        _random_colors, hue=_check_hue, **dict.fromkeys(("brightness", "contrast", "saturation"), _range)),
     "RandomColor": lambda image, *, degrees=(0.1, 1.9): _enhanced(image, "Color", _drawn(*degrees)),
-    "RandomCrop": _random_crop, "RandomCropDecodeResize": _random_crop_of_bytes,
+    "RandomCrop": _checked(
+        _random_crop, padding=lambda _, padding: None if padding is None else _sides(padding), **_SIZE),
+    "RandomCropDecodeResize": _checked(_random_crop_of_bytes, **_SIZE, **_FILTER),
     "RandomEqualize": lambda image, *, prob=0.5: _at_times(prob, image, _equalized),
     "RandomErasing": _erased,
     "RandomGrayscale": lambda image, *, prob=0.1: _at_times(
@@ -557,18 +583,19 @@ FUNCTIONS: dict[str, Any] = {
         image, bits=int(np.random.randint(bits[0], bits[1] + 1))),
     "RandomResize": lambda image, *, size: _of_size(
         image, (0, 0, *np.shape(image)[:2]), size, np.random.choice((0, 2, 3, 4))),
-    "RandomResizedCrop": _random_resized_crop, "RandomRotation": _random_rotated, "RandomSelectSubpolicy": _chosen,
+    "RandomResizedCrop": _checked(_random_resized_crop, **_SIZE, **_FILTER),
+    "RandomRotation": _checked(_random_rotated, **_FILTER), "RandomSelectSubpolicy": _chosen,
     "RandomSharpness": lambda image, *, degrees=(0.1, 1.9): _enhanced(image, "Sharpness", _drawn(*degrees)),
     "RandomSolarize": lambda image, *, threshold=(0, 255): _solarized(image, sorted(
         np.random.randint(threshold[0], threshold[1] + 1, 2))),
     "RandomVerticalFlip": lambda image, *, prob=0.5: _at_times(prob, image, lambda x: _mirrored(x, 0)),
     "Rescale": lambda image, *, rescale, shift: (
         np.asarray(image).astype(np.float32) * rescale + shift).astype(np.float32),
-    "Resize": _resized,
+    "Resize": _checked(_resized, **_FILTER),
     "ResizedCrop": lambda image, *, top, left, height, width, size, interpolation=2: _of_size(
         image, (top, left, height, width), size, interpolation),
     "RgbToHsv": lambda image, *, is_hwc=False: _by_channels(image, colorsys.rgb_to_hsv, is_hwc),
-    "Rotate": _rotated,
+    "Rotate": _checked(_rotated, **_FILTER),
     "Solarize": lambda image, *, threshold: _solarized(
         image, (threshold, threshold) if isinstance(threshold, (int, float)) else threshold),
     "SwapRedBlue": lambda image: np.asarray(image)[..., ::-1],
@@ -581,10 +608,7 @@ FUNCTIONS: dict[str, Any] = {
         image, 1, np.random.randint(num_magnitude_bins) / (num_magnitude_bins - 1)),
     "UniformAugment": _some, "VerticalFlip": lambda image: _mirrored(image, 0),
 }  # fmt: skip
-CLASSES = {
-    **classes_of(FUNCTIONS, Transform, __name__),
-    **classes_of({"RandomColorAdjust": _random_colors}, Transform, __name__, checks={"hue": _check_hue}),
-}
+CLASSES = classes_of(FUNCTIONS, Transform, __name__)
 globals().update(CLASSES)
 
 __all__ = ["Border", "ConvertMode", "ImageBatchFormat", "Inter", *CLASSES]

@@ -343,6 +343,9 @@ class SequentialCell(Cell, nn.Sequential):
     def cell_list(self) -> list[nn.Module]:
         return list(self.children())
 
+    def append(self, cell: nn.Module) -> Self:
+        return super().append(cell)
+
     def insert(self, index: int, cell: nn.Module) -> Self:
         """Insert a cell before the one at ``index`` and renumber all cells."""
         listed = self.cell_list
@@ -353,6 +356,12 @@ class SequentialCell(Cell, nn.Sequential):
     def __getitem__(self, index: int | slice) -> Any:
         chosen = self.cell_list[index]
         return type(self)(*chosen) if isinstance(chosen, list) else chosen
+
+    def __delitem__(self, index: int | slice) -> None:
+        """Remove cells. The others keep their names, by which checkpoints know them."""
+        chosen = list(self._modules)[index]
+        for name in [chosen] if isinstance(chosen, str) else chosen:
+            del self._modules[name]
 
     def construct(self, x: Any) -> Any:
         for cell in self:

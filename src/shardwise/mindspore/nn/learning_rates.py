@@ -56,7 +56,7 @@ class _Cosine(_Formula):
 
 
 def _share(step: int, decay_steps: int, is_stair: bool) -> float:
-    return step // decay_steps if is_stair else step / decay_steps
+    return float(step // decay_steps if is_stair else step / decay_steps)
 
 
 CLASSES = classes_of({
@@ -84,7 +84,7 @@ CLASSES = classes_of({
     "CosineDecayLR": (
         "Half a cosine from ``max_lr`` to ``min_lr`` over ``decay_steps`` steps.",
         lambda step, *, min_lr, max_lr, decay_steps: min_lr + 0.5 * (max_lr - min_lr) * (
-            1 + math.cos(math.pi * min(step, decay_steps) / decay_steps))),
+            1 + math.cos(math.pi * (min(step, decay_steps) / decay_steps)))),
 }, _Cosine, __name__)  # fmt: skip
 
 

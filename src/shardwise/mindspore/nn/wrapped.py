@@ -66,15 +66,18 @@ class _Recurrent(Wrapped):
     """A recurrent layer: ``construct(x, hx=None, seq_length=None)`` returns the outputs and the last state.
     ``seq_length``: length of each row."""
 
+    @property
+    def batch_first(self) -> Any:
+        return self.module.batch_first
+
     def construct(self, x: Any, hx: Any = None, seq_length: Any = None) -> Any:
         if seq_length is None:
             return self.module(x, hx)
         if torch.compiler.is_exporting():  # packing needs values
             return _by_steps(self.module, x, hx, seq_length)
-        rows_first: Any = self.module.batch_first
-        packed = pack_padded_sequence(x, torch.as_tensor(seq_length).long(), rows_first, enforce_sorted=False)
+        packed = pack_padded_sequence(x, torch.as_tensor(seq_length).long(), self.batch_first, enforce_sorted=False)
         output, state = self.module(packed, hx)
-        padded, _ = pad_packed_sequence(output, rows_first, total_length=x.shape[1 if rows_first else 0])
+        padded, _ = pad_packed_sequence(output, self.batch_first, total_length=x.shape[1 if self.batch_first else 0])
         return padded, state
 
 

@@ -38,6 +38,9 @@ class Distribution(Cell):
 
     def of(self, *values: Any, **named: Any) -> Any:
         """Return torch's distribution with these parameters, or the defaults of the constructor."""
+        if foreign := named.keys() - set(self.parameters_of):
+            what = f"{type(self).__name__} has no parameter {', '.join(sorted(foreign))}"
+            raise TypeError(problem(what, fix=f"its parameters are {', '.join(self.parameters_of)}"))
         parameters = dict(zip(self.parameters_of, values, strict=False)) | named
         chosen = self.default | {name: value for name, value in parameters.items() if value is not None}
         if missing := [name for name in self.parameters_of if chosen[name] is None]:
@@ -77,15 +80,16 @@ class Distribution(Cell):
 def _method(name: str, function: Callable[..., Any], *, has_value: bool) -> Callable[..., Any]:
     """Return a method: ``function`` of torch's distribution, and of its first argument if ``has_value``."""
 
-    def answer(self: Distribution, *args: Any, **named: Any) -> Any:
-        value, parameters = ((as_torch(args[0]),), args[1:]) if has_value else ((), args)
+    def answer(self: Distribution, distribution: Any, *value: Any) -> Any:
         try:
-            return outside(function(self.of(*parameters, **named), *value))
+            return outside(function(distribution, *value))
         except NotImplementedError as error:
             what = f"{type(self).__name__} has no {name}: torch.distributions does not compute it"
             raise NotImplementedError(problem(what, fix="write it from log_prob or prob")) from error
 
-    return answer
+    if has_value:
+        return lambda self, value, *parameters, **named: answer(self, self.of(*parameters, **named), as_torch(value))
+    return lambda self, *parameters, **named: answer(self, self.of(*parameters, **named))
 
 
 _OF_VALUE: dict[str, Callable[[Any, Any], Any]] = {
