@@ -97,6 +97,7 @@ CASES: dict[str, tuple[type[nn.Module], dict[str, int], dict[str, str], str, str
     "ring": (RingAttention, {"cp": 4}, {}, "", "halo_exchange"),
     "zigzag of two": (ZigzagAttention, {"dp": 2, "cp": 2}, {}, "", "halo_exchange"),
     "window": (WindowAttention, {"cp": 4}, {}, "", "halo_exchange"),
+    "experts": (Experts, {"ep": 4}, {}, "", "row_exchange"),
     "experts and data": (Experts, {"dp": 2, "ep": 2}, {}, "", "row_exchange"),
     "dropout": (Dropped, {"dp": 2, "tp": 2}, {"up": "n@tp"}, "same_as_one_device", "all_reduce"),
     "dropout per shard": (Dropped, {"dp": 2, "tp": 2}, {"up": "n@tp"}, "per_shard", "all_reduce"),

@@ -379,7 +379,9 @@ def joint_search(
             failure = failure or error
             seen.append(replace(trial, refused=str(error).partition("\n")[0]))
             continue
-        seconds, num_bytes = figures(plan_of(plan)) or (0.0, 0.0)
+        predicted = figures(plan_of(plan))
+        assert predicted is not None, "a plan of a search has a prediction"
+        seconds, num_bytes = predicted
         told = f"step {format_step_interval(plan_of(plan))}, memory {format_bytes_interval(num_bytes, cluster)}"
         seen.append(replace(trial, step_seconds=seconds, num_bytes=num_bytes, text=told))
         if best is None or seconds < best[0]:

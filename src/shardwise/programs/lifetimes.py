@@ -231,8 +231,9 @@ def _leaving_early(backward: Sequence[Instruction], spmd: SpmdProgram) -> list[I
     """Issue the messages of parameters that backward gathers again ahead of their use, as in forward
     (``programs.comm_schedule``), if their operands exist by then."""
     exchanges = _gathered_again(backward)
-    arrivals = (backward[legs[-1][0]] for legs in exchanges)
-    places = [spmd.place_of(arrival.conversions) for arrival in arrivals if isinstance(arrival, Arrive)]
+    arrivals = [arrival for legs in exchanges if isinstance(arrival := backward[legs[-1][0]], Arrive)]
+    assert len(arrivals) == len(exchanges), "an exchange ends with an arrival"
+    places = [spmd.place_of(arrival.conversions) for arrival in arrivals]
     slots = legs_ahead([len(legs) - 1 for legs in exchanges], places)
     starts = [*(legs[0][0] for legs in exchanges[:1]), *(legs[-1][0] for legs in exchanges)]
     ahead: dict[int, list[int]] = {}  # position -> the positions of instructions moved ahead of it
