@@ -67,9 +67,14 @@ def _grouped_mm_backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     of_x = torch.zeros_like(x)
     of_weight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+    each_once = x.shape[0] == experts.shape[0]
     for expert, rows, from_x in _groups(x, experts, parts):
-        of_x.index_add_(0, from_x, gradient[rows] @ weight[expert].t())
-        of_weight[expert] = x[from_x].t() @ gradient[rows]
+        of_rows = gradient[rows]
+        torch.mm(x[from_x].t(), of_rows, out=of_weight[expert])
+        if each_once:
+            of_x[from_x] = of_rows @ weight[expert].t()
+        else:
+            of_x.index_add_(0, from_x, of_rows @ weight[expert].t())
     return of_x, of_weight
 
 

@@ -204,9 +204,8 @@ def best_micro_batch(
             if passes is None or (number == 1 and not options.is_asked):
                 break  # it fails for all sizes
             continue
-        predicted = figures(found.plan)
-        assert predicted is not None, "a plan of a search has a prediction"
-        seconds, num_bytes = predicted
+        # Stages that are planned without prices have no prediction, and one size: nothing is compared.
+        seconds, num_bytes = figures(found.plan) or (0.0, 0.0)
         tried.append(MicroBatchOutcome(size, count, seconds, num_bytes))
         if best is not None and seconds >= best[0]:
             others.append(found.plan)
