@@ -20,6 +20,7 @@ from shardwise.report.search_reports import MicroBatches, StageExplanation, Stag
 from shardwise.runtime.parallel import Parallel as Pipeline
 from shardwise.runtime.pipeline_profile import PipelineProfile
 from shardwise.runtime.step_profile import StepProfile
+from shardwise.runtime.whole_tensors import Norms
 from shardwise.train.resuming import Checkpoint
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "Layout",
     "MemoryEstimate",
     "MicroBatches",
+    "Norms",
     "ParallelConfig",
     "Pipeline",
     "PipelineProfile",
