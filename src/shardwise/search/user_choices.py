@@ -161,7 +161,8 @@ def annotated_ops(graph: Graph, factored: Factored, annotation: Annotation) -> l
 
 def _factor_names(rule: OpRule) -> set[str]:
     rules = (rule, *(variant for _, variant in rule.variants))
-    return {base_name(factor.name) for member in rules for factor in member.factors}
+    names = {base_name(factor.name) for member in rules for factor in member.factors}
+    return names | {"K"} if rule.keyed is not None and rule.keyed.owned else names
 
 
 def _owners(op: Op, graph: Graph, factored: Factored) -> tuple[str, ...]:
