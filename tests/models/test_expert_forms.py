@@ -9,7 +9,10 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from graph.against_eager import check_against_eager
+from models.breadth import tiny_of
 from models.expert_models import WIDTH, Batched, Einsum
+from models.zoo_transformers import mixtral
 from raising import raises
 from shardwise.graph.capture import capture
 from shardwise.graph.grouped import grouped_mm
@@ -37,6 +40,19 @@ def test_every_form_comes_to_products_by_expert(form: str) -> None:
     assert len({op.operands[2] for op in found}) == 1, "one exchange"
     rows = X.numel() // WIDTH * 2
     assert max(value.numel for value in graph.values) <= rows * 12, "no matrix per row"
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_experts_of_transformers_are_products_in_every_setting(name: str, implementation: str) -> None:
+    torch.manual_seed(0)
+    tiny = mixtral() if name == "mixtral" else tiny_of(name)
+    module: Any = tiny.build().eval()
+    module.set_experts_implementation(implementation)
+    graph = check_against_eager(module, **tiny.inputs(2), tolerance=1e-9).graph
+    found = [op for op in graph.ops if op.target is grouped_mm._opoverload]
+    assert len(found) == 4, "two per layer"
+    assert module.config._experts_implementation == implementation
 
 
 def test_products_have_the_dtype_of_autocast() -> None:
