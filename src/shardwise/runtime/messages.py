@@ -16,7 +16,8 @@ from shardwise.graph.ir import Graph
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_layout
 from shardwise.plans.quantities import format_bytes
-from shardwise.programs.moves import LocalMove, RowExchange
+from shardwise.programs.keyed_rows import RowExchange
+from shardwise.programs.moves import LocalMove
 from shardwise.programs.spmd_steps import Conversion
 from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import (
