@@ -38,7 +38,8 @@ _FAMILIES = (
 # Of a GPU with another name: a family of the same architecture, by CUDA's compute capability.
 _BY_CAPABILITY = {(7, 0): "v100", (8, 0): "a100-80", (8, 9): "l4", (9, 0): "h100", (10, 0): "b200"}
 _OTHERWISE = "a100-80"
-# NVLinks of one GPU (NVIDIA datasheets: 600 GB/s of A100 and of bridged H100, 900 of H100 and H200, 400 of H800, 1,800 of B200).
+# NVLinks of one GPU (NVIDIA datasheets: 600 GB/s of A100 and of bridged H100, 900 of H100 and H200, 400 of H800, 1,800
+# of B200).
 _NVLINKS = {
     "b200": 18, "h200": 18, "h100": 18, "h800": 8, "h100-nvl": 12, "h100-pcie": 12, "a100-40": 12, "a100-80": 12,
 }  # fmt: skip
