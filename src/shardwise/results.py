@@ -14,6 +14,7 @@ from shardwise.proof.rule_check import RuleReport
 from shardwise.proof.verify import Report
 from shardwise.report.alternatives import PlanRanking, WhatIf
 from shardwise.report.comparison import Comparison
+from shardwise.report.expert_ways import ExpertWays
 from shardwise.report.explain import Explanation
 from shardwise.report.pipeline_ranking import PipelineRanking
 from shardwise.report.search_reports import MicroBatches, StageExplanation, StageWhatIf
@@ -28,6 +29,7 @@ __all__ = [
     "Checked",
     "Checkpoint",
     "Comparison",
+    "ExpertWays",
     "Explanation",
     "Fits",
     "Layout",

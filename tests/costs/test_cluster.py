@@ -107,6 +107,7 @@ def test_bundled_clusters_have_every_figure_and_say_where_each_figure_comes_from
         "h100-nvl",
         "h100-pcie",
         "h200",
+        "h800",
         "b200",
         "v100",
         "mi300x",

@@ -85,6 +85,7 @@ def test_more_devices_than_gpus_are_more_such_machines(
         ("NVIDIA H100 PCIe", (9, 0), ("h100-pcie", True)),
         ("NVIDIA H100 NVL", (9, 0), ("h100-nvl", True)),
         ("NVIDIA H200", (9, 0), ("h200", True)),
+        ("NVIDIA H800", (9, 0), ("h800", True)),
         ("NVIDIA GH200 480GB", (9, 0), ("h100", False)),
         ("NVIDIA A100-SXM4-40GB", (8, 0), ("a100-40", True)),
         ("NVIDIA A100-SXM4-80GB", (8, 0), ("a100-80", True)),

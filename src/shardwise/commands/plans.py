@@ -25,7 +25,18 @@ if TYPE_CHECKING:
     from shardwise.plans.result import PlanningResult
 
 # Options whose values are those of the setting of the same name.
-_PLAIN = ("mode", "search", "global_batch", "micro_batch", "bucket_bytes", "recompute", "offload", "schedule", "zero")
+_PLAIN = (
+    "mode",
+    "search",
+    "global_batch",
+    "micro_batch",
+    "bucket_bytes",
+    "imbalance",
+    "recompute",
+    "offload",
+    "schedule",
+    "zero",
+)
 _DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
@@ -50,6 +61,7 @@ def add_settings(parser: argparse.ArgumentParser, *, cluster: bool = True) -> No
     add("--strategy", action="append", metavar="NAME=TEXT", help="of submodules: 'blocks.*.up=n@tp'; repeatable")
     add("--layout", action="append", metavar="NAME=TEXT", help="of an input, parameter or buffer: 'x=[32@dp, 512]'")
     add("--bucket-bytes", type=int, metavar="N", help="size of gradient buckets (25 MiB)")
+    add("--imbalance", type=float, metavar="FACTOR", help="rows on the busiest owner of experts over the mean (1.2)")
     add("--recompute", metavar="HOW", help="auto, none, gathers, cheap, cheap+gathers or full (auto)")
     add("--offload", choices=("auto", "none", "all"), help="saved tensors that wait in host memory (auto)")
     add("--stages", metavar="N", help="pipeline stages: a number, marked (sw.stage), or auto")

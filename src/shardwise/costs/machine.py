@@ -26,6 +26,7 @@ _FAMILIES = (
     ("B200", "b200"),
     ("H200", "h200"),
     ("H20", "h20"),
+    ("H800", "h800"),
     ("H100 NVL", "h100-nvl"),
     ("H100 PCIe", "h100-pcie"),
     ("H100", "h100"),
@@ -58,10 +59,10 @@ _BY_CAPABILITY = {
 }
 _OTHER_CHIPS = {"MIG", "LAPTOP", "TI", "D"}  # words of names that otherwise are those of a larger or smaller GPU
 _OTHERWISE = "a100-80"
-# NVLinks of one GPU (NVIDIA datasheets: 600 GB/s of A100 and of bridged H100, 900 of H20, H100 and H200, 1,800 of
-# B200, GB200 and GB300).
+# NVLinks of one GPU (NVIDIA datasheets: 600 GB/s of A100 and of bridged H100, 900 of H20, H100 and H200, 400 of H800,
+# 1,800 of B200, GB200 and GB300).
 _NVLINKS = dict.fromkeys(("gb300", "gb200", "b200", "h20", "h200", "h100"), 18)
-_NVLINKS |= dict.fromkeys(("h100-nvl", "h100-pcie", "a100-40", "a100-80"), 12)
+_NVLINKS |= {"h800": 8} | dict.fromkeys(("h100-nvl", "h100-pcie", "a100-40", "a100-80"), 12)
 # B/s of one NVLink 3 or 4 in one direction, of which a ring reaches 0.82, as on H200 (clusters/h100.toml).
 _BRIDGED = 25e9 * 0.82
 

@@ -41,6 +41,7 @@ from shardwise.plans.entries import (
 )
 from shardwise.plans.quantities import format_ranges
 from shardwise.plans.schedule import check_order, schedule_of
+from shardwise.rules.keyed_rows import IMBALANCE, imbalance_fault
 from shardwise.untrusted_text import MAX_DEVICES, MAX_NOTATION, is_line, read_json, shorten_repr, whole_number
 
 FORMAT = "shardwise-plan"
@@ -62,6 +63,7 @@ _NAMES: dict[type, str] = {
 _SETTINGS: dict[str, type] = {"mode": str, "search": str, "optimizer": str, "training": bool, "bucket_bytes": int}
 _OTHERS = (
     "micro_batches",
+    "imbalance",
     "constants",
     "stages",
     "pricing",
@@ -227,6 +229,7 @@ def settings_of(body: dict[str, Any]) -> dict[str, Any]:
         **{key: _field(body, key, kind, key) for key, kind in _SETTINGS.items()},
         "micro_batches": _micro_batches(body),
         "constants": _constants(body),
+        "imbalance": _imbalance(body),
         "pricing": _pricing(body.get("pricing")),
         "predicted": _prediction(body.get("prediction")),
         "precision": precision_of(body.get("precision")),
@@ -241,6 +244,13 @@ def _micro_batches(body: dict[str, Any]) -> int:
     if not 1 < count <= _MOST_PASSES:
         raise PlanError(f"micro_batches is {_shown(count)}, not a number from 2 to {_MOST_PASSES:,} (of one, no entry)")
     return count
+
+
+def _imbalance(body: dict[str, Any]) -> float:
+    factor: float = _field({"imbalance": IMBALANCE, **body}, "imbalance", float, "imbalance")
+    if fault := imbalance_fault(factor):
+        raise PlanError(fault)
+    return factor
 
 
 def _constants(body: dict[str, Any]) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from shardwise.graph.segments import Recompute, Segment, check_how
 from shardwise.graph.step_precision import Precision
 from shardwise.layouts.mesh import Mesh
 from shardwise.programs.buckets import BUCKET_BYTES
+from shardwise.rules.keyed_rows import IMBALANCE, imbalance_fault
 from shardwise.search.auto import PRICED_SEARCHES, PricedSearch
 from shardwise.search.decide import Kept
 from shardwise.search.memory_policy import OFFLOADS, MemoryPolicy, Offload, ReshardMode
@@ -49,8 +50,12 @@ class ParallelConfig:
     recompute: Recompute | Literal["auto"] | None = "auto"
     offload: Offload = "auto"
     bucket_bytes: int = BUCKET_BYTES
+    imbalance: float = IMBALANCE
 
     def __post_init__(self) -> None:
+        if fault := imbalance_fault(self.imbalance):
+            fix = f"rows on the busiest owner of experts over the mean, from 1 (all alike); default {IMBALANCE:g}"
+            raise ShardwiseError(fault, fix=fix)
         if self.offload not in OFFLOADS:
             fix = f"one of {', '.join(map(repr, OFFLOADS))}, or sw.offload(module.layers[3]) for parts"
             raise ShardwiseError(f"unknown offload={self.offload!r}", fix=fix)

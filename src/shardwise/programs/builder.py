@@ -30,7 +30,8 @@ from shardwise.layouts.redistribute import redistribute
 from shardwise.layouts.strategy import Strategy, apply_strategy
 from shardwise.programs.lower import PlacedOp
 from shardwise.programs.spmd_steps import Conversion, OpStep
-from shardwise.rules.rule import Factor, KeyedRows, LocalContext, LocalOpCall, OpRule
+from shardwise.rules.keyed_rows import KeyedRows
+from shardwise.rules.rule import Factor, LocalContext, LocalOpCall, OpRule
 
 # The moves between two layouts of a value.
 Route = Callable[[Value, Layout, Layout], tuple[Move, ...]]

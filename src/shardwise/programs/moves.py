@@ -16,9 +16,10 @@ import torch
 
 from shardwise.layouts.conversions import WINDOW_CELLS, Move, collective_of
 from shardwise.layouts.holdings import held_rows, num_exchanged, segments
-from shardwise.layouts.layout import Layout, Windows, copies_of
+from shardwise.layouts.layout import Layout, Windows
 from shardwise.programs.forms import Form
 from shardwise.programs.keyed_rows import RowExchange
+from shardwise.rules.keyed_rows import copies_of
 
 LARGE = 2**18  # elements from which on a tensor is sent between two gloo ranks without a copy
 Kind = Literal[
