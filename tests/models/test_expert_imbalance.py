@@ -23,7 +23,7 @@ RunRanks = Callable[..., list[Any]]
 def test_rows_of_the_busiest_owner_follow_the_imbalance() -> None:
     module, batch, plan = planned("qwen3_moe", EP, imbalance=2)
     rows = batch["input_ids"].numel() * 2 * 2 // 4  # two experts a token, twice the mean, four owners
-    assert {collective.num_bytes for collective in exchanges(plan)} == {rows * 32 * 4, rows * 8}
+    assert {collective.num_bytes for collective in exchanges(plan)} == {rows * 32 * 4}
     assert "2 times the mean" in str(plan)
     assert sw.verify(module, batch, plan).is_equal
 
