@@ -303,6 +303,10 @@ def _rows_sent(step: TrainStep, batch: tuple[Tensor, Tensor]) -> int:
 # -- in the script -----------------------------------------------------------------------------------------------------
 
 
+def title(job: Job) -> str:
+    return f"{job.num_ranks} rank{'s' * (job.num_ranks > 1)}, {job.experts} experts"
+
+
 def time_table(results: Sequence[Result]) -> Table:
     """One line per contender of every run."""
     table = Table(title="a training step, and its ratio to the first contender's, round by round")
@@ -314,7 +318,7 @@ def time_table(results: Sequence[Result]) -> Table:
             low, ratio, high = quartiles(ratios(result.seconds, name))
             is_ours = name in ("ours", "ours, rows travel")
             table.add_row(
-                f"{result.job.num_ranks} ranks, {result.job.experts} experts" if index == 0 else "",
+                title(result.job) if index == 0 else "",
                 name,
                 f"{1000 * median(result.seconds[name]):.1f}",
                 f"{ratio:.3f}",
@@ -345,7 +349,7 @@ def main() -> None:
             start = time.perf_counter()
             job = Job(num_ranks, experts, options.width, options.layers, options.batch, options.time, options.rounds)
             results.append(result_of_ranks(rank_main, job, num_ranks))
-            print(f"{num_ranks} ranks, {experts} experts: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+            print(f"{title(job)}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
             if options.json:
                 runs = [asdict(result) for result in results]
                 options.json.write_text(json.dumps({"torch": torch.__version__, "commit": commit(), "runs": runs}))
