@@ -37,7 +37,7 @@ _PLAIN = (
     "schedule",
     "zero",
 )
-_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16", "f8": "float8_e4m3fn"}
 
 
 def add_settings(parser: argparse.ArgumentParser, *, cluster: bool = True) -> None:
@@ -117,7 +117,7 @@ def _precision(text: str) -> Any:
 
     pairs = _pairs(text.split(","), "--precision")
     wrong = [f"{key}={value}" for key, value in pairs.items() if value not in _DTYPES and value not in _DTYPES.values()]
-    if wrong or pairs.keys() - {"compute", "parameter", "reduce"}:
+    if wrong or pairs.keys() - {"compute", "parameter", "reduce", "products"}:
         raise ShardwiseError(
             f"cannot parse --precision {text!r}",
             fix=f"compute=, parameter=, reduce=, each {', '.join(_DTYPES)}: compute=bf16,parameter=f32",

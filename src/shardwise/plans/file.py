@@ -398,6 +398,7 @@ def precision_body(precision: Precision) -> dict[str, Any]:
         return {}
     autocast = precision.autocast
     dtypes = {name: _text(getattr(precision, name)) for name in DTYPES}
+    dtypes |= {} if precision.products is None else {"products": _text(precision.products)}
     return {
         "precision": dtypes | ({} if autocast is None else {"autocast": f"{autocast.device} {_text(autocast.dtype)}"})
     }
@@ -407,11 +408,15 @@ def precision_of(data: Any) -> Precision:
     """Return the precision that ``precision_body`` wrote (``data`` is None if there is no entry). Raises PlanError."""
     if data is None:
         return MODELS_OWN
-    if not isinstance(data, Mapping) or sorted({"autocast", *data}) != sorted(("autocast", *DTYPES)):
-        raise PlanError(f"precision is {shorten_repr(data)}, not an object of {', '.join(DTYPES)}, and autocast if any")
+    if not isinstance(data, Mapping) or {"autocast", "products", *data} != {"autocast", "products", *DTYPES}:
+        what = (
+            f"precision is {shorten_repr(data)}, not an object of {', '.join(DTYPES)}, and autocast or products if any"
+        )
+        raise PlanError(what)
     try:
         compute, parameter, reduce = (_dtype(data[name]) for name in DTYPES)
-        precision = Precision(compute, parameter, reduce, _autocast(data.get("autocast", "")))
+        products = _dtype(data.get("products", ""))
+        precision = Precision(compute, parameter, reduce, _autocast(data.get("autocast", "")), products)
     except ShardwiseError as error:
         raise PlanError(f"precision: {error}") from error
     if precision.is_models:

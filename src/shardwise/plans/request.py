@@ -174,12 +174,14 @@ class PlanRequest:
         if isinstance(cluster, int) and configs["search"].memory_bytes is None:  # no description: no memory limit
             configs["search"] = replace(configs["search"], memory_bytes=inf)
         args, named = call_arguments(example_inputs, kwargs)
-        return PlanRequest(module=module, args=args, kwargs=named, loss=loss, cluster=Cluster.of(cluster), **configs)
+        priced = _priced(Cluster.of(cluster), configs["training"])
+        return PlanRequest(module=module, args=args, kwargs=named, loss=loss, cluster=priced, **configs)
 
     def varied(self, cluster: Cluster | None = None, samples: int | None = None, **settings: Any) -> PlanRequest:
         """Return the request with another cluster, number of samples in its inputs, or settings, by name."""
         groups = {name: replace(getattr(self, name), **changes) for name, changes in _grouped(settings).items()}
-        request = replace(self, cluster=cluster or self.cluster, **groups)
+        training = groups.get("training", self.training)
+        request = replace(self, cluster=_priced(cluster or self.cluster, training), **groups)
         if samples is None:
             return request
         args, kwargs = with_samples((self.args, dict(self.kwargs)), samples)
@@ -204,6 +206,14 @@ class PlanRequest:
         """The bytes that the tensors of a device may take."""
         limit = self.search.memory_bytes
         return self.cluster.device.usable_bytes if limit is None else limit
+
+
+def _priced(cluster: Cluster, training: TrainingConfig) -> Cluster:
+    """Return the cluster with the products of the request's precision."""
+    products = training.precision.products if training.precision is not None else None
+    if products is not None:
+        return cluster.with_products("f8")
+    return replace(cluster, device=replace(cluster.device, products="")) if cluster.device.products else cluster
 
 
 def _grouped(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
