@@ -356,7 +356,7 @@ def by_caller(kind: type[torch.Tensor], clone: Callable[..., Any]) -> dict[str, 
     of operators are of class ``kind`` there, outside of cells."""
 
     def operator(name: str) -> Any:
-        torchs = METHODS.get(name) if name in REFLECTED else getattr(torch.Tensor, name)
+        torchs = METHODS[name] if name in REFLECTED else getattr(torch.Tensor, name)
 
         def method(x: torch.Tensor, *args: Any) -> Any:
             result = torchs(x, *args)

@@ -114,7 +114,7 @@ def value_and_grad(
                 raise TypeError(problem(what, fix="return tensors, or the loss first, with has_aux=True"))
         total = torch.stack([loss.sum() for loss in losses]).sum()
         if not total.requires_grad:  # nothing in it depends on what is asked for
-            grads_or_none = (None,) * len(targets)
+            grads_or_none: tuple[torch.Tensor | None, ...] = (None,) * len(targets)
         elif is_inner:
             grads_or_none = torch.autograd.grad(total, targets, create_graph=True, allow_unused=True)
         else:
