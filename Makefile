@@ -3,6 +3,7 @@
 #   make demo       a byte-level GPT trains on eight ranks under two plans
 #   make test       the test suite
 #   make test-long  more of the same, on more models and ranks: what is marked long
+#   make test-emulated-gpu  all tests on emulated GPUs (tests/emulated_gpu; they need g++ and a torch without CUDA)
 #   make test-oldest, make test-newest  the test suite with the oldest and the newest torch that pyproject.toml allows (PYTEST_ARGS='tests/rules')
 #   make docs       the documentation as a site, in build/site; a link that leads nowhere is an error
 #   make docs-images  the pictures of docs/images, made anew in a headless Chromium
@@ -51,7 +52,7 @@
 SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE  # each of the thousand processes of the tests would compile the package anew
 .DEFAULT_GOAL := test
-.PHONY: checked-plans demo test test-quick test-long test-oldest test-newest docs docs-images package golden museum museum-page operator-database operators commands dialect-reference names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints bench-generation sweep sweep-redistribution sweep-search sweep-pipelines sweep-memory sweep-trainer lint install format clean openmpi
+.PHONY: checked-plans demo test test-quick test-long test-emulated-gpu test-oldest test-newest docs docs-images package golden museum museum-page operator-database operators commands dialect-reference names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints bench-generation sweep sweep-redistribution sweep-search sweep-pipelines sweep-memory sweep-trainer lint install format clean openmpi
 
 TORCH := torch==2.13.0
 REFERENCE := build/reference
@@ -81,6 +82,9 @@ test-quick: install
 
 test-long: install
 	$(BIN)/python -m pytest -n 3 --dist worksteal --seed $(SEED) -m long $(PYTEST_ARGS)
+
+test-emulated-gpu: install
+	$(BIN)/python -m pytest -m "long or not long" tests/emulated_gpu $(PYTEST_ARGS)
 
 # Each in an environment of its own.
 test-oldest:

@@ -265,6 +265,7 @@ class OverlapPart:
             ]
         self.shape = tuple(shape)
         self.is_open = len(self.whole) > len(self.shape)
+        self._index_on: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the part, of shape ``shape``, as a view if possible."""
@@ -272,9 +273,19 @@ class OverlapPart:
             tensor = tensor.reshape(self.whole)
         for dim, start, length in self.narrow:
             tensor = tensor.narrow(dim, start, length)
-        for dim, index in self.index:
-            tensor = tensor.index_select(dim, index.to(tensor.device))
+        for dim, index in self._index_for(tensor):
+            tensor = tensor.index_select(dim, index)
         return tensor.reshape(self.shape) if self.is_open else tensor
+
+    def _index_for(self, tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """Return ``index`` on the device of a tensor: copied to a GPU once, since the host waits for such a copy."""
+        device = tensor.device
+        if device not in self._index_on:
+            moved = [(dim, index.to(device)) for dim, index in self.index]
+            if type(tensor) is not torch.Tensor:  # a tensor without data, and so are these
+                return moved
+            self._index_on[device] = moved
+        return self._index_on[device]
 
     def write(self, tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """Write the part into a contiguous tensor and return that tensor."""
@@ -286,7 +297,7 @@ class OverlapPart:
             view.copy_(part)
             return tensor
         where: list[torch.Tensor | slice] = [slice(None)] * view.ndim
-        places = [(dim, index.to(tensor.device)) for dim, index in self.index]
+        places = self._index_for(tensor)
         for count, (dim, index) in enumerate(places):
             where[dim] = index.view(-1, *[1] * sum(1 for later, _ in places[count + 1 :] if later > dim))
         if len(places) == 1:

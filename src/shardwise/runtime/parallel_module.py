@@ -40,6 +40,7 @@ from shardwise.runtime.guards.protect import protect
 from shardwise.runtime.guards.registry import ShardRecord, shard_records, tensors_of
 from shardwise.runtime.holding import ShardMaterializer, install_shards
 from shardwise.runtime.hooks import ShardedModule, gather_whole
+from shardwise.runtime.host_copies import Arrivals
 from shardwise.runtime.initial.materialize import Init
 from shardwise.runtime.original_module import OriginalModuleMonitor
 from shardwise.runtime.program_cache import (
@@ -530,12 +531,13 @@ class ParallelModule(ShardedModule):
         if check is not None:
             check.begin(tensors if batch is None else {}, self._state.tensors)
         seed, split = self._seed_of_call(draws=ready.draws), with_samples_in(self.plan)
+        arrivals = Arrivals(self.device)
         if batch is not None and self._parts is not None:
-            tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+            tensors = {name: arrivals.bring(tensor) for name, tensor in tensors.items()}
             if not self._parts.divides(batch, ready.passes, lambda _: ready.wanted, split):
                 tensors = {name: self._parts.whole(name, tensor, batch) for name, tensor in tensors.items()}
                 batch = None
-        step = StageInputs(tensors, batch is not None, split, {}, seed, self.device, scale)
+        step = StageInputs(tensors, batch is not None, split, {}, seed, arrivals, scale)
         step.whole = self._whole(ready, step, batch)
         checks = {} if check is None else check.stages
         for worker in ready.workers:
@@ -551,6 +553,7 @@ class ParallelModule(ShardedModule):
             if explanation is None:
                 raise
             raise explanation from error
+        arrivals.finish()
         if check is not None:
             check.settle()
         return losses

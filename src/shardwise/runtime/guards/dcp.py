@@ -40,7 +40,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.layouts.boxes import Box, boxes
 from shardwise.layouts.text import format_layout
 from shardwise.runtime.agree import gather_objects
-from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.communicator import Communicator, rank_device
 from shardwise.runtime.guards.registry import Owners, Patch, ShardRecord, held_shards, ranks_of_stages
 from shardwise.runtime.hooks import gather_whole
 from shardwise.runtime.local_shards import shard
@@ -263,8 +263,7 @@ class Gathering:
         self._tensors: dict[Path, tuple[Tensor, ShardRecord | None]] = {}
         self._first: dict[tuple[int, torch.Size], Path] = {}
         self._whole: dict[Path, Tensor | None] = {}
-        backend = dist.get_backend()
-        self._wire = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self._wire = rank_device()
 
     def of_all_stages(self, state: Any) -> Any:
         """Return the state of all stages. Raises ShardwiseError if ranks differ in common entries."""
