@@ -29,6 +29,7 @@ from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.programs.buckets import BUCKET_BYTES
 from shardwise.programs.vjp import VjpCache
 from shardwise.report.comparison import ComparedPlan, Comparison
+from shardwise.rules.keyed_rows import IMBALANCE
 from shardwise.search.decide import Kept
 from shardwise.search.memory_policy import Offload
 from shardwise.search.modes import Mode
@@ -55,6 +56,7 @@ def plan(
     strategies: Mapping[str, Any] | None = None,
     layouts: Mapping[str, Kept] | None = None,
     bucket_bytes: int = BUCKET_BYTES,
+    imbalance: float = IMBALANCE,
     recompute: Recompute | Literal["auto"] | None = "auto",
     offload: Offload = "auto",
     zero: int | Zero | None = None,
@@ -102,6 +104,8 @@ def plan(
             and they are converted. Use it for the way a data loader splits its batches, for example.
         bucket_bytes: The largest message, in bytes, that carries several gradients or gathered parameters; 0: one
             message each.
+        imbalance: Rows that are planned for on the busiest device that owns experts, over the mean of the owners, in
+            seconds and bytes. A step may have more: it takes longer, and needs more memory than was planned.
         recompute: What backward recomputes. ``"full"``, ``"cheap"``, ``"gathers"`` or ``"cheap+gathers"``
             (``sw.recompute``) apply to the model's repeated blocks, in addition to what the model asks for. ``"none"``:
             nothing. None: only what the model asks for (``sw.recompute``, ``torch.utils.checkpoint``). ``"auto"``: as
@@ -133,7 +137,7 @@ def plan(
         module, example_inputs, cluster, kwargs=kwargs, loss=loss, optimizer=optimizer, precision=precision, mode=mode,
         search=search, mesh=mesh, max_mesh_axes=max_mesh_axes, global_batch=global_batch, micro_batch=micro_batch,
         memory_bytes=memory_bytes, strategies=strategies, layouts=layouts, bucket_bytes=bucket_bytes,
-        recompute=recompute, offload=offload, zero=zero, stages=stages, schedule=schedule,
+        imbalance=imbalance, recompute=recompute, offload=offload, zero=zero, stages=stages, schedule=schedule,
     )  # fmt: skip
     return execute_or_suggest(request)
 

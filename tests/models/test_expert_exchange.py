@@ -70,13 +70,13 @@ def test_tokens_travel_and_every_number_is_that_of_one_device(case: str) -> None
     assert report.ok, report
 
 
-def test_what_is_exchanged_is_the_keys_the_tokens_and_the_results() -> None:
+def test_what_is_exchanged_is_the_tokens_and_the_results() -> None:
     _, batch, plan = planned("qwen3_moe", EP)
     hidden, copies, tokens, layers = 32, 2, batch["input_ids"].numel(), 2
     rows = -(-tokens * copies * 12 // 10 // 4)  # as many as are expected on the busiest of four devices
     assert [collective.num_bytes for collective in exchanges(plan)] == [
-        num_bytes for _ in range(layers) for num_bytes in (rows * hidden * 4, rows * 8, rows * hidden * 4)
-    ], "tokens in float32, experts in int64, results in float32"
+        num_bytes for _ in range(layers) for num_bytes in (rows * hidden * 4, rows * hidden * 4)
+    ], "tokens and results in float32; their experts are known from the counts"
 
 
 class Routed(nn.Module):
@@ -120,7 +120,7 @@ def test_any_routing_is_exact(routing: str, devices: int) -> None:
     module, tokens = Routed(), range(32)
     batch = torch.randn(4, 8, 8), torch.tensor([ROUTINGS[routing](token) for token in tokens]).view(4, 8, 2)
     plan = sw.plan(module, batch, devices, mesh=sw.Mesh(ep=devices))
-    assert len(exchanges(plan)) == 3, plan
+    assert len(exchanges(plan)) == 2, plan
     report = sw.verify(module, batch, plan)
     assert report.is_equal, report
 
@@ -139,7 +139,7 @@ def test_any_number_of_tokens_travels(case: str) -> None:
     module, generator = Routed(), torch.Generator().manual_seed(0)
     batch = torch.randn(samples, positions, 8), torch.randint(4, (samples, positions, 2), generator=generator)
     plan = sw.plan(module, batch, devices, mesh=sw.Mesh(ep=devices))
-    assert len(exchanges(plan)) == 3, plan
+    assert len(exchanges(plan)) == 2, plan
     report = sw.verify(module, batch, plan)
     assert report.is_equal, report
 

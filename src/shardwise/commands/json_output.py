@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from shardwise.plans.micro_batch_search import MicroBatchOutcome
     from shardwise.plans.plan import Plan
     from shardwise.report.alternatives import PlanRanking
+    from shardwise.report.expert_ways import ExpertWays
     from shardwise.report.explain import Explanation
     from shardwise.report.pipeline_ranking import PipelineRanking
     from shardwise.report.search_reports import MicroBatches, StageExplanation
@@ -57,13 +58,18 @@ def entry_data(plan: Plan, name: str) -> dict[str, Any]:
     raise AssertionError(f"{name} was found before")
 
 
-def explanation_data(answer: Explanation | StageExplanation | MicroBatches | AutoStagesReport) -> dict[str, Any]:
+def explanation_data(
+    answer: Explanation | StageExplanation | ExpertWays | MicroBatches | AutoStagesReport,
+) -> dict[str, Any]:
     """Return the data of an explanation: of a choice (in a stage), of micro-batches, or of stages."""
+    from shardwise.report.expert_ways import ExpertWays
     from shardwise.report.explain import Explanation
     from shardwise.report.search_reports import MicroBatches, StageExplanation
 
     if isinstance(answer, StageExplanation):
         return {**explanation_data(answer.explanation), "stage": answer.stage, "alike": answer.alike or None}
+    if isinstance(answer, ExpertWays):
+        return asdict(answer)
     if isinstance(answer, MicroBatches):
         return {
             "taken": answer.taken,

@@ -25,8 +25,19 @@ if TYPE_CHECKING:
     from shardwise.plans.result import PlanningResult
 
 # Options whose values are those of the setting of the same name.
-_PLAIN = ("mode", "search", "global_batch", "micro_batch", "bucket_bytes", "recompute", "offload", "schedule", "zero")
-_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
+_PLAIN = (
+    "mode",
+    "search",
+    "global_batch",
+    "micro_batch",
+    "bucket_bytes",
+    "imbalance",
+    "recompute",
+    "offload",
+    "schedule",
+    "zero",
+)
+_DTYPES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16", "f8": "float8_e4m3fn"}
 
 
 def add_settings(parser: argparse.ArgumentParser, *, cluster: bool = True) -> None:
@@ -50,6 +61,7 @@ def add_settings(parser: argparse.ArgumentParser, *, cluster: bool = True) -> No
     add("--strategy", action="append", metavar="NAME=TEXT", help="of submodules: 'blocks.*.up=n@tp'; repeatable")
     add("--layout", action="append", metavar="NAME=TEXT", help="of an input, parameter or buffer: 'x=[32@dp, 512]'")
     add("--bucket-bytes", type=int, metavar="N", help="size of gradient buckets (25 MiB)")
+    add("--imbalance", type=float, metavar="FACTOR", help="rows on the busiest owner of experts over the mean (1.2)")
     add("--recompute", metavar="HOW", help="auto, none, gathers, cheap, cheap+gathers or full (auto)")
     add("--offload", choices=("auto", "none", "all"), help="saved tensors that wait in host memory (auto)")
     add("--stages", metavar="N", help="pipeline stages: a number, marked (sw.stage), or auto")
@@ -105,7 +117,7 @@ def _precision(text: str) -> Any:
 
     pairs = _pairs(text.split(","), "--precision")
     wrong = [f"{key}={value}" for key, value in pairs.items() if value not in _DTYPES and value not in _DTYPES.values()]
-    if wrong or pairs.keys() - {"compute", "parameter", "reduce"}:
+    if wrong or pairs.keys() - {"compute", "parameter", "reduce", "products"}:
         raise ShardwiseError(
             f"cannot parse --precision {text!r}",
             fix=f"compute=, parameter=, reduce=, each {', '.join(_DTYPES)}: compute=bf16,parameter=f32",

@@ -64,7 +64,8 @@ class Device:
     one by one; ``attention_row``: seconds that attention takes per query row of a head, beside its FLOPs. ``launch``:
     seconds that the host takes to start a kernel; kernels wait for it where it is slower than they (0: they never do).
     ``spread``: nine of ten steps take between the predicted seconds of operators divided by ``1 + spread`` and these
-    times it; ``memory_spread``: the same of peaks (0: not known).
+    times it; ``memory_spread``: the same of peaks (0: not known). ``products``: the dtype in which products in bf16 and
+    f16 are priced, in place of their own (empty: none; ``Precision.products``).
     """
 
     name: str
@@ -86,6 +87,7 @@ class Device:
     spread: float = 0.0
     memory_spread: float = 0.0
     fresh_bandwidth: float = 0.0
+    products: str = ""
 
     @property
     def usable_bytes(self) -> float:
@@ -98,7 +100,8 @@ class Device:
 
     def matmul_flops(self, dtype: str) -> float:
         """FLOP/s that large matmuls reach."""
-        computed_in = self._computed_in(dtype)
+        is_replaced = self.products and dtype in ("bf16", "f16")
+        computed_in = self._computed_in(self.products if is_replaced else dtype)
         return self.flops[computed_in] * self.matmul_efficiency.get(computed_in, 1.0)
 
     @property
@@ -261,6 +264,14 @@ class Cluster:
 
         return local(num_devices)
 
+    def with_products(self, dtype: str) -> Cluster:
+        """Return the same hardware with products in bf16 and f16 priced in another dtype. Raises ShardwiseError if the
+        devices have no figure for it."""
+        if dtype not in self.device.flops:
+            what = f"{self.device.name} has no figure for products in {dtype}"
+            raise ShardwiseError(what, fix=f"leave products= out, or add [device.flops] {dtype} to the cluster file")
+        return replace(self, device=replace(self.device, products=dtype))
+
     def with_devices(self, num_devices: int) -> Cluster:
         """Return the same hardware with fewer devices; inner levels are filled first.
 
@@ -388,5 +399,6 @@ def slowest_device(devices: Sequence[Device]) -> Device:
         foreach=any(figures_of["foreach"]),
         # A device without a figure for a kind counts as 1.0, the rate of its large kernels.
         kernels=Figures({kind: min(kernels.get(kind, 1.0) for kernels in figures_of["kernels"]) for kind in kinds}),
+        products=first.products if len(set(figures_of["products"])) == 1 else "",
         **worst,
     )

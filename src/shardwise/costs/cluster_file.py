@@ -322,9 +322,8 @@ def _devices(reader: _FigureReader, content: Mapping[str, Any]) -> list[tuple[De
 
 
 def _device(reader: _FigureReader, table: Mapping[str, Any], where: str, also: set[str] | None = None) -> Device:
-    known_keys = {"like", "name", "flops", "matmul_efficiency", "kernels", "kernels_like", "foreach", *_DEVICE_KEYS} | (
-        also or set()
-    )
+    known_keys = {"like", "name", "flops", "matmul_efficiency", "kernels", "kernels_like", "foreach", "products"}
+    known_keys |= {*_DEVICE_KEYS, *(also or ())}
     reader.unknown(table, known_keys, where)
     base, model = _like(reader, table, "like", where), _like(reader, table, "kernels_like", where)
     keys = {
@@ -336,6 +335,10 @@ def _device(reader: _FigureReader, table: Mapping[str, Any], where: str, also: s
             reader.complain(f"{where}.{key}", f"{changes[key]:g} is more than 1")
     if "foreach" in table:
         changes["foreach"] = reader.flag(table, "foreach", where)
+    if "products" in table:
+        changes["products"] = reader.text(table, "products", where)
+        if changes["products"] not in {*(() if base is None else base.flops), *table.get("flops", ())}:
+            reader.complain(f"{where}.products", f"{shorten_repr(changes['products'])} is not a dtype of {where}.flops")
     flops = reader.named(table, "flops", "FLOP/s", where, DTYPES)
     efficiency = reader.named(table, "matmul_efficiency", "", where, DTYPES, most=1.0)
     table_kernels = reader.named(table, "kernels", "", where, (*PRODUCTS, *MOVES), most=1.0)
@@ -423,6 +426,7 @@ def format_cluster(cluster: Cluster, measured: Mapping[str, Any] | None = None) 
     lines += ["", "[device]", f"name = {_quoted(device.name)}"]
     lines += _figures(_DEVICE_KEYS, device)
     lines += [] if device.foreach else ["foreach = false"]
+    lines += [f"products = {_quoted(device.products)}"] if device.products else []
     lines += _named("device.flops", device.flops, "FLOP/s")
     lines += _named("device.matmul_efficiency", device.matmul_efficiency, "")
     lines += _named("device.kernels", device.kernels, "")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from itertools import chain
 
 import numpy as np
 
@@ -29,12 +29,12 @@ from shardwise.programs.builder import Builder, Choice, gradient_free
 from shardwise.programs.lower import PlacedOp, lower
 from shardwise.programs.spmd import SpmdProgram
 from shardwise.programs.spmd_steps import Conversion, OpStep
-from shardwise.rules.rule import OpRule
+from shardwise.rules.rule import LocalContext, OpRule, Piece, base_name
 
 
 def largest_shape(layout: Layout) -> tuple[int, ...]:
     """Return the local shape on the device that holds most."""
-    return tuple(prod(-(-atom.size // layout.mesh.size_of(atom.axes)) for atom in dim) for dim in layout.dims)
+    return layout.without_windows.max_local_shape
 
 
 def priced_call(step: OpStep, graph: Graph) -> tuple[Op, list[Value], list[Value], LocalShapes]:
@@ -42,7 +42,21 @@ def priced_call(step: OpStep, graph: Graph) -> tuple[Op, list[Value], list[Value
     op = step.placed.op
     operands, results = [graph.by_name[name] for name in op.operands], [graph.by_name[name] for name in op.results]
     shapes = tuple(map(largest_shape, step.operand_layouts)), tuple(map(largest_shape, step.result_layouts))
+    if any(layout.keyed_axes for layout in step.operand_layouts):
+        op = owners_call(op, step.placed.rule, shapes)
     return op, operands, results, shapes
+
+
+def owners_call(op: Op, rule: OpRule, shapes: LocalShapes) -> Op:
+    """Return the operator as an owner of keys calls it: none of its rows is of other owners' keys."""
+    owned = rule.keyed.owned if rule.keyed is not None else None
+    if owned is None or rule.localize is None:
+        return op
+    sizes = zip(chain(*rule.operands), chain(*shapes[0]), strict=True)
+    length = next(size for dim, size in sizes if dim == (owned,))
+    context = LocalContext(tuple(shapes[0]), tuple(shapes[1]), {base_name(owned): (Piece(length, 0, length),)})
+    call = rule.localize(op, context)
+    return replace(op, args=call.args, kwargs=call.kwargs)
 
 
 def collective_seconds(collectives: Sequence[Collective], prices: Prices) -> float:

@@ -16,9 +16,10 @@ from math import prod
 from typing import Literal, NamedTuple
 
 from shardwise.errors import LayoutError
-from shardwise.layouts.layout import PARTIAL_KINDS, Atom, Layout, copies_of
+from shardwise.layouts.layout import PARTIAL_KINDS, Atom, Layout
 from shardwise.layouts.mesh import Mesh
-from shardwise.rules.rule import Dims, FactorKind, KeyedRows, OpRule
+from shardwise.rules.keyed_rows import KeyedRows, copies_of
+from shardwise.rules.rule import Dims, FactorKind, OpRule
 
 # The state of a result that lacks a factor which is split.
 REDUCTION_STATES = {kind: state for state, kind in PARTIAL_KINDS.items()}

@@ -13,7 +13,8 @@ from functools import cached_property
 from typing import Literal
 
 from shardwise.layouts.holdings import num_exchanged, num_halo_rows
-from shardwise.layouts.layout import PARTIAL_KINDS, Layout, Windows, copies_of
+from shardwise.layouts.layout import PARTIAL_KINDS, Layout, Windows
+from shardwise.rules.keyed_rows import copies_of
 
 Primitive = Literal[
     "none",  # the same tensor

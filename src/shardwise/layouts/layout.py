@@ -28,30 +28,14 @@ from math import ceil, prod
 
 from shardwise.errors import LayoutError
 from shardwise.layouts.mesh import Mesh
+from shardwise.rules.keyed_rows import IMBALANCE, copies_of, imbalance_of
 
 PARTIAL_KINDS = {"P": "sum", "Pmax": "max", "Pmin": "min", "Pany": "any"}
 
-# Rows on the busiest of the devices that own keys, over the mean. The fullest expert has about half more tokens than
-# the mean where a loss balances them, and .04 more where a bias does (Wang et al., "Auxiliary-loss-free load balancing
-# strategy for mixture-of-experts", 2024); a device has several experts, whose loads partly cancel.
-IMBALANCE = 1.2
 
-
-def keyed(copies: int) -> str:
-    """Return the state of a tensor of which every device along an axis holds the rows whose key it owns: which rows
-    that are depends on data. ``copies``: the keys of a row, neighbours in the vector of keys; a device holds a row as
-    often as it owns one of them."""
-    return f"K{copies}"
-
-
-def expected_rows(rows: int, owners: int) -> int:
-    """Return the rows that are expected on the busiest of the devices that own their keys."""
-    return min(rows, ceil(rows * IMBALANCE / owners)) if owners > 1 else rows
-
-
-def copies_of(state: object) -> int:
-    """Return the keys of a row in a keyed state; 0 for any other state."""
-    return int(state[1:]) if isinstance(state, str) and state[0] == "K" else 0
+def expected_rows(rows: int, owners: int, state: str) -> int:
+    """Return the rows that are planned for on the busiest of the devices that own their keys, in a keyed state."""
+    return min(rows, ceil(rows * imbalance_of(state) / owners)) if owners > 1 else rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +91,7 @@ class Layout:
         mesh: The mesh.
         dims: Atoms of every tensor dim (at least one each).
         states: (sub-axis, state) of the sub-axes that neither shard an atom nor are invariant, in device order; the
-            state is ``R``, ``P``, ``Pmax``, ``Pmin``, ``Pany`` or a keyed one (``K1``, ``K2``, ...: of dim 0).
+            state is ``R``, ``P``, ``Pmax``, ``Pmin``, ``Pany`` or a keyed one (``keyed``: of dim 0).
         windows: Windows of the atoms that are held in windows instead of slices, by dim and atom.
     """
 
@@ -164,9 +148,10 @@ class Layout:
         return self.moved(dict.fromkeys(self.keyed_axes, "I"))
 
     def _expected(self, rows: int) -> int:
-        """Return the rows of dim 0 that are expected on the device which owns the keys of most."""
-        copies = max((copies_of(state) for _, state in self.states), default=0)
-        return expected_rows(rows * copies, self.mesh.size_of(self.keyed_axes)) if copies else rows
+        """Return the rows of dim 0 that are planned for on the device which owns the keys of most."""
+        state = next((state for _, state in self.states if copies_of(state)), "")
+        owners = self.mesh.size_of(self.keyed_axes)
+        return expected_rows(rows * copies_of(state), owners, state) if state else rows
 
     def atom_pieces(self, dim: int, atom: int, coordinates: Mapping[str, int]) -> tuple[int, int]:
         """Return (offset, length) of an atom on the device at ``coordinates``, which holds one range of it."""
@@ -208,15 +193,20 @@ class Layout:
         return tuple(map(tuple, sizes))
 
     def local_shape(self, coordinates: Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape on a device; of a keyed tensor, whose rows depend on data, the one expected at most."""
+        """Return the shape on a device; of a keyed tensor, whose rows depend on data, the one planned for."""
         shape = tuple(prod(sizes) for sizes in self.local_atoms(coordinates))
         return (self._expected(shape[0]), *shape[1:]) if self.keyed_axes else shape
 
     @cached_property
+    def max_local_shape(self) -> tuple[int, ...]:
+        """The shape on the device that holds most (of a keyed tensor: that is planned for there)."""
+        rows = tuple(prod(self.max_rows(d, i) for i in range(len(dim))) for d, dim in enumerate(self.dims))
+        return (self._expected(rows[0]), *rows[1:]) if self.keyed_axes else rows
+
+    @cached_property
     def max_local_numel(self) -> int:
-        """Elements on the device that holds most (of a keyed tensor: that are expected there)."""
-        rows = [prod(self.max_rows(d, i) for i in range(len(dim))) for d, dim in enumerate(self.dims)]
-        return prod([self._expected(rows[0]), *rows[1:]] if self.keyed_axes else rows)
+        """Elements on the device that holds most (of a keyed tensor: that are planned for there)."""
+        return prod(self.max_local_shape)
 
     def max_rows(self, dim: int, atom: int) -> int:
         """Return the rows of an atom on the device that holds most."""
@@ -306,9 +296,11 @@ class Layout:
             if axes:
                 names = self.mesh.format_axes(axes).strip("()")
                 text += f" replicated({names})" if state == "R" else f" partial({PARTIAL_KINDS[state]}@{names})"
-        for copies in sorted({copies_of(state) for _, state in self.states} - {0}):
-            axes = tuple(axis for axis, on_axis in self.states if copies_of(on_axis) == copies)
-            text += f" keyed({f'{copies}@' if copies > 1 else ''}{self.mesh.format_axes(axes).strip('()')})"
+        for state in sorted({state for _, state in self.states if copies_of(state)}):
+            axes = tuple(axis for axis, on_axis in self.states if on_axis == state)
+            of_row = f"{copies_of(state)}@" if copies_of(state) > 1 else ""
+            uneven = "" if imbalance_of(state) == IMBALANCE else f"*{imbalance_of(state):g}"
+            text += f" keyed({of_row}{self.mesh.format_axes(axes).strip('()')}{uneven})"
         return text
 
     def _atom_text(self, dim: int, atom: int) -> str:

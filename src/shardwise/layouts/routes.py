@@ -21,8 +21,9 @@ from numpy.typing import NDArray
 from shardwise.errors import LayoutError
 from shardwise.layouts.choice import ShardPosition, Where, layout_of, where_of
 from shardwise.layouts.conversions import CELLS, COLLECTIVES, KEYED_CELL, Move
-from shardwise.layouts.layout import Layout, copies_of, expected_rows
+from shardwise.layouts.layout import Layout, expected_rows
 from shardwise.layouts.mesh import Mesh
+from shardwise.rules.keyed_rows import copies_of
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -143,7 +144,8 @@ class Routes:
         rows, columns = parts[:, of_rows].prod(axis=1), parts[:, ~of_rows].prod(axis=1) * rest
         copies = copies_of(self.tensor.keyed)
         held = [
-            expected_rows(r * copies, n) if n > 1 else r for r, n in zip(rows.tolist(), owners.tolist(), strict=True)
+            expected_rows(r * copies, n, self.tensor.keyed) if n > 1 else r
+            for r, n in zip(rows.tolist(), owners.tolist(), strict=True)
         ]
         numel = columns * np.array(held, dtype=np.int64)
         return numel

@@ -14,18 +14,21 @@ import torch
 
 from shardwise.errors import LayoutError, NotationError, caret
 from shardwise.layouts.conversions import Move
-from shardwise.layouts.layout import PARTIAL_KINDS, Atom, Layout, Ranges, Windows, keyed
+from shardwise.layouts.layout import PARTIAL_KINDS, Atom, Layout, Ranges, Windows
 from shardwise.layouts.mesh import Mesh
+from shardwise.rules.keyed_rows import keyed
 from shardwise.untrusted_text import MAX_NUMBER, check_notation, shorten_repr, whole_number
 
 _READS = "a layout reads [32@dp, 512, 4096@tp]"
 _MOST_ATOMS = 256  # of all dims together
 _HEAD = re.compile(r" *(?:\w+ *)?\[", re.ASCII)
 _ATOM = re.compile(r" *([0-9]+)(?:@(\([^()]*\)|[\w.]+)(?:\{([^{}]*)\})?)? *", re.ASCII)
+_FACTOR = re.compile(r"[1-9][0-9]{0,5}(\.[0-9]{1,5})?")
 _STATES = re.compile(r" *(replicated|partial|keyed)\(([^()]*)\) *")
 
 DTYPE_NAMES = {
     torch.float64: "f64", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16",
+    torch.float8_e4m3fn: "f8",
     torch.int64: "i64", torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8", torch.bool: "bool",
     torch.complex64: "c64", torch.complex128: "c128",
 }  # fmt: skip
@@ -101,11 +104,13 @@ def _parse_states(text: str, column: int, mesh: Mesh) -> dict[str, str]:
                 raise NotationError(caret(text, word.start(1), "a partial sum reads partial(sum@tp)"))
             state = kinds[kind.strip()]
         elif word.group(1) == "keyed":
-            copies, at, axes_text = inner.rpartition("@")
+            copies, at, rest = inner.rpartition("@")
+            inner, star, factor = rest.partition("*")
             count = whole_number(copies.strip()) if at else 1
-            if not count:
-                raise NotationError(caret(text, word.start(1), "a keyed layout reads keyed(ep) or keyed(2@ep)"))
-            inner, state = axes_text, keyed(count)
+            if not count or (star and not _FACTOR.fullmatch(factor)):
+                what = "a keyed layout reads keyed(ep), keyed(2@ep) or keyed(2@ep*1.5)"
+                raise NotationError(caret(text, word.start(1), what))
+            state = keyed(count, float(factor)) if star else keyed(count)
         for axis in mesh.parse_axes(inner):
             if axis in states:
                 raise LayoutError(f"mesh axis {axis} has two states in {shorten_repr(text)}")

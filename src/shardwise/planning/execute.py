@@ -9,11 +9,12 @@ from math import inf
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.optimizers import is_on_host
-from shardwise.errors import PlanWarning, warn_user
+from shardwise.errors import PlanWarning, ShardwiseError, warn_user
 from shardwise.garbage_collector import with_rare_gc
 from shardwise.graph.autocast import no_autocast
 from shardwise.graph.batch import batch_size
 from shardwise.graph.capture import Capture, capture
+from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.ir import Graph
 from shardwise.graph.step_precision import Precision
 from shardwise.graph.trees import constants_of
@@ -33,6 +34,7 @@ from shardwise.plans.stage_planner import PipelineConfig, choose_stage, nothing_
 from shardwise.programs.micro_batches import Passes
 from shardwise.progress import report_progress
 from shardwise.report.search_reports import MeshReport, PipelineReport
+from shardwise.rules.keyed_rows import IMBALANCE
 from shardwise.runtime.agree import report_alive, show_progress_once
 from shardwise.search.auto import PRICED_SEARCHES, MeshSearch
 from shardwise.search.decide import check_layout_names
@@ -82,6 +84,7 @@ class Planning:
         report_progress("capturing the model")
         arguments, strategies = (request.args, dict(request.kwargs)), request.parallel.strategies
         captured = capture(request.module, *arguments, loss=request.loss, strategies=strategies, precision=precision)
+        _check_imbalance(request, captured.graph)
         search = request.search.search
         if search is None:
             is_free = not captured.annotations and not captured.graph.constraints
@@ -100,6 +103,7 @@ class Planning:
         return Plan(
             (), request.search.mode, self.search, request.training.optimizer, request.module.training,
             request.parallel.bucket_bytes, precision=self.call.precision, constants=constants,
+            imbalance=float(request.parallel.imbalance),
         )  # fmt: skip
 
     @cached_property
@@ -109,6 +113,7 @@ class Planning:
         return SearchConfig(
             self.search, self.request.training.optimizer, 1, self.request.search.memory_bytes, parallel.bucket_bytes,
             parallel.layouts or {}, zero=parallel.zero_config, known=self.known,
+            imbalance=float(parallel.imbalance),
         )  # fmt: skip
 
     # -- one setting of stages -----------------------------------------------------------------------------------------
@@ -213,6 +218,20 @@ class Planning:
         settings = replace(self.config, layouts={}, zero=None, known=inf)
         policies = estimated_policies_of(request.parallel.recompute, request.parallel.reshard_mode)
         return StageEstimator(whole, request, self.call, settings, self.captured.segments, policies)
+
+
+def _check_imbalance(request: PlanRequest, graph: Graph) -> None:
+    """Raise ShardwiseError if no device can have as many rows as the request plans for, or if no rows travel."""
+    imbalance, stages = request.parallel.imbalance, request.parallel.stages
+    owners = request.cluster.num_devices // (stages if isinstance(stages, int) else 1)
+    if imbalance != IMBALANCE and not any(op.target == grouped_mm._opoverload for op in graph.ops):
+        raise ShardwiseError(
+            f"imbalance is {imbalance:g}, and the model has no product by expert: none of its rows travel",
+            fix="leave imbalance= out",
+        )
+    if imbalance > max(owners, IMBALANCE):
+        what = f"imbalance is {imbalance:g}, and {owners} devices at most own the experts of a layer: the busiest has "
+        raise ShardwiseError(what + f"all rows at most, {owners} times the mean", fix=f"imbalance= from 1 to {owners}")
 
 
 def _announce_one_memory(cluster: Cluster) -> None:

@@ -220,7 +220,7 @@ def bind(plan: Plan, graph: Graph, *, training: bool | None = None, widened: boo
     same = same_inputs(plan, graph)
     if same and training == plan.training:
         _check_operators(plan, graph)
-    rules = rules_of(graph, known=plan.strategies)
+    rules = rules_of(graph, known=plan.strategies, imbalance=plan.imbalance)
     rules = {name: variant(rule, plan.strategies.get(name, "")) for name, rule in rules.items()}
     factored = factor_graph(graph, rules, _unread(plan, graph))
     exact = same and {op.name for op in graph.ops} == set(plan.strategies)

@@ -41,6 +41,7 @@ from shardwise.plans.entries import (
 )
 from shardwise.plans.quantities import format_ranges
 from shardwise.plans.schedule import check_order, schedule_of
+from shardwise.rules.keyed_rows import IMBALANCE, imbalance_fault
 from shardwise.untrusted_text import MAX_DEVICES, MAX_NOTATION, is_line, read_json, shorten_repr, whole_number
 
 FORMAT = "shardwise-plan"
@@ -62,6 +63,7 @@ _NAMES: dict[type, str] = {
 _SETTINGS: dict[str, type] = {"mode": str, "search": str, "optimizer": str, "training": bool, "bucket_bytes": int}
 _OTHERS = (
     "micro_batches",
+    "imbalance",
     "constants",
     "stages",
     "pricing",
@@ -227,6 +229,7 @@ def settings_of(body: dict[str, Any]) -> dict[str, Any]:
         **{key: _field(body, key, kind, key) for key, kind in _SETTINGS.items()},
         "micro_batches": _micro_batches(body),
         "constants": _constants(body),
+        "imbalance": _imbalance(body),
         "pricing": _pricing(body.get("pricing")),
         "predicted": _prediction(body.get("prediction")),
         "precision": precision_of(body.get("precision")),
@@ -241,6 +244,13 @@ def _micro_batches(body: dict[str, Any]) -> int:
     if not 1 < count <= _MOST_PASSES:
         raise PlanError(f"micro_batches is {_shown(count)}, not a number from 2 to {_MOST_PASSES:,} (of one, no entry)")
     return count
+
+
+def _imbalance(body: dict[str, Any]) -> float:
+    factor: float = _field({"imbalance": IMBALANCE, **body}, "imbalance", float, "imbalance")
+    if fault := imbalance_fault(factor):
+        raise PlanError(fault)
+    return factor
 
 
 def _constants(body: dict[str, Any]) -> tuple[str, ...]:
@@ -388,6 +398,7 @@ def precision_body(precision: Precision) -> dict[str, Any]:
         return {}
     autocast = precision.autocast
     dtypes = {name: _text(getattr(precision, name)) for name in DTYPES}
+    dtypes |= {} if precision.products is None else {"products": _text(precision.products)}
     return {
         "precision": dtypes | ({} if autocast is None else {"autocast": f"{autocast.device} {_text(autocast.dtype)}"})
     }
@@ -397,11 +408,15 @@ def precision_of(data: Any) -> Precision:
     """Return the precision that ``precision_body`` wrote (``data`` is None if there is no entry). Raises PlanError."""
     if data is None:
         return MODELS_OWN
-    if not isinstance(data, Mapping) or sorted({"autocast", *data}) != sorted(("autocast", *DTYPES)):
-        raise PlanError(f"precision is {shorten_repr(data)}, not an object of {', '.join(DTYPES)}, and autocast if any")
+    if not isinstance(data, Mapping) or {"autocast", "products", *data} != {"autocast", "products", *DTYPES}:
+        what = (
+            f"precision is {shorten_repr(data)}, not an object of {', '.join(DTYPES)}, and autocast or products if any"
+        )
+        raise PlanError(what)
     try:
         compute, parameter, reduce = (_dtype(data[name]) for name in DTYPES)
-        precision = Precision(compute, parameter, reduce, _autocast(data.get("autocast", "")))
+        products = _dtype(data.get("products", ""))
+        precision = Precision(compute, parameter, reduce, _autocast(data.get("autocast", "")), products)
     except ShardwiseError as error:
         raise PlanError(f"precision: {error}") from error
     if precision.is_models:

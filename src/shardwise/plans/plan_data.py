@@ -25,6 +25,7 @@ from shardwise.plans.entries import (
 )
 from shardwise.plans.file import digest_of, plan_digest, precision_body, pricing_body, stage_body
 from shardwise.plans.quantities import format_ranges
+from shardwise.rules.keyed_rows import IMBALANCE
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +46,7 @@ class PlanData:
     order: tuple[str, ...] = ()
     pipeline: PipelinePrediction | None = None
     constants: tuple[str, ...] = ()
+    imbalance: float = IMBALANCE
 
     def __eq__(self, other: object) -> bool:
         return self.digest == other.digest if isinstance(other, PlanData) else NotImplemented
@@ -196,6 +198,7 @@ class PlanData:
             **({"order": [*self.order]} if self.order else {}),
             **({"pipeline": asdict(self.pipeline)} if self.pipeline is not None else {}),
             **({"constants": [*self.constants]} if self.constants else {}),
+            **({"imbalance": self.imbalance} if self.imbalance != IMBALANCE else {}),
             "stages": [stage_body(stage) for stage in self.stages],
             "pricing": None if self.pricing is None else pricing_body(self.pricing),
             "prediction": None if self.predicted is None else asdict(self.predicted),

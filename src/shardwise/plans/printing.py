@@ -57,6 +57,8 @@ def format_plan(plan: PlanData) -> str:
         *(f"    {direction:9} {text}" for direction, text in format_communication(plan).items()),
         *(f"    {line}" for line in of_outputs(plan)),
     ]
+    if any(collective.kind == "row_exchange" for collective in plan.collectives()):
+        lines.append(f"    rows at experts: {plan.imbalance:g} times the mean planned for on the busiest device")
     if not plan.precision.is_models:
         lines.insert(2 + bool(figures), f"  precision {format_precision(plan.precision)}")
     lines += _not_kept(plan)

@@ -24,6 +24,7 @@ from shardwise.graph.segments import Recompute, Segment, check_how
 from shardwise.graph.step_precision import Precision
 from shardwise.layouts.mesh import Mesh
 from shardwise.programs.buckets import BUCKET_BYTES
+from shardwise.rules.keyed_rows import IMBALANCE, imbalance_fault
 from shardwise.search.auto import PRICED_SEARCHES, PricedSearch
 from shardwise.search.decide import Kept
 from shardwise.search.memory_policy import OFFLOADS, MemoryPolicy, Offload, ReshardMode
@@ -49,8 +50,12 @@ class ParallelConfig:
     recompute: Recompute | Literal["auto"] | None = "auto"
     offload: Offload = "auto"
     bucket_bytes: int = BUCKET_BYTES
+    imbalance: float = IMBALANCE
 
     def __post_init__(self) -> None:
+        if fault := imbalance_fault(self.imbalance):
+            fix = f"rows on the busiest owner of experts over the mean, from 1 (all alike); default {IMBALANCE:g}"
+            raise ShardwiseError(fault, fix=fix)
         if self.offload not in OFFLOADS:
             fix = f"one of {', '.join(map(repr, OFFLOADS))}, or sw.offload(module.layers[3]) for parts"
             raise ShardwiseError(f"unknown offload={self.offload!r}", fix=fix)
@@ -169,12 +174,14 @@ class PlanRequest:
         if isinstance(cluster, int) and configs["search"].memory_bytes is None:  # no description: no memory limit
             configs["search"] = replace(configs["search"], memory_bytes=inf)
         args, named = call_arguments(example_inputs, kwargs)
-        return PlanRequest(module=module, args=args, kwargs=named, loss=loss, cluster=Cluster.of(cluster), **configs)
+        priced = _priced(Cluster.of(cluster), configs["training"])
+        return PlanRequest(module=module, args=args, kwargs=named, loss=loss, cluster=priced, **configs)
 
     def varied(self, cluster: Cluster | None = None, samples: int | None = None, **settings: Any) -> PlanRequest:
         """Return the request with another cluster, number of samples in its inputs, or settings, by name."""
         groups = {name: replace(getattr(self, name), **changes) for name, changes in _grouped(settings).items()}
-        request = replace(self, cluster=cluster or self.cluster, **groups)
+        training = groups.get("training", self.training)
+        request = replace(self, cluster=_priced(cluster or self.cluster, training), **groups)
         if samples is None:
             return request
         args, kwargs = with_samples((self.args, dict(self.kwargs)), samples)
@@ -199,6 +206,14 @@ class PlanRequest:
         """The bytes that the tensors of a device may take."""
         limit = self.search.memory_bytes
         return self.cluster.device.usable_bytes if limit is None else limit
+
+
+def _priced(cluster: Cluster, training: TrainingConfig) -> Cluster:
+    """Return the cluster with the products of the request's precision."""
+    products = training.precision.products if training.precision is not None else None
+    if products is not None:
+        return cluster.with_products("f8")
+    return replace(cluster, device=replace(cluster.device, products="")) if cluster.device.products else cluster
 
 
 def _grouped(settings: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

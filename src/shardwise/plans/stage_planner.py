@@ -326,7 +326,7 @@ def choose_stage(
     settings = replace(config.settings, memory_policy=memory_policy, layouts=layouts)
     if not config.by_price:
         (mesh,) = config.meshes
-        factored, choice = decide(part, annotations, mesh, config.mode)
+        factored, choice = decide(part, annotations, mesh, config.mode, config.settings.imbalance)
         choice = apply_layouts(choice, layouts, part, factored, mesh)
         program = build_program(part, factored.rules, choice, mesh, settings, vjp_cache)
         prediction = None

@@ -16,8 +16,10 @@ import torch
 
 from shardwise.layouts.conversions import WINDOW_CELLS, Move, collective_of
 from shardwise.layouts.holdings import held_rows, num_exchanged, segments
-from shardwise.layouts.layout import Layout, Windows, copies_of
+from shardwise.layouts.layout import Layout, Windows
 from shardwise.programs.forms import Form
+from shardwise.programs.keyed_rows import RowExchange
+from shardwise.rules.keyed_rows import copies_of
 
 LARGE = 2**18  # elements from which on a tensor is sent between two gloo ranks without a copy
 Kind = Literal[
@@ -55,41 +57,6 @@ class LocalMove:
     @property
     def is_identity(self) -> bool:
         return self.unpack is _first and self.kind is None
-
-
-@dataclass(frozen=True, slots=True)
-class RowExchange:
-    """Rows that go to the owners of their keys (``outward``), or return from there.
-
-    ``ways``: the positions of a rank's keys in the order in which their rows are sent, and how many rows it sends to
-    and receives from every member (``programs.builder``). ``copies``: the keys of a row; cotangents of its copies
-    add up.
-    """
-
-    outward: bool
-    copies: int
-
-    def counts(self, ways: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-        """Return how many rows the rank sends to and receives from every member."""
-        _, sent, received = (way.flatten() for way in ways)
-        to, back = torch.cat((sent, received)).view(2, -1).tolist()
-        return (to, back) if self.outward else (back, to)
-
-    def pack(self, tensor: torch.Tensor, ways: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the rows to send, member by member."""
-        return tensor.index_select(0, self._positions(ways)) if self.outward else tensor.contiguous()
-
-    def unpack(self, rows: torch.Tensor, ways: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the result from the rows received, member by member."""
-        if self.outward:
-            return rows
-        if self.copies == 1:
-            return torch.empty_like(rows).index_copy_(0, ways[0], rows)
-        result = rows.new_zeros(rows.shape[0] // self.copies, *rows.shape[1:])
-        return result.index_add_(0, self._positions(ways), rows)
-
-    def _positions(self, ways: Sequence[torch.Tensor]) -> torch.Tensor:
-        return ways[0] if self.copies == 1 else ways[0] // self.copies
 
 
 def local_move(move: Move, coordinates: Mapping[str, int], *, backward: bool) -> LocalMove:

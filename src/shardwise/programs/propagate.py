@@ -36,9 +36,9 @@ from shardwise.layouts.choice import (
     Where,
 )
 from shardwise.layouts.conversions import CELLS
-from shardwise.layouts.layout import copies_of
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import Strategy
+from shardwise.rules.keyed_rows import copies_of
 from shardwise.rules.rule import OpRule
 
 PRIMITIVE_SHARE = {"all_gather": 1.0, "reduce_scatter": 1.0, "all_reduce": 2.0}

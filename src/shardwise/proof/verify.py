@@ -176,6 +176,7 @@ def verify(
         raise ShardwiseError(f"steps is {steps}", fix=f"use an integer up to {MOST_STEPS:,}")
     args, named = call_arguments(example_inputs, kwargs)
     need_values((args, named))
+    plan.precision.check_executed("sw.verify")
     # Another autocast than planned would go unnoticed: in float64 its casts are no-ops.
     check_ambient(plan.precision.autocast, "around sw.verify")
     if plan.is_pipeline or plan.micro_batches > 1:  # their steps return no gradients of inputs

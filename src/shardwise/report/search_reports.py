@@ -24,6 +24,7 @@ from shardwise.plans.stage_planner import StageSearchResult
 from shardwise.programs.rank_program import RankProgram
 from shardwise.report.alternatives import PlanRanking, WhatIf, top, what_if
 from shardwise.report.cost_graph_file import write_cost_graph
+from shardwise.report.expert_ways import ExpertWays, expert_ways
 from shardwise.report.explain import Explanation, explain
 from shardwise.report.outline import alternatives
 from shardwise.report.page import OperatorLookup, StageFigures, write_page
@@ -122,18 +123,21 @@ class MeshReport(SearchReport):
     def of(plan: Plan, finished_search: MeshSearch, peak: Peak) -> MeshReport:
         return MeshReport(plan, replace(finished_search, called=plan.mesh), peak)
 
-    def explain(self, name: str) -> AutoStagesReport | Explanation | MicroBatches:
+    def explain(self, name: str) -> AutoStagesReport | Explanation | ExpertWays | MicroBatches:
         """Explain one choice: its alternatives with their prices, term by term, and the neighbour that made the choice.
 
         Args:
             name: An operator or a parameter, as the plan prints it; ``"micro_batch"`` for the sizes that were tried;
-                ``"stages"`` for the settings that were compared, if ``sw.plan`` chose the stages.
+                ``"stages"`` for the settings that were compared, if ``sw.plan`` chose the stages; ``"experts"`` for the
+                ways in which rows come to their experts, layer by layer.
 
         Raises:
             PlanError: The name is unknown.
         """
         if name == "stages" and self.settings is not None:
             return self.settings
+        if name == "experts":
+            return expert_ways([(self.finished_search, {})], self.plan.imbalance)
         if name == "micro_batch":
             return MicroBatches(self.tried, self.plan.micro_batch)
         return explain(self.finished_search, name)
@@ -220,8 +224,8 @@ class PipelineReport(SearchReport):
         )
         return PipelineReport(plan, searches, found)
 
-    def explain(self, name: str) -> AutoStagesReport | StageExplanation:
-        """Explain one choice in its stage, or ``"stages"``, as ``MeshReport.explain`` does.
+    def explain(self, name: str) -> AutoStagesReport | ExpertWays | StageExplanation:
+        """Explain one choice in its stage, ``"stages"`` or ``"experts"``, as ``MeshReport.explain`` does.
 
         The layouts of values between stages, and of parameters in several stages, were unified after the search.
 
@@ -233,6 +237,8 @@ class PipelineReport(SearchReport):
         """
         if name == "stages" and self.settings is not None:
             return self.settings
+        if name == "experts":
+            return expert_ways(self._searches(), self.plan.imbalance)
         number, searched = self._home(name)
         called = searched.names[name]
         return StageExplanation(number, "" if called == name else called, explain(searched.search, called))
@@ -273,6 +279,16 @@ class PipelineReport(SearchReport):
             PlanError: No stage was chosen by price.
         """
         return PipelineRanking(*rank_pipelines(self.found, _checked_count(k), self.settings))
+
+    def _searches(self) -> list[tuple[MeshSearch, Mapping[str, list[str]]]]:
+        """Return every search once, with the names that its operators have in the stages that share it."""
+        found: dict[int, tuple[MeshSearch, dict[str, list[str]]]] = {}
+        for searched in self.searched:
+            if searched is not None:
+                _, names = found.setdefault(id(searched.search), (searched.search, {}))
+                for name, called in searched.names.items():
+                    names.setdefault(called, []).append(name)
+        return list(found.values())
 
     def _home(self, name: str) -> tuple[int, StageSearchResult]:
         """Return the stage that has an operator or a parameter, and its search."""

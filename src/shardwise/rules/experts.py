@@ -15,14 +15,15 @@ from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import is_random
 from shardwise.rules.arguments import flat_pieces
 from shardwise.rules.binding import RuleTable, build, single
-from shardwise.rules.rule import Dims, FactorKind, KeyedRows, LocalContext, LocalOpCall, OpRule, Piece
+from shardwise.rules.keyed_rows import IMBALANCE, KeyedRows, copies_of, keyed
+from shardwise.rules.rule import Dims, FactorKind, LocalContext, LocalOpCall, OpRule, Piece
 
 
 def grouped_mm_rule(op: Op, graph: Graph) -> OpRule:
     """``s k, e k n, (s r) -> (s r) n``: a part of the experts computes their rows and gives 0 for the others."""
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        return LocalOpCall(op.target, (*op.args[:3], *flat_pieces(context.pieces["e"])))
+        return LocalOpCall(op.target, (*op.args[:3], *flat_pieces(context.pieces["e"]), *op.args[6:]))
 
     (tokens, _), (rows,) = (graph.by_name[op.operands[i]].shape for i in (0, 2))
     of_rows = ("s", "r") if rows != tokens else ("s",)
@@ -33,29 +34,39 @@ def grouped_mm_rule(op: Op, graph: Graph) -> OpRule:
     return replace(rule, keyed=KeyedRows((f"K{copies}", "e", "K1"), ("K1",), op.operands[2], num_experts, copies))
 
 
-def with_keyed_rows(graph: Graph, rules: Mapping[str, OpRule]) -> dict[str, OpRule]:
+def with_keyed_rows(graph: Graph, rules: Mapping[str, OpRule], imbalance: float = IMBALANCE) -> dict[str, OpRule]:
     """Return the rules, with what each operator between products by expert does with keyed rows.
 
     Behind the last product rows return: what is computed with them there needs no other values at the experts.
+    ``imbalance``: the rows that are planned for on the busiest owner of experts, over the mean.
     """
     marked = dict(rules)
     products = [op for op in graph.ops if op.target is grouped_mm._opoverload]
     by_keys: dict[str, KeyedRows] = {}  # keys -> the first product that reads them, which is the one that reads tokens
     for op in products:
-        keyed = marked[op.name].keyed
-        assert keyed is not None, "a product by expert"
-        by_keys.setdefault(keyed.keys, keyed)
+        follow = marked[op.name].keyed
+        assert follow is not None, "a product by expert"
+        by_keys.setdefault(follow.keys, follow)
     follows = {keys: keys for keys in by_keys}  # value with one row per key -> the keys
     for op in graph.ops if products else ():
         rule = marked[op.name]
         keys = {follows[name] for name in op.operands if name in follows}
         first = by_keys[keys.pop()] if len(keys) == 1 else None
-        keyed = first and (rule.keyed or _row_by_row(op, rule, graph, follows))
-        if first is None or keyed is None:
+        follow = first and (rule.keyed or _row_by_row(op, rule, graph, follows))
+        if first is None or follow is None:
             marked[op.name] = replace(rule, keyed=None)
             continue
-        keyed = replace(keyed, keys=first.keys, num_keys=first.num_keys, copies=first.copies)
-        marked[op.name] = replace(rule, keyed=keyed)
+        follow = replace(
+            follow,
+            operands=tuple(keyed(copies_of(at), imbalance) if copies_of(at) else at for at in follow.operands),
+            results=tuple(keyed(copies_of(at), imbalance) for at in follow.results),
+            keys=first.keys,
+            num_keys=first.num_keys,
+            copies=first.copies,
+            imbalance=imbalance,
+            is_first=rule.keyed is first,
+        )
+        marked[op.name] = replace(rule, keyed=follow)
         follows.update(dict.fromkeys(op.results, first.keys))
     needed: set[str] = set()
     for op in reversed(graph.ops):

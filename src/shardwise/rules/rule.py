@@ -14,13 +14,14 @@ FLOPs in ``costs/flops.py`` (``FLOPS``). Without them, its price does not scale 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any, Literal
 
 from torch._ops import OpOverload
 
 from shardwise.graph.ir import Arg, Op
+from shardwise.rules.keyed_rows import KeyedRows
 
 FactorKind = Literal[
     "parallel",  # in every result: splitting it splits the work
@@ -122,31 +123,6 @@ Lowering = Callable[..., Any]
 def takes_runs(lowering: Lowering) -> bool:
     """Return whether the lowering has a parameter ``runs``."""
     return "runs" in signature(lowering).parameters
-
-
-@dataclass(frozen=True, slots=True)
-class KeyedRows:
-    """Describes how an operator treats rows that are on the devices that own their keys (``layouts.layout.keyed``).
-
-    Attributes:
-        operands: Per operand ``"K1"`` or ``"K2"``, ... (its rows follow the keys), ``"R"`` (whole on every device), or
-            the factor that the owners of the keys have in parts, such as the experts of a weight.
-        results: Per result, likewise.
-        keys: The vector of keys, one per row.
-        num_keys: How many different keys there are. The devices along an axis own equally many, in order.
-        copies: The keys of a token, neighbours among ``keys``. They are on the same device before their rows travel.
-    """
-
-    operands: tuple[str, ...]
-    results: tuple[str, ...]
-    keys: str = field(default="", compare=False)  # layers differ in nothing else
-    num_keys: int = 1
-    copies: int = 1
-
-    @property
-    def owned(self) -> str | None:
-        """Return the factor whose parts own the keys, if the operator has it."""
-        return next((where for where in self.operands if where != "R" and where[0] != "K"), None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import ceil, prod
 
 import torch
 import torch.distributed as dist
@@ -16,8 +16,10 @@ from shardwise.graph.ir import Graph
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_layout
 from shardwise.plans.quantities import format_bytes
-from shardwise.programs.moves import LocalMove, RowExchange
+from shardwise.programs.keyed_rows import RowExchange
+from shardwise.programs.moves import LocalMove
 from shardwise.programs.spmd_steps import Conversion
+from shardwise.rules.keyed_rows import imbalance_of
 from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import (
     Communicator,
@@ -174,11 +176,12 @@ class RowExchangeMessage(CollectiveMessage):
 
     def __init__(self, move: LocalMove, rows: RowExchange, ranks: Communicator, purpose: Purpose) -> None:
         super().__init__((move,), ranks, purpose, ())
-        self.rows = rows
+        self.rows, self.num_rows = rows, 0
 
     def _start(self, tensors: Sequence[torch.Tensor], blocks: bool) -> tuple[list[torch.Tensor], list[InFlight], int]:
         tensor, *ways = tensors
         sends, receives = self.rows.counts(ways)
+        self.num_rows = sum(receives if self.rows.outward else sends)
         packed = self.rows.pack(tensor, ways)
         sent = _wire(packed)
         received = sent.new_empty(sum(receives), *sent.shape[1:])
@@ -190,6 +193,11 @@ class RowExchangeMessage(CollectiveMessage):
     def land(self, buffers: list[torch.Tensor], this_rank: Sequence[torch.Tensor] = ()) -> list[torch.Tensor]:
         """Return the result from the rows that arrived. ``buffers``: these, and the ways."""
         return [self.rows.unpack(buffers[0], buffers[1:])]
+
+    def _explain(self, error: Exception) -> None:
+        if is_out_of_memory(error) and (crowded := too_many_rows(error, self)) is not None:
+            raise crowded from error
+        super()._explain(error)
 
 
 class PackedTensors:
@@ -360,6 +368,26 @@ def collective_of(message: CollectiveMessage) -> str:
     name, line = message.purpose.operator(message.purpose.conversions[0])
     direction = "backward" if message.purpose.backward else "forward"
     return f"{what} for {name} ({line}), {direction}"
+
+
+def too_many_rows(error: Exception, message: RowExchangeMessage) -> OutOfDeviceMemoryError | None:
+    """Explain ``error``, which ended an exchange of keyed rows for lack of memory; None if no more rows belong to the
+    rank's keys than were planned for."""
+    purpose, ranks = message.purpose, message.ranks
+    conversion = purpose.conversions[0]
+    layout = next(layout for layout in purpose.layouts(conversion) if layout.keyed_axes)
+    planned = layout.local_shape(ranks.coordinates)[0]
+    if message.num_rows <= planned:
+        return None
+    state = next(state for axis, state in layout.states if axis in layout.keyed_axes)
+    name, line = purpose.operator(conversion)
+    imbalance, owners = imbalance_of(state), ranks.mesh.size_of(layout.keyed_axes)
+    needed = min(ceil(100 * imbalance * message.num_rows / planned) / 100, owners)
+    what = f"out of memory on rank {ranks.rank}: {message.num_rows:,} rows belong to its experts in this step, and the "
+    what += f"plan has memory for {planned:,} ({imbalance:g} times the mean of {owners} owners)"
+    facts = [("value", purpose.describe(conversion)), ("error", str(error).split("\n", 1)[0])]
+    fix = f"plan with imbalance={needed:g} or more, or with a smaller micro-batch; or balance the router"
+    return OutOfDeviceMemoryError(what, op=name, source=line, fix=fix, facts=facts)
 
 
 def conversion_failed(error: Exception, purpose: Purpose) -> OutOfDeviceMemoryError | None:

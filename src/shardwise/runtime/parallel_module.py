@@ -37,7 +37,7 @@ from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.cpu_optimizer import place_states
 from shardwise.runtime.guards.protect import protect
-from shardwise.runtime.guards.registry import shard_records, tensors_of
+from shardwise.runtime.guards.registry import ShardRecord, shard_records, tensors_of
 from shardwise.runtime.holding import ShardMaterializer, install_shards
 from shardwise.runtime.hooks import ShardedModule, gather_whole
 from shardwise.runtime.host_copies import Arrivals
@@ -184,13 +184,16 @@ class ParallelModule(ShardedModule):
         self._protect()  # a deep copy also holds shards
 
     def _protect(self) -> None:
+        protect(self, self.records, self._everyone if self.plan.is_pipeline else None)
+        place_states(self, self.plan.optimizer, self._settings.host)
+
+    @property
+    def records(self) -> dict[str, ShardRecord]:
+        """Map each parameter and buffer that the plan has on this rank to the part of it that this rank holds."""
         stages = reversed(self.plan.stages)
         first = {entry.name: stage.placement.ranks for stage in stages for entry in stage.parameters}
         elsewhere = frozenset(name for name in self._shared if first[name] != self._ranks.place.ranks)
-        is_pipeline = self.plan.is_pipeline
-        records = shard_records(self, self.layouts, self._ranks, elsewhere if is_pipeline else None)
-        protect(self, records, self._everyone if is_pipeline else None)
-        place_states(self, self.plan.optimizer, self._settings.host)
+        return shard_records(self, self.layouts, self._ranks, elsewhere if self.plan.is_pipeline else None)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _SET_BY_CALLS:  # skip torch's checks for parameters and modules

@@ -23,6 +23,7 @@ from shardwise.layouts.strategy import Strategy, apply_strategy, check_strategy,
 from shardwise.layouts.text import parse_layout
 from shardwise.programs.builder import Choice
 from shardwise.rules.atoms import Factored
+from shardwise.rules.keyed_rows import IMBALANCE
 from shardwise.rules.rule import OpRule
 from shardwise.search.modes import choose, with_travelling_rows
 from shardwise.search.user_choices import alias_choices, annotated_ops, annotated_rules, fixed_choices
@@ -32,9 +33,11 @@ from shardwise.search.user_strategies import axes_of_counts, splittable
 Cuts = Mapping[str, Mapping[str, tuple[int, ...]]]
 
 
-def decide(graph: Graph, annotations: Iterable[Annotation], mesh: Mesh, mode: str) -> tuple[Factored, Choice]:
-    """Complete what the user annotated, in the given mode."""
-    rules, factored = annotated_rules(graph, annotations := tuple(annotations))
+def decide(
+    graph: Graph, annotations: Iterable[Annotation], mesh: Mesh, mode: str, imbalance: float = IMBALANCE
+) -> tuple[Factored, Choice]:
+    """Complete what the user annotated, in the given mode. ``imbalance``: see ``user_choices.rules_of``."""
+    rules, factored = annotated_rules(graph, annotations := tuple(annotations), imbalance)
     fixed = fixed_choices(graph, rules, factored, annotations, mesh)
     choice = sum_whole(
         choose(graph, factored, mesh, mode, with_travelling_rows(factored, fixed)), graph, factored, mesh

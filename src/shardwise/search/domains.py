@@ -14,15 +14,17 @@ from itertools import product
 from math import prod
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from shardwise.costs.cluster import Device
 from shardwise.costs.flops import FLOPS
 from shardwise.costs.kernels import is_view
 from shardwise.costs.prices import Prices
-from shardwise.costs.pricing import Fragments, Router, overlap_windows
+from shardwise.costs.pricing import Fragments, Router, overlap_windows, owners_call
 from shardwise.costs.saved_for_backward import saved_for_backward
-from shardwise.graph.ir import Arg, Graph, Op, Value, map_refs
+from shardwise.graph.grouped import order_by_owner
+from shardwise.graph.ir import Arg, Graph, Op, Ref, Value, map_refs
 from shardwise.layouts.choice import (
     BY_KEY,
     INVARIANT,
@@ -34,10 +36,10 @@ from shardwise.layouts.choice import (
     Where,
     splits_owners,
 )
-from shardwise.layouts.layout import IMBALANCE, copies_of
 from shardwise.layouts.routes import SHARDED, STATES, Axes, Floats, Ints, Routes
 from shardwise.layouts.strategy import Strategy
 from shardwise.rules.atoms import Factored
+from shardwise.rules.keyed_rows import KeyedRows, copies_of
 from shardwise.rules.rule import OpRule, base_name
 from shardwise.search.constants import HEAVY_INPUT_WORK, LOWERED_FORWARD_PARTS
 from shardwise.search.elimination import Elimination, Shape
@@ -299,14 +301,15 @@ class Domains:
                 if Split(factor.name) in per_axis[axis]:
                     parts *= np.where(grid[:, axis] == per_axis[axis].index(Split(factor.name)), size, 1)
             fitting &= parts <= max(factor.size, 1)
+        owners = np.ones(len(grid), dtype=np.int64)
         if rule.keyed is not None:
-            owners = np.ones(len(grid), dtype=np.int64)
             for axis, size in enumerate(self.axes.sizes):
                 owners *= np.where(grid[:, axis] == per_axis[axis].index(BY_KEY), size, 1)
             num_parts[rule.results[0][0][0]] = num_parts[rule.results[0][0][0]] * owners
             fitting &= owners <= rule.keyed.num_keys
             if rule.keyed.owned is not None:
                 fitting &= (owners == 1) | (num_parts[rule.keyed.owned] == 1)
+                num_parts[rule.keyed.owned] = num_parts[rule.keyed.owned] * owners
         fitting &= ~self._mixes_lowered(rule, per_axis, grid)
         places = ShardPositions.of(rule)
         operands = [self._nodes(name, partial(places.operand, i), per_axis, grid) for i, name in enumerate(op.operands)]
@@ -320,6 +323,7 @@ class Domains:
             rule,
             [tuple(choices[i] for choices, i in zip(per_axis, row, strict=True)) for row in grid[kept].tolist()],
             {name: parts[kept] for name, parts in num_parts.items()},
+            owners[kept],
             [None if nodes is None else nodes[kept] for nodes in operands],
             [None if nodes is None else nodes[kept] for nodes in results],
         )
@@ -379,6 +383,7 @@ class Domains:
         rule: OpRule,
         choices: list[tuple[AxisChoice, ...]],
         num_parts: Mapping[str, Ints],
+        owners: Ints,
         operands: list[Ints | None],
         results: list[Ints | None],
     ) -> Domain:
@@ -393,19 +398,26 @@ class Domains:
         alive = np.ones(count, dtype=np.bool_)
         # Lowered strategies and those that exchange halos are priced by what is emitted for them.
         plain = np.array([lowered.isdisjoint(parts) for parts in choices], dtype=np.bool_)
-        same, back = np.unique(local[:, plain], axis=1, return_inverse=True)
+        same, back = np.unique(np.vstack([local, owners])[:, plain], axis=1, return_inverse=True)
         place = {factor.name: i for i, factor in enumerate(rule.factors)}
         prices = np.zeros((3, same.shape[1]))
-        for i, sizes in enumerate(same.T.tolist()):
+        for i, (*sizes, num_owners) in enumerate(same.T.tolist()):
             shapes = tuple(
                 tuple(tuple(prod(sizes[place[f]] for f in dim) for dim in dims) for dims in side)
                 for side in (rule.operands, rule.results)
             )
-            prices[0, i] = self.prices.operator(op, values, outputs, (shapes[0], shapes[1]))
+            call = op if num_owners == 1 else owners_call(op, rule, (shapes[0], shapes[1]))
+            prices[0, i] = self.prices.operator(call, values, outputs, (shapes[0], shapes[1]))
             prices[1, i] = self._kept(saved.results, saved.other_bytes, values, outputs, shapes)
-            prices[2, i] = self.prices.forward(op, values, outputs, (shapes[0], shapes[1]))
-        busiest = np.array([IMBALANCE if BY_KEY in parts else 1.0 for parts in choices])
+            prices[2, i] = self.prices.forward(call, values, outputs, (shapes[0], shapes[1]))
+        busiest = np.ones(count) if rule.keyed is None else np.minimum(owners, rule.keyed.imbalance)
         compute[plain], kept[plain], forward[plain] = prices[:, back.reshape(-1)] * busiest[plain]
+        if rule.keyed is not None and rule.keyed.is_first:
+            for i in np.flatnonzero(owners > 1).tolist():
+                sorting, counting = self._ways_seconds(
+                    rule.keyed, choices[i], prod(int(num_parts[name][i]) for name in rule.results[0][0])
+                )
+                compute[i], exposed[i] = compute[i] + sorting, exposed[i] + counting
         for i in np.flatnonzero(~plain).tolist():
             fragment = self.fragments(op, rule, strategy_of(choices[i], self.axes))
             compute[i], exposed[i], kept[i] = fragment.compute, fragment.exposed, fragment.kept_bytes
@@ -429,6 +441,19 @@ class Domains:
             forward,
         )
         return domain if alive.all() else domain.only(np.flatnonzero(alive))
+
+    def _ways_seconds(self, keyed: KeyedRows, choices: tuple[AxisChoice, ...], num_slices: int) -> tuple[float, float]:
+        """Return the seconds of what says which rows go where (``programs.builder``), which all that follows the same
+        keys shares: of sorting a slice of the keys, and of telling every owner how many rows it will get."""
+        groups = zip(self.axes.groups, choices, strict=True)
+        axes = tuple(part for group, choice in groups if choice == BY_KEY for part in group)
+        owners, keys = self.axes.mesh.size_of(axes), self.graph.by_name[keyed.keys]
+        ends = tuple((i + 1) * keyed.num_keys // owners for i in range(owners))
+        way = Op("", order_by_owner._opoverload, (Ref(keys.name), ends), (), ("order", "sent"), "")
+        made = [Value("order", keys.shape, torch.int64), Value("sent", (num_slices, owners), torch.int64)]
+        slice_of_keys = (-(-keys.numel // num_slices),)
+        sorting = self.prices.forward(way, [keys], made, ([slice_of_keys], [slice_of_keys, (1, owners)]))
+        return sorting, self.prices.links.seconds("all_to_all", axes, owners * torch.int64.itemsize)
 
     def _kept(
         self,

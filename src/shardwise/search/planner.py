@@ -114,7 +114,7 @@ class Planner:
     ) -> Planner:
         """Return the planner for a captured model. Raises LayoutError for splits by hand, which have no price."""
         annotations = tuple(annotations)
-        rules, factored = annotated_rules(graph, annotations)
+        rules, factored = annotated_rules(graph, annotations, settings.imbalance)
         _refuse_cuts(annotations, settings.search)
         choosing, meshes = SearchSpace(graph, factored), tuple(meshes)
         return Planner(

@@ -24,6 +24,7 @@ from shardwise.programs.program import busiest_rank, localize
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.spmd import SpmdProgram, build_spmd
 from shardwise.programs.vjp import VjpCache
+from shardwise.rules.keyed_rows import IMBALANCE
 from shardwise.rules.rule import OpRule
 from shardwise.search.constants import MAX_SIMULATED_OPERATORS
 from shardwise.search.decide import Kept
@@ -41,7 +42,7 @@ class SearchConfig:
     turns, so that transient bytes are there once; ``taken``: the layouts in which the next stage takes values, device
     by device; ``known``: seconds of the step of an existing plan (a search for a better one ends where prices are
     clearly above it); ``together``: the equal stages of a pipeline rank, whose micro-batches all run one after the
-    other in a step."""
+    other in a step; ``imbalance``: the rows that are planned for on the busiest owner of experts, over the mean."""
 
     search: str = "dynamic_programming"
     optimizer: str = "adamw"
@@ -56,6 +57,7 @@ class SearchConfig:
     taken: Mapping[str, Layout] = field(default_factory=dict)
     known: float = inf
     together: int = 1
+    imbalance: float = IMBALANCE
 
 
 @dataclass(frozen=True, eq=False)

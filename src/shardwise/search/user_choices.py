@@ -9,22 +9,25 @@ from shardwise.errors import LayoutError, ShardwiseError, UnsplitWarning, proble
 from shardwise.graph.annotate import SUMMED, Annotation
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.normalize_random import DROPOUT
-from shardwise.layouts.choice import AxisChoice, Choices, ShardPositions, Split, where_of
+from shardwise.layouts.choice import BY_KEY, AxisChoice, Choices, ShardPositions, Split, splits_owners, where_of
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.mesh import Mesh
 from shardwise.layouts.strategy import named_factors
 from shardwise.layouts.text import parse_layout
 from shardwise.rules.atoms import Factored, factor_graph
 from shardwise.rules.experts import with_keyed_rows
+from shardwise.rules.keyed_rows import IMBALANCE
 from shardwise.rules.rule import OpRule, base_name
 from shardwise.rules.tables import rule_of, whole_rule
 from shardwise.search.modes import follows_operand
 from shardwise.search.user_strategies import SplitCounts, choices_for, num_blockers
 
 
-def annotated_rules(graph: Graph, annotations: tuple[Annotation, ...]) -> tuple[dict[str, OpRule], Factored]:
-    """Return the rules, in the variants that annotations name, and divided."""
-    rules = rules_of(graph)
+def annotated_rules(
+    graph: Graph, annotations: tuple[Annotation, ...], imbalance: float = IMBALANCE
+) -> tuple[dict[str, OpRule], Factored]:
+    """Return the rules, in the variants that annotations name, and divided. ``imbalance``: see ``rules_of``."""
+    rules = rules_of(graph, imbalance=imbalance)
     factored = factor_graph(graph, rules)
     if not any(rule.variants for rule in rules.values()):
         return rules, factored
@@ -50,6 +53,7 @@ def fixed_choices(
             rule = factored.rules[op.name]
             weights = {f.name: weight[op.name, f.name] for f in rule.factors}
             fixed[op.name] = choices_for(op, rules[op.name], rule, annotation.strategy, mesh, graph, weights)
+            _check_owners(op, rule, fixed[op.name], mesh)
     for annotation in idle.values():
         raise no_operator_error(annotation)
     for value, text in graph.constraints:
@@ -159,9 +163,21 @@ def annotated_ops(graph: Graph, factored: Factored, annotation: Annotation) -> l
     return working
 
 
+def _check_owners(op: Op, rule: OpRule, choices: Mapping[str, AxisChoice], mesh: Mesh) -> None:
+    """Raise LayoutError if a device would have more rows than there are, by the imbalance that is planned for."""
+    keyed = rule.keyed
+    if keyed is not None:
+        owning = tuple(axis for axis, choice in choices.items() if choice == BY_KEY or splits_owners(choice, rule))
+        if 1 < (owners := mesh.size_of(owning)) < keyed.imbalance:
+            what = f"imbalance is {keyed.imbalance:g}, and {owners} devices along {mesh.format_axes(owning)} own the "
+            what += f"experts: the busiest has all rows at most, {owners} times the mean"
+            raise LayoutError(what, op=op.name, source=op.source, fix=f"imbalance= from 1 to {owners}, or more owners")
+
+
 def _factor_names(rule: OpRule) -> set[str]:
     rules = (rule, *(variant for _, variant in rule.variants))
-    return {base_name(factor.name) for member in rules for factor in member.factors}
+    names = {base_name(factor.name) for member in rules for factor in member.factors}
+    return names | {"K"} if rule.keyed is not None and rule.keyed.owned else names
 
 
 def _owners(op: Op, graph: Graph, factored: Factored) -> tuple[str, ...]:
@@ -186,9 +202,10 @@ def _is_split_off(op: Op, inside: list[Op], graph: Graph) -> bool:
     return str(op.target) == "aten.add.Tensor" and len(sources) == 1 and any(name in names for name in op.operands)
 
 
-def rules_of(graph: Graph, *, known: Container[str] = ()) -> dict[str, OpRule]:
+def rules_of(graph: Graph, *, known: Container[str] = (), imbalance: float = IMBALANCE) -> dict[str, OpRule]:
     """Return the rule of every op; operators without one are kept whole, with one warning that names them all, once per
-    kind. ``known``: ops that a plan has decided already; they cause no warning."""
+    kind. ``known``: ops that a plan has decided already; they cause no warning. ``imbalance``: the rows that are
+    planned for on the busiest owner of experts, over the mean."""
     rules: dict[str, OpRule] = {}
     missing: dict[str, Op] = {}
     for op in graph.ops:
@@ -205,7 +222,7 @@ def rules_of(graph: Graph, *, known: Container[str] = ()) -> dict[str, OpRule]:
             f"no rule for {named}: they run unsplit on gathered operands (sw.rule gives an operator one)",
             UnsplitWarning,
         )
-    return with_keyed_rows(graph, rules)
+    return with_keyed_rows(graph, rules, imbalance)
 
 
 def variant(rule: OpRule, strategy: str) -> OpRule:

@@ -358,10 +358,11 @@ def _is_equal(first: Any, second: Any) -> bool:
 
 
 class ShardIndex:
-    """The shards of this process at one moment: parameters, buffers, gradients and optimizer states."""
+    """The shards of this process at one moment: parameters, buffers, gradients and optimizer states. ``held``: the
+    parameters and buffers, by default those that are shards."""
 
-    def __init__(self) -> None:
-        shards = list(held_shards())
+    def __init__(self, held: Iterable[tuple[Tensor, ShardRecord]] | None = None) -> None:
+        shards = list(held_shards() if held is None else held)
         states = list(_optimizer_states(shards))
         every = [*shards, *_gradients(shards), *((state, record) for state, record, is_part in states if is_part)]
         self._odd = {_place(x): record for x, record, is_part in states if not is_part and record.layout.positions}
