@@ -14,6 +14,7 @@ import shardwise as sw
 from models.breadth import tiny_of
 from raising import raises
 from shardwise.layouts.text import parse_layout
+from shardwise.programs.keyed_rows import RowCounts
 
 EP = sw.Mesh(ep=4)
 CUBE = sw.Mesh(dp=2, ep=2, tp=2)
@@ -142,6 +143,27 @@ def test_any_number_of_tokens_travels(case: str) -> None:
     assert len(exchanges(plan)) == 2, plan
     report = sw.verify(module, batch, plan)
     assert report.is_equal, report
+
+
+def test_the_host_reads_sizes_once_a_layer_when_all_is_recomputed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[RowCounts] = []
+    original = RowCounts.__init__
+
+    def noted(counts: RowCounts, sent: Tensor, received: Tensor) -> None:
+        reads.append(counts)
+        original(counts, sent, received)
+
+    monkeypatch.setattr(RowCounts, "__init__", noted)
+    counts = []
+    for recompute in (None, "full"):
+        module, batch, plan = planned("qwen3_moe", sw.Mesh(ep=2), recompute=recompute)
+        reads.clear()
+        assert sw.verify(module, batch, plan).is_equal
+        counts.append(len(reads))
+    layers_and_ranks = 2 * 2
+    assert counts[0], "rows travel"
+    assert counts[0] % layers_and_ranks == 0
+    assert counts[1] == counts[0], "forward tells backward"
 
 
 def test_tokens_travel_in_stages() -> None:

@@ -55,14 +55,14 @@ def test_more_rows_cost_more_seconds_and_bytes() -> None:
 
 
 class Wide(nn.Module):
-    """One product by expert, with two of eight experts for every token."""
+    """One product by expert, with two of eight experts for every token, which depends on a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.empty(8, 256, 1024))
+        self.scale, self.up = nn.Parameter(torch.empty(256)), nn.Parameter(torch.empty(8, 256, 1024))
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        rows, experts = x.flatten(0, 1), chosen.flatten()
+        rows, experts = (x * self.scale).flatten(0, 1), chosen.flatten()
         expert, order = experts.sort(stable=True)
         ends = nn.functional.one_hot(expert, 8).sum(0).cumsum(0).to(torch.int32)
         hidden = nn.functional.grouped_mm(rows[order // 2], self.up, offs=ends)

@@ -115,7 +115,8 @@ def _join_group() -> None:
         current.generation = read_generation(os.environ)
     if backend_of() != "nccl":
         return
-    bound = dist.group.WORLD.bound_device_id
+    everyone: Any = dist.group.WORLD
+    bound = everyone.bound_device_id
     local = read_place(os.environ).local_rank
     if bound is not None:
         torch.cuda.set_device(bound)
