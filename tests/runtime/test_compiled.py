@@ -15,8 +15,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, fx, nn
-from torch._inductor import compile_fx
-from torch._inductor import config as inductor_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
@@ -349,8 +347,12 @@ def test_a_torch_compile_around_the_module_leaves_its_programs_alone(run_ranks: 
         assert max(errors) < 1e-13  # sums of 16 float64 in another order
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Inductor imports
 def test_sections_are_no_cuda_graphs_even_where_the_user_has_them_on() -> None:
     """A graph replays the addresses it was recorded with; the operands of a section have new ones in every step."""
+    from torch._inductor import compile_fx
+    from torch._inductor import config as inductor_config
+
     with FakeTensorMode():
         operand = torch.ones(3)
     graph = fx.Graph()
