@@ -16,7 +16,8 @@ software. Of other software the plan's step is compared.
 where the file has four groups of its runs. It comes from every fourth of these groups, none of which is a case here.
 
 Seconds of Llama 3 and Mixtral are those in which their model FLOPs (products, of Llama's causal attention half) are
-done at the published rate. Sources stand beside the cases.
+done at the published rate; of the other mixtures of experts those of the published tokens a second, or GPU hours. Where
+products were computed in float8, they have the price of it. Sources stand beside the cases.
 """
 
 from __future__ import annotations
@@ -37,7 +38,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PretrainedConfig,
+    Qwen3MoeConfig,
+)
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -55,6 +64,7 @@ JEAN_ZAY = ("A100-80GB", "NVLink 4 inter-GPU connects; 4x Omni-Path 100 per node
 COMPOSER = ("H100-80GB", "not stated")
 META = ("H100-80GB", "8x 400 Gb/s RoCE")
 INFINIBAND = ("H100-80GB", "8x 400 Gb/s InfiniBand")
+DEEPSEEK = ("H800-80GB", "8x 400 Gb/s InfiniBand")
 
 
 PLAIN = Software()
@@ -66,9 +76,10 @@ class Case:
     """``model``: a ``Shape`` is Megatron's GPT, whose batch and sequence are the case's; ``hardware``: as published
     runs name GPU and interconnect; ``published``: seconds of a step, from ``source``; ``setting``: arguments of
     ``sw.plan`` that fix it; ``software``: what of it attention and dropout are;
-    ``framework``: Megatron's, whose steps are priced as rows of that file (empty: another), in ``precision``."""
+    ``framework``: Megatron's, whose steps are priced as rows of that file (empty: another), in ``precision``;
+    ``products``: the dtype of products, if it is another."""
 
-    model: LlamaConfig | MixtralConfig | Shape
+    model: PretrainedConfig | Shape
     hardware: tuple[str, str]
     num_gpus: int
     batch: int
@@ -79,6 +90,7 @@ class Case:
     software: Software = PLAIN
     framework: str = ""
     precision: str = "fp16"
+    products: torch.dtype | None = None
 
     @property
     def row(self) -> Row:
@@ -183,7 +195,7 @@ def llama_3(num_gpus: int, dp: int, tflops: float, cp: int = 1) -> Case:
     )
 
 
-def mixtral(num_gpus: int, batch: int, tflops: float) -> Case:
+def mixtral(num_gpus: int, batch: int, tflops: float, strategies: Mapping[str, str] | None = None) -> Case:
     """A sequence per device and pass; the published run divided the experts of a layer among the devices of a node."""
     length, places = 4096, 4
     config = MixtralConfig(
@@ -193,10 +205,67 @@ def mixtral(num_gpus: int, batch: int, tflops: float) -> Case:
     devices = num_gpus // places
     setting = {
         "stages": 32, "schedule": "Interleaved1F1B:8", "mesh": sw.Mesh(dp=devices // 8, ep=8), "micro_batch": devices,
+        "strategies": strategies,
     }  # fmt: skip
     source = "NVIDIA/Megatron-LM, megatron/core/transformer/moe/README.md (022bcb5): mapping of v0.8, rate of v0.9"
     published = at_rate(config, batch, length, num_gpus, tflops, seen=1.0)  # as Megatron counts
     return Case(config, INFINIBAND, num_gpus, batch, length, published, setting, source)
+
+
+def at_tokens(
+    config: PretrainedConfig, hardware: tuple[str, str], num_gpus: int, batch: int, tokens: float,
+    setting: Mapping[str, Any], source: str, products: torch.dtype | None = None,
+) -> Case:  # fmt: skip
+    """A mixture of experts on sequences of 4,096, whose step has the published ``tokens`` a second and GPU."""
+    length = 4096
+    published = batch * length / (num_gpus * tokens)
+    return Case(config, hardware, num_gpus, batch, length, published, setting, source, products=products)
+
+
+def deepseek_v3() -> Case:
+    """16 places, experts over 8 nodes, no tensor parallelism, ZeRO 1. A plan has stages in 1F1B and computes layers
+    again; DualPipe hides the exchange behind another micro-batch and keeps less than a layer's products in float8."""
+    setting = {
+        "stages": 16, "mesh": sw.Mesh(dp=2, ep=64), "micro_batch": 128, "zero": 1, "recompute": "full",
+        "strategies": {"model.layers.*.mlp.experts": "K@ep"},
+    }  # fmt: skip
+    source = (
+        "DeepSeek-AI 2024 (arXiv:2412.19437), sections 1, 3.2 and 4.2: 180 K H800 hours per trillion tokens, batches "
+    )
+    source += "of 15,360 sequences; sequences of a micro-batch are not published: one a device"
+    tokens = 1e12 / (180e3 * 3600)
+    config = DeepseekV3Config(use_cache=False)
+    return at_tokens(config, DEEPSEEK, 2048, 15360, tokens, setting, source, torch.float8_e4m3fn)
+
+
+BRIDGE = (
+    "NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md (00b7660), DGX-H100, container 25.11, tokens forced into"
+)
+BRIDGE += " balance"
+
+
+def qwen3_235b() -> Case:
+    """8 places of 4 stages, dp 16 and tp 2, whose 32 devices each have four experts of a layer."""
+    config = Qwen3MoeConfig(
+        hidden_size=4096, num_hidden_layers=94, num_attention_heads=64, num_key_value_heads=4, head_dim=128,
+        moe_intermediate_size=1536, intermediate_size=12288, num_experts=128, num_experts_per_tok=8, vocab_size=151936,
+        max_position_embeddings=4096, use_cache=False,
+    )  # fmt: skip
+    setting = {
+        "stages": 32, "schedule": "Interleaved1F1B:4", "mesh": sw.Mesh(dp=16, tp=2), "micro_batch": 16, "imbalance": 1,
+        "strategies": {"model.layers.*.mlp.experts": "K@(dp,tp)"},
+    }  # fmt: skip
+    source = f"{BRIDGE}; the table leaves the batch out, 2,048 assumed"
+    return at_tokens(config, INFINIBAND, 256, 2048, 1575, setting, source, torch.float8_e4m3fn)
+
+
+def gpt_oss_120b() -> Case:
+    """4 places, dp 2 and ep 8, four sequences a device and pass. Experts have biases, which the search brings there."""
+    setting = {
+        "stages": 4, "mesh": sw.Mesh(dp=2, ep=8), "micro_batch": 64, "imbalance": 1,
+        "strategies": {"model.layers.*.mlp.experts": "e@ep"},
+    }  # fmt: skip
+    return at_tokens(GptOssConfig(use_cache=False), INFINIBAND, 64, 512, 5630, setting, BRIDGE)
 
 
 # Megatron's splits without sequence parallelism, as its runs of 2022 and before had them.
@@ -216,6 +285,10 @@ CASES = {
     "llama3-405b-8192": llama_3(8192, 64, 430),
     "llama3-405b-131k": llama_3(16384, 8, 380, cp=16),
     "mixtral-8x7b-64": mixtral(64, 256, 468),
+    "mixtral-8x7b-64-travelling": mixtral(64, 256, 468, {"model.layers.*.mlp.experts": "K@ep"}),
+    "deepseek-v3-2048": deepseek_v3(),
+    "qwen3-235b-256": qwen3_235b(),
+    "gpt-oss-120b-64": gpt_oss_120b(),
     "gpt3-175b-64": korthikanti(gpt(96, 12288, 96), 64, 18.13, {"stages": 24, "schedule": "Interleaved1F1B:3"}),
     "turing-530b-280": korthikanti(gpt(105, 20480, 128), 280, 49.05, {"stages": 105, "schedule": "Interleaved1F1B:3"}),
     "megatron-1t-512": korthikanti(gpt(128, 25600, 160), 512, 94.42, {"stages": 64}),
@@ -242,7 +315,8 @@ def planned(case: Case, setting: Mapping[str, Any]) -> tuple[sw.Plan, float]:
     module, inputs = case.module()
     start = time.process_time()
     plan = sw.plan(
-        module, cluster=case.cluster, precision=sw.Precision(compute=torch.bfloat16), global_batch=case.batch,
+        module, cluster=case.cluster, global_batch=case.batch,
+        precision=sw.Precision(compute=torch.bfloat16, products=case.products),
         optimizer="adamw fused", search="dynamic_programming", **inputs, **setting,
     )  # fmt: skip
     return plan, time.process_time() - start

@@ -71,6 +71,11 @@ def test_tokens_travel_and_every_number_is_that_of_one_device(case: str) -> None
     assert report.ok, report
 
 
+def test_experts_with_biases_are_searched() -> None:
+    module, batch, plan = planned("gpt_oss", EP, search="dynamic_programming")
+    assert sw.verify(module, batch, plan).is_equal
+
+
 def test_what_is_exchanged_is_the_tokens_and_the_results() -> None:
     _, batch, plan = planned("qwen3_moe", EP)
     hidden, copies, tokens, layers = 32, 2, batch["input_ids"].numel(), 2
@@ -171,6 +176,41 @@ def test_tokens_travel_in_stages() -> None:
     strategies = {"model.layers.*.mlp.experts": "e@ep"}
     plan = sw.plan(module, batch, 4, mesh=sw.Mesh(ep=2), strategies=strategies, stages=2, micro_batch=4)
     assert "row_exchange" in str(plan)
+    assert sw.verify(module, batch, plan).is_equal
+
+
+class Block(Routed):
+    """A layer that routes its tokens by what they are."""
+
+    def forward(self, x: Tensor, chosen: Tensor | None = None) -> Tensor:
+        assert chosen is None
+        rows = self.mix(x).flatten(0, 1)
+        expert, order = rows[:, :4].topk(2).indices.flatten().sort(stable=True)
+        ends = F.one_hot(expert, 4).sum(0).cumsum(0).to(torch.int32)
+        hidden = F.gelu(grouped(rows[order // 2], self.up, ends))
+        back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+        return x + grouped(hidden, self.down, ends)[back].unflatten(0, (-1, 2)).sum(1).view_as(x)
+
+
+class Blocks(nn.Module):
+    """Equal layers of experts behind each other."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Block() for _ in range(count)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_equal_stages_that_are_searched_once_follow_their_own_keys() -> None:
+    module, batch = Blocks(4), (torch.randn(8, 8, 8),)
+    for number, layer in enumerate(module.layers):
+        sw.stage(layer, number)
+    options = {"mesh": sw.Mesh(ep=2), "search": "dynamic_programming", "stages": "marked", "micro_batch": 4}
+    plan = sw.plan(module, batch, 4, schedule="Interleaved1F1B", **options)
+    assert len(plan.stages) == 4
+    assert len(exchanges(plan)) == 3 * 4
     assert sw.verify(module, batch, plan).is_equal
 
 

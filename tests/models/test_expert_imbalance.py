@@ -87,16 +87,16 @@ def test_a_plan_keeps_its_imbalance(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("imbalance", [0.5, 0, -1, nan, inf, "1.5", True, None])
 def test_an_imbalance_that_no_routing_has_is_refused(imbalance: Any) -> None:
-    with raises(sw.errors.ShardwiseError, "imbalance"):
+    with raises(sw.errors.ShardwiseError, "imbalance", fix="default 1.2"):
         planned("qwen3_moe", EP, imbalance=imbalance)
 
 
 def test_an_imbalance_above_the_owners_is_refused_with_the_arithmetic() -> None:
-    with raises(sw.errors.ShardwiseError, 5, 4, "4 times the mean", fix="from 1 to 4"):
+    with raises(sw.errors.ShardwiseError, 5, 4, fix="from 1 to 4"):
         planned("qwen3_moe", EP, imbalance=5)
-    with raises(sw.errors.LayoutError, 3, "2 devices", "2 times the mean", "experts/grouped_mm", fix="from 1 to 2"):
+    with raises(sw.errors.LayoutError, 3, "2 devices", "experts/grouped_mm", fix="from 1 to 2"):
         planned("qwen3_moe", CUBE, imbalance=3)
-    with raises(sw.errors.ShardwiseError, 1.5, "no product by expert", fix="leave imbalance= out"):
+    with raises(sw.errors.ShardwiseError, 1.5, fix="leave imbalance= out"):
         sw.plan(nn.Linear(8, 8), torch.zeros(8, 8), 4, imbalance=1.5)
 
 

@@ -11,8 +11,8 @@ from shardwise.graph.segments import block_of
 
 @dataclass(frozen=True, eq=False)
 class GraphForm:
-    """``key``: equal for graphs that differ only in names, if their operators are in blocks of the same extent;
-    ``ops``, ``values``: the names, in the order of the graph."""
+    """``key``: equal for graphs that differ only in names, if their operators are in blocks and annotated calls of the
+    same extent; ``ops``, ``values``: the names, in the order of the graph."""
 
     key: Hashable
     ops: tuple[str, ...]
@@ -22,7 +22,7 @@ class GraphForm:
     def of(graph: Graph) -> GraphForm:
         names = [*(source.value for source in graph.sources), *(name for op in graph.ops for name in op.results)]
         place = {name: number for number, name in enumerate(names)}
-        blocks = {"": 0}
+        blocks, scopes = {"": 0}, {"": 0}
 
         def renamed(name: str) -> Ref:
             return Ref(str(place[name]))
@@ -33,7 +33,7 @@ class GraphForm:
                 map_refs(op.args, renamed),
                 map_refs(op.kwargs, renamed),
                 len(op.results),
-                op.scope,
+                scopes.setdefault(op.scope, len(scopes)),
                 blocks.setdefault(block_of(op.name), len(blocks)),
             )
             for op in graph.ops

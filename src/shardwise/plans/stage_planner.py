@@ -38,6 +38,7 @@ from shardwise.programs.spmd import Lifetimes, SpmdProgram, build_spmd
 from shardwise.programs.vjp import VjpCache
 from shardwise.progress import report_progress
 from shardwise.rules.atoms import Factored
+from shardwise.rules.rule import OpRule
 from shardwise.search.auto import MeshSearch
 from shardwise.search.candidates import CandidateRanking
 from shardwise.search.cost_graph import CostGraph, bytes_of_variables
@@ -244,7 +245,7 @@ class StagePlanner:
         kept = [next((layouts[name] for name in s.names if name in layouts), None) for s in part.sources]
         ends = tuple(taken.get(name) for name in part.cotangents or ())
         annotations = self._annotations(part)
-        key = form.key, in_flight, limit, str(segments), str(kept), ends, annotations
+        key = form.key, in_flight, limit, str(segments), str(kept), ends, self._wishes(part, annotations)
         if key not in self.known:
             turns = self.config.schedule.stages_per_place
             together = self.together.get(form.key, 1)
@@ -262,10 +263,24 @@ class StagePlanner:
             if annotation.scope in scopes and (annotation not in self.meant or names & self.meant[annotation])
         )
 
+    def _wishes(self, part: Graph, annotations: Sequence[Annotation]) -> tuple[Hashable, ...]:
+        """Return what annotations ask of a part, without the names of its calls and operators."""
+        scopes = {scope: i for i, scope in enumerate(dict.fromkeys(op.scope for op in part.ops))}
+        place = {op.name: i for i, op in enumerate(part.ops)}
+        return tuple(
+            (
+                scopes[annotation.scope],
+                repr(annotation.strategy),
+                repr(annotation.out_strategy),
+                tuple(sorted(place[name] for name in self.meant.get(annotation, ()) if name in place)),
+            )
+            for annotation in annotations
+        )
+
     def _renamed(self, chosen: StagePlan, first: GraphForm, form: GraphForm, part: Graph) -> StagePlan:
         """Return the choice for one part under the names of an equal one."""
         op_of, value_of = first.renaming(form)
-        rules = {op_of[name]: rule for name, rule in chosen.factored.rules.items()}
+        rules = {op_of[name]: _with_keys(rule, value_of) for name, rule in chosen.factored.rules.items()}
         factored = Factored(rules, {value_of[name]: atoms for name, atoms in chosen.factored.atoms.items()})
         choice, route = chosen.choice, chosen.choice.route
         if isinstance(route, Router):
@@ -292,6 +307,11 @@ class StagePlanner:
         spmd = build_spmd(part, rules, choice, chosen.mesh, bucket_bytes=bucket_bytes, by_block=by_block)
         spmd = _with_lifetimes(chosen.spmd, spmd)
         return StagePlan(factored, choice, spmd, memory_policy, None, searched, chosen.ranking)
+
+
+def _with_keys(rule: OpRule, value_of: Mapping[str, str]) -> OpRule:
+    """Return the rule with the name of the keys that its rows follow in an equal part."""
+    return rule if rule.keyed is None else replace(rule, keyed=replace(rule.keyed, keys=value_of[rule.keyed.keys]))
 
 
 def _with_lifetimes(first: SpmdProgram, spmd: SpmdProgram) -> SpmdProgram:

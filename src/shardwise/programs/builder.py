@@ -76,13 +76,17 @@ class Builder:
         self.steps.append(OpStep(placed, names, layouts, applied.results))
         self.layouts.update(zip(placed.op.results, applied.results, strict=True))
         self.keyed.made.update(dict.fromkeys(placed.op.results, self.keyed.current))
+        self.keyed.current = None
 
     def convert(self, value: str, target: Layout, op: str) -> str:
         """Return the name of ``value`` in layout ``target``, and add a conversion if needed. Without gradient,
         replicated and invariant are the same."""
-        if value in self.shared and value not in self._shared_as:
-            self._shared_as[value] = self.converted(value, value, self.shared[value], op)
-        return self.converted(self._shared_as.get(value, value), value, target, op)
+        shared = self.shared.get(value)
+        if shared is None or (shared.keyed_axes and self.keyed.current is None):  # a router reads what travels later
+            return self.converted(value, value, target, op)
+        if value not in self._shared_as:
+            self._shared_as[value] = self.converted(value, value, shared, op)
+        return self.converted(self._shared_as[value], value, target, op)
 
     def converted(self, name: str, origin: str, target: Layout, op: str) -> str:
         """Return the name of ``origin``, available as ``name``, in layout ``target``."""
@@ -92,7 +96,7 @@ class Builder:
         target = target.canonical()
         if source.canonical() == target:
             return name
-        keyed = self.keyed.of(origin, source, target)
+        keyed = self.keyed.of(name, source, target)
         key = (origin, target, keyed.keys if keyed and target.keyed_axes else "")
         if key not in self._results:
             ways: tuple[str, ...] = ()
@@ -114,7 +118,7 @@ class Builder:
                     moves = (Move(slices, target, target.keyed_axes),)
             self._count[origin] += 1
             result = self._results[key] = f"{origin}:{self._count[origin]}"
-            self.layouts[result] = target
+            self.layouts[result], self.keyed.made[result] = target, keyed
             how = moves, info.requires_grad, info.dtype.itemsize, info.grad_itemsize, op, ways
             self.steps.append(Conversion(name, origin, result, source, target, *how))
             if keyed and target.keyed_axes:
@@ -139,7 +143,7 @@ class KeyedRowsWriter:
 
     Attributes:
         current: What the operator that is being added does with keyed rows, if it takes them.
-        made: The same of the operator that made a value.
+        made: The same of the operator or conversion that made a value.
         arrived: By ways, a value whose rows arrived at the owners of their keys, and its name there.
         added: The operators that make ways, each with the operator before which it stands.
     """
@@ -152,10 +156,10 @@ class KeyedRowsWriter:
     added: list[tuple[str, Op]] = field(default_factory=list)
     _ways: dict[tuple[str, Layout, tuple[str, ...]], tuple[str, ...]] = field(default_factory=dict)
 
-    def of(self, origin: str, source: Layout, target: Layout) -> KeyedRows | None:
-        """Return the keys that rows follow in one of two layouts of a value, or None."""
+    def of(self, name: str, source: Layout, target: Layout) -> KeyedRows | None:
+        """Return the keys that rows follow in one of two layouts of the value ``name``, or None."""
         if source.keyed_axes:
-            return self.made[origin]
+            return self.made[name]
         return self.current if target.keyed_axes else None
 
     def slices(self, keyed: KeyedRows, layout: Layout) -> Layout:
