@@ -28,8 +28,7 @@ DEFAULTS = {
     "keep_prob and p in one: neither is p = 0.5": ("nn.Dropout keep_prob",),
     "two equal functions": ("nn.LARS lars_filter",),
     "of torch's overloads, one that lacks the argument does the same": (
-        "ops.bartlett_window *", "ops.blackman_window *", "ops.hamming_window *", "ops.hann_window *",
-        "ops.kaiser_window *", "ops.trapz x", "mint.arange *", "mint.argsort stable", "mint.divide rounding_mode",
+        "ops.trapz x", "mint.arange *", "mint.argsort stable", "mint.divide rounding_mode",
         "mint.eye m", "mint.mean dim", "mint.median dim", "mint.normal size", "mint.prod dim",
         "mint.randperm generator", "mint.round decimals", "mint.sort stable", "mint.sum dim",
     ),
@@ -48,6 +47,7 @@ ORDERS: dict[str, tuple[str, ...]] = {
         "nn.AvgPool2d", "nn.MaxPool2d", "train.Model", "train.OnRequestExit", "train.load_checkpoint",
         "train.save_checkpoint",
     ),
+    "the arguments of torch's function": ("ops.lstsq", "ops.lu_solve", "ops.poisson"),
     "an argument that older versions had is kept at its place": ("nn.BatchNorm3d", "nn.EmbeddingLookup"),
     "the words of older versions, in the same order": (
         "nn.Roll", "ops.GridSampler2D", "ops.GridSampler3D", "ops.Im2Col", "ops.Roll", "ops.UniqueConsecutive",

@@ -67,6 +67,7 @@ def test_images_come_with_what_is_known_of_them(tmp_path: Path) -> None:
     dataset = ds.VOCDataset(str(tmp_path), task="Detection", decode=True, extra_metadata=True)
     (row,) = dataset.create_dict_iterator(output_numpy=True)
     assert dataset.get_class_indexing() == {"cat": 0, "dog": 1}
+    assert dataset.batch(1).repeat(2).get_class_indexing() == {"cat": 0, "dog": 1}
     assert row["image"].shape == (6, 8, 3)
     assert (row["bbox"].tolist(), row["label"].tolist()) == ([[1, 2, 4, 4]] * 2, [[1], [0]])
     assert (row["truncate"].tolist(), row["difficult"].tolist()) == ([[1], [1]], [[0], [0]])

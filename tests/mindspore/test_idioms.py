@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -219,3 +220,53 @@ def test_a_training_cell_is_a_model_and_metrics_are_given_tensors(tmp_path: Path
     assert int(ms.load_checkpoint(file)["epoch_num"].asnumpy()) == 3
     assert ms.load_param_into_net(net, ms.load_checkpoint(file, choice_func=lambda name: "bias" in name)) == (
         ["weight"], [])  # fmt: skip
+
+
+def test_constructors_say_their_arguments() -> None:
+    assert str(inspect.signature(nn.ELU.__init__)) == "(self, alpha=1.0)"
+    assert list(inspect.signature(nn.Dropout.__init__).parameters) == ["self", "keep_prob", "p", "dtype"]
+    assert list(inspect.signature(nn.LSTM.__init__).parameters)[:3] == ["self", "input_size", "hidden_size"]
+    assert inspect.signature(ops.cholesky).parameters["upper"].default is False
+    assert inspect.signature(nn.SyncBatchNorm).parameters["process_groups"].default is None
+
+
+def test_parts_of_a_batch_in_turn_are_summed() -> None:
+    cell = ms.parallel.nn.MicroBatchInterleaved(nn.WithLossCell(nn.Identity(), nn.MSELoss()), 2)
+    x, y = np.arange(8.0).reshape(4, 2), np.ones((4, 2))
+    halves = [np.square(x[part] - y[part]).mean() for part in (slice(0, 2), slice(2, 4))]
+    assert float(cell(Tensor(x), Tensor(y))) == pytest.approx(sum(halves))
+
+
+def test_gradients_of_frozen_weights_are_zero_and_tensors_inside_grad_have_all_methods() -> None:
+    net = nn.Dense(2, 3)
+    for parameter in net.get_parameters():
+        parameter.requires_grad = False
+    x, y = Tensor(np.ones((2, 2), np.float32)), Tensor(np.ones((2, 3), np.float32))
+    (gradient,) = ms.value_and_grad(lambda x: net(x).sum(), None, [net.weight])(x)[1]
+    np.testing.assert_array_equal(gradient.asnumpy(), np.zeros((3, 2)))
+    before = net.weight.asnumpy().copy()
+    nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), nn.SGD([net.weight]))(x, y)
+    np.testing.assert_array_equal(net.weight.asnumpy(), before)
+    found = ms.grad(lambda x: x.astype(ms.float32).max(axis=1).expand_dims(0).sum())(Tensor([[1.0, 3.0], [4.0, 2.0]]))
+    np.testing.assert_array_equal(found.asnumpy(), [[0, 1], [1, 0]])
+
+
+def test_small_names_that_people_use() -> None:
+    from shardwise.mindspore.nn.optim.optimizer import opt_init_args_register
+    from shardwise.mindspore.profiler.profiling import Profiler
+
+    from shardwise.mindspore.ops.primitive import constexpr
+
+    assert constexpr(lambda n: n + 1)(2) == 3
+    assert ops.functional.make_range(1, 7, 2) == (1, 3, 5)
+    assert opt_init_args_register(len)([1]) == 1
+    assert Profiler is ms.Profiler
+    assert nn.Range(1, 7, 2)().asnumpy().tolist() == [1, 3, 5]
+    assert nn.Range(0.5, 2, 1)().dtype == ms.float32
+    scale = ops.MultitypeFuncGraph("scale")
+    scale.register("Tensor", "RowTensor")(lambda x, y: None)
+    scale.register("Tensor", "Tensor")(lambda x, y: x * y)
+    assert float(scale(Tensor(2.0), Tensor(3.0))) == 6
+    ms.set_ps_context(enable_ps=False)
+    with raises(NotImplementedError, "enable_ps=True", fix=r"tables by rows"):
+        ms.set_ps_context(enable_ps=True)

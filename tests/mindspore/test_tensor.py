@@ -61,7 +61,7 @@ def test_a_method_is_that_of_numpy(name: str) -> None:
 def test_tensors_and_parameters_print_as_the_references_do() -> None:
     x = ms.Tensor([[1.0, 2.5]])
     assert (str(x), str(x.sum()), str(x > 2)) == ("[[1.  2.5]]", "3.5", "[[False  True]]")
-    assert repr([x]) == "[Tensor(shape=[1, 2], dtype=Float32, value= [[1. , 2.5]])]"
+    assert repr([x]) == "[Tensor(shape=[1, 2], dtype=Float32, value=\n[[ 1.00000000e+00,  2.50000000e+00]])]"
     weight = ms.Parameter(x, name="w", requires_grad=False)
     assert str(weight) == "Parameter (name=w, shape=(1, 2), dtype=Float32, requires_grad=False)"
     shown: list[str] = []

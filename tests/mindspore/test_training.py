@@ -18,7 +18,7 @@ import shardwise as sw
 import shardwise.mindspore as ms
 from mindspore.test_modes import BATCH, Net, batches, trained
 from raising import raises
-from shardwise.mindspore import engine
+from shardwise.mindspore import engine, notes
 from shardwise.mindspore.holding import holding_of
 
 RunRanks = Callable[..., list[Any]]
@@ -52,6 +52,12 @@ def loops_on_rank(folder: str) -> dict[str, Any]:
     ms.reset_auto_parallel_context()
     ms.set_auto_parallel_context(**SEMI, gradients_mean=True)  # every rank has the mean of its own rows
     found["parts"] = custom_loop(Net(strategies), own)
+    found["told"] = ["loop" in notes._told]
+    ms.reset_auto_parallel_context()
+    ms.set_auto_parallel_context(**SEMI)
+    custom_loop(Net(strategies), own[:1])
+    found["told"].append("loop" in notes._told)
+    ms.reset_auto_parallel_context()
     found["gradient"] = dist.get_world_size()
 
     ms.reset_auto_parallel_context()
@@ -95,6 +101,7 @@ def test_custom_loops_strategy_files_and_cells_that_split_their_batch(run_ranks:
     ]
     want_rows = trained(Net(), "rows", smaller)
     for found in ranks:
+        assert found["told"] == [False, True], "gradients are summed over the ranks: said once"
         assert found["whole"] == pytest.approx(want, rel=1e-10)
         for kind in ("saved", "loaded", "data parallel"):
             assert [float(loss) for loss in found[kind]] == pytest.approx(want, rel=1e-10), kind

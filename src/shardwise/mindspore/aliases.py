@@ -22,7 +22,7 @@ _OF = {  # path here -> paths there
     "layout": "parallel.shard", "parallel._utils": "parallel._auto_parallel_context parallel._cost_model_context",
     "dataset.records": "mindrecord", "amp": "train.amp train.loss_scale_manager",
     "train.callback": "train.callback._callback", "train.model": "train.dataset_helper",
-    "train.recording": "train.summary",
+    "profiling": "profiler profiler.profiling", "train.recording": "train.summary",
 }  # fmt: skip
 PATHS = {path: target for target, paths in _OF.items() for path in paths.split()}
 

@@ -194,6 +194,13 @@ def get_auto_parallel_context(attr_key: str) -> Any:
     return copy.deepcopy(getattr(_context.options, name))
 
 
+def set_ps_context(enable_ps: bool = False, **settings: Any) -> None:
+    """Refuse a parameter server. Raises NotImplementedError if it is switched on."""
+    if enable_ps:
+        fix = "tables by rows: ops.EmbeddingLookup().shard(((devices, 1), (1, 1))), or on the host: primitive_target"
+        raise NotImplementedError(problem("set_ps_context(enable_ps=True): there is no parameter server", fix=fix))
+
+
 def reset_auto_parallel_context() -> None:
     """Reset every option to its default."""
     _context.options = Options()
@@ -220,5 +227,5 @@ def reset_algo_parameters() -> None:
 __all__ = [
     "GRAPH_MODE", "PYNATIVE_MODE", "ParallelMode", "get_algo_parameters", "get_auto_parallel_context", "get_context",
     "reset_algo_parameters", "reset_auto_parallel_context", "reset_context", "run_check", "set_algo_parameters",
-    "set_auto_parallel_context", "set_context", "set_deterministic", "set_device",
+    "set_auto_parallel_context", "set_context", "set_deterministic", "set_device", "set_ps_context",
 ]  # fmt: skip

@@ -326,4 +326,7 @@ class _Rows(torch.autograd.Function):
         whole = cotangent.new_zeros(ctx.shape)
         for (start, stop), part in zip(ctx.rows, parts, strict=True):
             whole[start:stop] = part
+        if not context.options().gradients_mean:
+            text = "gradients of this loop are summed over the ranks; gradients_mean=True averages, as Model.train has"
+            note(f"{text} the loss of all rows", "loop")
         return whole / len(set(ctx.rows)) if context.options().gradients_mean else whole, None

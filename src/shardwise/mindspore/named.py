@@ -77,6 +77,21 @@ def _bound(title: str, signature: inspect.Signature, args: Any, kwargs: Any) -> 
     return bound_arguments.arguments
 
 
+OF_TABLE = "_shardwise_of_table"  # marks constructors that ``constructor`` made
+
+
+def constructor(init: Function, signature: inspect.Signature) -> Function:
+    """Return a constructor that calls ``init``, with a signature of its own for ``inspect``."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    vars(__init__).update({OF_TABLE: True, "__signature__": signature.replace(
+        parameters=[own, *signature.parameters.values()])})  # fmt: skip
+    return __init__
+
+
 class WithSettings:
     """A class whose constructor takes the settings of the class statement, in order, with their defaults (``...``:
     required): ``class Normal(Initializer, sigma=0.01, mean=0.0)``. Each becomes an attribute, except the parameters of
@@ -97,7 +112,10 @@ class WithSettings:
         cls.settings = settings or cls.settings
         cls._signature = signature_of(cls.settings)
         cls._handed = tuple(name for name in inspect.signature(cls._settle).parameters if name in cls.settings)
-        cls.__signature__ = cls._signature if cls.__init__ is WithSettings.__init__ else None
+        own = cls.__init__ is not WithSettings.__init__ and not hasattr(cls.__init__, OF_TABLE)
+        cls.__signature__ = None if own else cls._signature
+        if not own:
+            type.__setattr__(cls, "__init__", constructor(WithSettings.__init__, cls._signature))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         values = _bound(type(self).__name__, self._signature, args, kwargs)

@@ -74,8 +74,10 @@ class Tensor(torch.Tensor, metaclass=_Kind):
     def __repr__(self) -> str:  # type: ignore[override]  # torch's __repr__ takes tensor_contents
         if not _has_values(self):
             return str(super().__repr__())  # type: ignore[no-untyped-call]
-        values = np.array2string(METHODS["asnumpy"](self), separator=", ")
-        return f"Tensor(shape={list(self.shape)}, dtype={_kind(self.dtype)}, value= {values})"
+        formats: Any = {"float_kind": lambda x: f"{x: .8e}"}
+        values = np.array2string(METHODS["asnumpy"](self), separator=", ", formatter=formats)
+        space = "\n" if self.dim() > 1 else " "
+        return f"Tensor(shape={list(self.shape)}, dtype={_kind(self.dtype)}, value={space}{values})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
@@ -153,6 +155,7 @@ class Parameter(nn.Parameter):
     renamed: bool = False  # renamed since then: the name is complete
     layerwise_parallel: bool
     parallel_optimizer: bool
+    comm_fusion: int = 1  # accepted without effect: gradients are reduced in buckets
 
     @property
     def name(self) -> str:

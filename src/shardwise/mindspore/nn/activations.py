@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 from torch.nn import functional as F
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 from shardwise.errors import problem
 from shardwise.mindspore.checks import closest
 from shardwise.mindspore.common.initializer import initializer
+from shardwise.mindspore.named import constructor
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.nn.simple import CLASSES as FURTHER
 from shardwise.mindspore.ops import arithmetic, reductions
@@ -41,7 +43,8 @@ _OPERATORS: dict[str, tuple[str, type[Primitive]]] = {
 }  # fmt: skip
 CLASSES: dict[str, type[Cell]] = {
     name: type(name, (_Activation,), {
-        "operator": operator, "attribute": attribute, "__module__": __name__, "__doc__": operator.__doc__})
+        "operator": operator, "attribute": attribute, "__module__": __name__, "__doc__": operator.__doc__,
+        "__init__": constructor(_Activation.__init__, signature(operator))})
     for name, (attribute, operator) in _OPERATORS.items()
 }  # fmt: skip
 globals().update(CLASSES)

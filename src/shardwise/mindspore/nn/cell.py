@@ -85,7 +85,7 @@ class Cell(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if calls.is_outermost():
             if self._is_step(args, kwargs):  # its parts are the outermost calls
-                return self.construct(*args, **kwargs)
+                return calls.outside(self.construct(*args, **kwargs))
             return engine.call(self, args, kwargs)
         return super().__call__(*args, **kwargs)
 
@@ -263,9 +263,11 @@ class Cell(nn.Module):
             for owner, parameters in masters:
                 owner._parameters.update(parameters)
 
-    def shard(self, in_strategy: Any, out_strategy: Any = None, device: str = "", level: int = 0) -> Any:
-        """Set a strategy of the cell's inputs and outputs: see ``ms.shard``."""
-        return shard(self, in_strategy, out_strategy)
+    def shard(
+        self, in_strategy: Any, out_strategy: Any = None, parameter_plan: Any = None, device: str = "", level: int = 0
+    ) -> Any:
+        """Set a strategy of the cell's inputs, outputs and parameters: see ``ms.shard``."""
+        return shard(self, in_strategy, out_strategy, parameter_plan)
 
     def set_comm_fusion(self, fusion_type: int) -> Cell:
         """Do nothing: gradients are reduced in buckets of 25 MiB anyway."""

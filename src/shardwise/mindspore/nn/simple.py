@@ -125,6 +125,12 @@ def _middle(image: torch.Tensor, central_fraction: float) -> torch.Tensor:
 
 
 # Cells and losses that compute a function of ``ops.functions`` (``ops.simple.of_functions``).
+def _range(start: Any, limit: Any, delta: Any) -> torch.Tensor:
+    """Return numbers from 0, or ``start``, up to ``limit``: int32, or float32 if one of them is a float."""
+    numbers = torch.arange(*((0, start) if limit is None else (start, limit)), delta)
+    return numbers.to(torch.float32 if numbers.is_floating_point() else torch.int32)
+
+
 _CELLS_OF_FUNCTIONS = """
     CELU=celu alpha=1.0; GLU=glu axis=-1; HShrink=hardshrink lambd=0.5; HardShrink=hardshrink lambd=0.5;
     Hardtanh=hardtanh min_val=-1.0 max_val=1.0; LogSigmoid=logsigmoid; SeLU=selu; SoftShrink=soft_shrink lambd=0.5;
@@ -185,6 +191,9 @@ CELLS: dict[str, Any] = {
     "Pad": lambda x, *, paddings, mode="CONSTANT": mirrored(x, paddings, mode),
     "ResizeBilinear": lambda x, size=None, scale_factor=None, align_corners=False, *, half_pixel_centers=False:
     _upsampled(x, size, scale_factor, align_corners, half_pixel_centers),
+    "MatMul": lambda x1, x2, *, transpose_x1=False, transpose_x2=False: torch.matmul(
+        x1.transpose(-1, -2) if transpose_x1 else x1, x2.transpose(-1, -2) if transpose_x2 else x2),
+    "Range": lambda *, start, limit=None, delta=1: _range(start, limit, delta),
     "Roll": lambda x, *, shift_size, shift_axis: torch.roll(x, shift_size, shift_axis),
     "Unflatten": lambda x, *, axis, unflattened_size: torch.unflatten(x, axis, tuple(unflattened_size)),
     "Upsample": lambda x, *, size=None, scale_factor=None, mode="nearest", align_corners=None,

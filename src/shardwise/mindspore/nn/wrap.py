@@ -200,7 +200,7 @@ class WithGradCell(Cell):
 
 
 class MicroBatchInterleaved(Cell):
-    """A network that runs on ``interleave_num`` parts of its batch in turn and returns the mean of the results."""
+    """A network that runs on ``interleave_num`` parts of its batch in turn and returns the sum of the results."""
 
     is_wrapper = True
 
@@ -210,7 +210,7 @@ class MicroBatchInterleaved(Cell):
 
     def construct(self, *inputs: Any) -> Any:
         parts = [x.chunk(self.interleave_num, 0) for x in inputs]
-        return torch.stack([self.network(*part) for part in zip(*parts, strict=True)]).mean(0)
+        return torch.stack([self.network(*part) for part in zip(*parts, strict=True)]).sum(0)
 
 
 class TimeDistributed(Cell):

@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from shardwise.mindspore.common.initializer import initializer
 from shardwise.mindspore.common.seed import generator
+from shardwise.mindspore.named import constructor
 from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.tensor import Parameter
 
@@ -44,8 +45,9 @@ class Wrapped(Cell):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        is_own = cls.__init__ is not Wrapped.__init__ or not hasattr(cls, "make")
-        cls.__signature__ = None if is_own else signature(cls.make).replace(return_annotation=Signature.empty)
+        if "make" in vars(cls):
+            cls.__signature__ = signature(cls.make).replace(return_annotation=Signature.empty)
+            type.__setattr__(cls, "__init__", constructor(cls.__init__, cls.__signature__))
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()

@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
+from shardwise.mindspore.compiling import constexpr
 from shardwise.mindspore.named import absent
-from shardwise.mindspore.ops import composite, functional, functions, operations
+from shardwise.mindspore.ops import composite, functional, functions, operations, primitive
 from shardwise.mindspore.ops.clip import clip_by_global_norm, clip_by_value
 from shardwise.mindspore.ops.composite import GradOperation, HyperMap, Map, MultitypeFuncGraph, Partial, add_flags, core
 from shardwise.mindspore.ops.functional import (
@@ -25,7 +26,7 @@ from shardwise.mindspore.ops.operations import *
 if not TYPE_CHECKING:  # as in ``operations``
     __all__ = [
         "GradOperation", "HyperMap", "Map", "MultitypeFuncGraph", "Partial", "add_flags", "clip_by_global_norm",
-        "clip_by_value", "core", "depend", "grad", "jacfwd", "jacrev", "jvp", "partial", "shard",
+        "clip_by_value", "constexpr", "core", "depend", "grad", "jacfwd", "jacrev", "jvp", "partial", "shard",
         "stop_gradient", "value_and_grad", "vjp", "vmap",
     ]  # fmt: skip
     __all__ += functions.__all__
@@ -39,6 +40,7 @@ if not TYPE_CHECKING:  # as in ``operations``
             raise AttributeError(name)
         return globals()[name] if name in globals() else __getattr__(name)
 
+    vars(primitive)["constexpr"] = vars(primitive)["_primexpr"] = constexpr
     vars(composite)["__getattr__"] = vars(functional)["__getattr__"] = _operator
 else:
 

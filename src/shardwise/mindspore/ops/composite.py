@@ -58,6 +58,7 @@ class Partial:
 _KINDS: dict[str, tuple[type, ...]] = {
     "Tensor": (torch.Tensor,), "Number": (int, float), "Bool": (bool,), "Int": (int,), "Float": (float,),
     "String": (str,), "Tuple": (tuple,), "List": (list,), "None": (type(None),),
+    **dict.fromkeys(("RowTensor", "COOTensor", "CSRTensor", "MapTensor"), ()),  # gradients are dense here
 }  # fmt: skip
 
 

@@ -45,7 +45,8 @@ def differentiate(
     else:
         result = network(*inputs, **kwargs)
     loss = result[0] if isinstance(result, (tuple, list)) else result
-    (loss.sum() * sens if sens != 1.0 else loss.sum()).backward()
+    if loss.requires_grad:  # not where every weight is frozen
+        (loss.sum() * sens if sens != 1.0 else loss.sum()).backward()
     grads = tuple(torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in weights)
     note_overflow((loss, *grads))
     for weight, grad in zip(weights, before, strict=True):

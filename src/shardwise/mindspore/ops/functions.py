@@ -252,6 +252,7 @@ FUNCTIONS: dict[str, Function] = {
         number(start), number(end), steps, base, dtype=_type(dtype)),
     "ones": lambda shape, dtype=None: torch.ones(sizes_of(shape), dtype=_dense_or(dtype)),
     "ones_like": lambda input, *, dtype=None: torch.ones_like(input, dtype=_type(dtype)),
+    "make_range": lambda *ends: tuple(range(*map(int, ends))),
     "range": lambda start, end, step=1: torch.arange(number(start), number(end), number(step)),
     "zeros": lambda size, dtype=None: torch.zeros(sizes_of(size), dtype=_dense_or(dtype)),
     "zeros_like": lambda input, *, dtype=None: torch.zeros_like(input, dtype=_type(dtype)),

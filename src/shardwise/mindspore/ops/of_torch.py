@@ -4,7 +4,7 @@ the reference's argument names."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from inspect import Parameter, Signature
+from inspect import Parameter, Signature, signature
 from typing import Any
 
 import torch
@@ -39,7 +39,24 @@ def _with_words(function: Function) -> Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         return _plain(function(*args, **{_WORDS.get(word, word): value for word, value in kwargs.items()}))
 
+    vars(call)["__signature__"] = _signature(function)
     return call
+
+
+def _signature(function: Function) -> Signature:
+    """Return a function's signature, for ``inspect``; of one in C++ that of its first overload."""
+    try:
+        return signature(function)
+    except ValueError:
+        pass
+    names = (f"aten::{prefix}{function.__name__}" for prefix in ("", "special_", "linalg_", "fft_"))
+    schema = next(filter(None, map(torch._C._jit_get_schemas_for_operator, names)))[0]
+    kinds = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
+    return Signature([
+        Parameter(own.name.replace("self", "input"), kinds[own.kwarg_only],
+                  default=own.default_value if own.has_default_value() else Parameter.empty)
+        for own in schema.arguments if not own.is_out
+    ])  # fmt: skip
 
 
 def _plain(result: Any) -> Any:

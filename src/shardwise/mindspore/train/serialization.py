@@ -22,6 +22,7 @@ from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.parameter_names import checkpoint_buffers, checkpoint_names, unwrapped
 from shardwise.mindspore.tensor import Parameter, as_torch
+from shardwise.mindspore.train import protobuf_checkpoint
 
 FORMAT = "shardwise-rank-checkpoint"
 
@@ -50,13 +51,16 @@ def save_checkpoint(
         integrated_save: save whole tensors; all ranks must call it then.
         async_save: accepted; the file is written before this returns.
         choice_func: returns whether to save the parameter of a name.
+        format: "ckpt", or "mindspore": whole tensors in a file that the reference reads; all ranks must call it then.
 
     Raises:
         NotImplementedError: for ``enc_key``, as files are not encrypted.
     """
     _check_settings(settings)
-    if format != "ckpt":
-        raise ValueError(problem(f"format is {format!r}", fix="ckpt; safetensors.torch.save_file writes the other"))
+    if format not in ("ckpt", "mindspore"):
+        fix = "ckpt, or mindspore for the reference's own files; safetensors.torch.save_file writes the other"
+        raise ValueError(problem(f"format is {format!r}", fix=fix))
+    integrated_save = integrated_save or format == "mindspore"
     if isinstance(save_obj, nn.Module):
         trains = getattr(save_obj, "optimizer", None)
         optimizer = optimizer or (trains if isinstance(trains, Optimizer) else None)
@@ -88,6 +92,10 @@ def save_checkpoint(
         entries[name]["path"] = paths.get(id(owner if is_state else tensors[name]), name)
     path = Path(ckpt_file_name)
     path = path if path.suffix == ".ckpt" else path.with_name(path.name + ".ckpt")
+    if format == "mindspore":
+        whole = {name: tensor for name, (tensor, *_) in kept.items() if not name.startswith("step.")}
+        protobuf_checkpoint.write(path, whole, append_dict or {})
+        return
     write(path, entries, append_dict or {}, rank())
 
 
@@ -188,6 +196,12 @@ def read(file: str) -> tuple[dict[str, Slice], dict[str, Any], int]:
     path = Path(file)
     if not path.exists():
         raise ValueError(problem(f"there is no checkpoint {path}", fix="each rank has its own: .../<rank>/<name>.ckpt"))
+    if not protobuf_checkpoint.is_zip(path):
+        tensors, texts = protobuf_checkpoint.read(path)
+        pieces = {name: Slice(tensor, name, tensor.is_floating_point()) for name, tensor in tensors.items()}
+        for name, piece in pieces.items():
+            piece.path = name
+        return pieces, texts, 0
     try:
         content = torch.load(path, weights_only=True)
     except (RuntimeError, EOFError, OSError, pickle.UnpicklingError) as error:
