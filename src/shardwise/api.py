@@ -52,6 +52,7 @@ def plan(
     max_mesh_axes: int = 2,
     global_batch: int | None = None,
     micro_batch: int | None = None,
+    per_micro_batch: Sequence[str] = (),
     memory_bytes: float | None = None,
     strategies: Mapping[str, Any] | None = None,
     layouts: Mapping[str, Kept] | None = None,
@@ -95,6 +96,12 @@ def plan(
             (``result.report.explain("micro_batch")``). If both sizes are None, a step is one pass over the example
             inputs, or several micro-batches if only these fit. With ``stages``, a search by price chooses it; other
             modes take the largest that fills the schedule.
+        per_micro_batch: Terms of the loss that every micro-batch computes from its own samples. The step takes their
+            average over the micro-batches, weighted by samples. This is what gradient accumulation on one device does,
+            and what Megatron and torchtitan do with the load-balancing loss of experts, which over the whole batch is
+            no sum over micro-batches. Names of outputs (``"aux_loss"``), modules (``"layers.*.router"``: the scalars
+            that it computes for others) or operators (``"/mul_3"``), or patterns. The rest of the loss stays that of
+            the whole batch.
         memory_bytes: Bytes that the tensors of a device may take at the peak of a step. Default: the memory of the
             cluster's devices less their reserve. A given number is used without subtracting the reserve. If
             ``cluster`` is a number of devices, the default is no limit.
@@ -136,8 +143,9 @@ def plan(
     request = PlanRequest.of(
         module, example_inputs, cluster, kwargs=kwargs, loss=loss, optimizer=optimizer, precision=precision, mode=mode,
         search=search, mesh=mesh, max_mesh_axes=max_mesh_axes, global_batch=global_batch, micro_batch=micro_batch,
-        memory_bytes=memory_bytes, strategies=strategies, layouts=layouts, bucket_bytes=bucket_bytes,
-        imbalance=imbalance, recompute=recompute, offload=offload, zero=zero, stages=stages, schedule=schedule,
+        per_micro_batch=per_micro_batch, memory_bytes=memory_bytes, strategies=strategies, layouts=layouts,
+        bucket_bytes=bucket_bytes, imbalance=imbalance, recompute=recompute, offload=offload, zero=zero, stages=stages,
+        schedule=schedule,
     )  # fmt: skip
     return execute_or_suggest(request)
 
@@ -178,7 +186,14 @@ def compare(
             rows.append(ComparedPlan(search, time.perf_counter() - start, error=str(error)))
             continue
         seconds = time.perf_counter() - start
-        call = Example(module, (request.args, dict(request.kwargs)), loss, request.parallel.strategies, found.precision)
+        call = Example(
+            module,
+            (request.args, dict(request.kwargs)),
+            loss,
+            request.parallel.strategies,
+            found.precision,
+            found.terms,
+        )
         prices = Prices(Links(request.cluster, found.mesh), found.optimizer, found.micro_batches)
         spmd = program_of(found, planned_graph(call, found), training=module.training)
         rows.append(ComparedPlan(search, seconds, found, simulate(spmd, prices, vjp_cache)))
@@ -204,5 +219,5 @@ def step_memory(
         PlanError: The plan does not fit the model.
     """
     data: Plan = plan_of(plan)
-    call = Example(module, call_arguments(example_inputs, kwargs), loss, precision=data.precision)
+    call = Example.of(data, module, call_arguments(example_inputs, kwargs), loss)
     return memory_of(program_of(data, planned_graph(call, data), training=module.training), prices_of(data))

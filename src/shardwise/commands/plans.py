@@ -30,6 +30,7 @@ _PLAIN = (
     "search",
     "global_batch",
     "micro_batch",
+    "per_micro_batch",
     "bucket_bytes",
     "imbalance",
     "recompute",
@@ -55,6 +56,7 @@ def add_settings(parser: argparse.ArgumentParser, *, cluster: bool = True) -> No
     add("--max-mesh-axes", type=int, default=2, metavar="N", help="largest number of axes of the tried meshes (2)")
     add("--global-batch", type=int, metavar="N", help="samples of an optimizer step (those of the example inputs)")
     add("--micro-batch", type=int, metavar="N", help="samples of a micro-batch (chosen by the search)")
+    add("--per-micro-batch", action="append", metavar="NAME", help="term of the loss averaged over micro-batches")
     add("--precision", metavar="DTYPES", help="such as compute=bf16,parameter=f32,reduce=f32 (the model's own)")
     add("--memory", metavar="BYTES", help='memory limit of a device, such as "60 GiB" (all but its reserve)')
     add("--optimizer", default="adamw", help="whose states count as memory (adamw); 'adamw on host': in host memory")

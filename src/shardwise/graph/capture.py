@@ -14,7 +14,7 @@ The module is neither changed nor copied: a module of 405B parameters on meta is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -47,6 +47,7 @@ from shardwise.graph.graph_invariants import verify_graph
 from shardwise.graph.impure_reads import ImpureRead, ask_gradients, other_answers, reject_reads
 from shardwise.graph.ir import Graph, Source, Value
 from shardwise.graph.lookups import align_lookups
+from shardwise.graph.loss_terms import with_terms
 from shardwise.graph.module_checks import check_kinds, check_memory
 from shardwise.graph.module_state import trace_difference
 from shardwise.graph.naming import assign_names
@@ -81,7 +82,7 @@ class Capture:
     ``out_spec``: pytree spec of the call's result (of the loss, if a loss function
     was given). ``constants``: value name -> data, for sources of kind "constant". ``annotations``: the user's
     strategies, by scope. ``memories``: of the outputs; None for constants. ``segments``: the parts that the model or
-    the user wants recomputed in backward.
+    the user wants recomputed in backward. ``output_names``: of every output.
     """
 
     graph: Graph
@@ -90,6 +91,7 @@ class Capture:
     annotations: tuple[Annotation, ...]
     memories: tuple[OutputMemory | None, ...]
     segments: tuple[Segment, ...] = ()
+    output_names: tuple[str, ...] = ()
 
 
 def capture(
@@ -101,6 +103,7 @@ def capture(
     strategies: Mapping[str, Any] | None = None,
     precision: Precision = MODELS_OWN,
     input_gradients: bool = False,
+    per_micro_batch: Sequence[str] = (),
 ) -> Capture:
     """Capture ``module(*args, **kwargs)``, or with ``loss``, ``loss(module(...), *targets)``.
 
@@ -113,6 +116,7 @@ def capture(
     the compute dtypes; its sources name the dtypes for storage, inputs and gradient reduction where these differ. Casts
     of ``torch.autocast``, around the call or in regions of the model, become casts in the graph. ``input_gradients``:
     examples that require a gradient get one; else the loss is differentiated with respect to parameters alone.
+    ``per_micro_batch``: the names of terms of the loss (``graph.loss_terms``).
 
     Raises CaptureError with the line of the model and a fix if the model cannot be captured.
     """
@@ -167,7 +171,9 @@ def capture(
         for scope, region in zip(scopes, traced.regions, strict=True)
         if scope and region.strategy is not None
     )
-    return Capture(graph, traced.outcome.spec, constants, annotations, memories, segments)
+    names = traced.outcome.names
+    graph = with_terms(graph, per_micro_batch, names, constants)
+    return Capture(graph, traced.outcome.spec, constants, annotations, memories, segments, names)
 
 
 @dataclass(frozen=True, slots=True)

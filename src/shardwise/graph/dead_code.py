@@ -27,4 +27,5 @@ def eliminate_dead_code(graph: Graph, *, keep: Collection[str] = ()) -> Graph:
         sources=sources,
         ops=tuple(kept),
         constraints=tuple((name, text) for name, text in graph.constraints if name in exists),
+        terms=tuple((name, given) for name, given in graph.terms if name in exists),
     )

@@ -93,6 +93,7 @@ class Folding:
             ops=tuple(ops),
             mutations=tuple(mutations),
             constraints=tuple(constraint for constraint in graph.constraints if constraint[0] not in gone),
+            terms=tuple(term for term in graph.terms if term[0] not in gone),
         )
 
     def _before(self, name: str, reader: Op, removed: Collection[int]) -> str | None:

@@ -75,13 +75,15 @@ class Source:
     ``names``: for parameters and buffers every qualified name under which the module holds this tensor (more than one
     when weights are tied; the first is the canonical one, in ``named_parameters()`` order). For inputs the path of the
     leaf in the call, such as ``"args[0]"`` or ``"kwargs['input_ids']"``; for activations, which another part of a cut
-    graph sends, the value's own name. ``trainable``: the parameter requires grad.
+    graph sends, the value's own name. ``trainable``: the parameter requires grad. ``digest``: of a constant's data, if
+    the graph has ``terms``.
     """
 
     value: str
     kind: SourceKind
     names: tuple[str, ...]
     trainable: bool = False
+    digest: str = ""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,8 @@ class Graph:
     back to it after the step). ``constraints``: (value, layout text) from ``sw.constrain``.
 
     ``cotangents``: for a part of a cut graph (``graph.cut``), the outputs whose cotangents come from outside; else
-    None.
+    None. ``terms``: (value, the user's name for it) of the terms of the loss that every micro-batch computes as if it
+    were the batch (``graph.loss_terms``).
     """
 
     values: tuple[Value, ...]
@@ -132,6 +135,7 @@ class Graph:
     mutations: tuple[tuple[str, str], ...] = ()
     constraints: tuple[tuple[str, str], ...] = ()
     cotangents: tuple[str, ...] | None = None
+    terms: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def by_name(self) -> dict[str, Value]:

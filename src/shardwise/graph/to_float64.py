@@ -479,11 +479,12 @@ _CASTS_TO = frozenset({torch.Tensor.to, torch.Tensor.type, torch.Tensor.type_as}
 
 def _batch_norm(mode: Reference, input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """Apply batch norm per micro-batch, if there are several."""
-    if len(mode.passes) < 2 or input.shape[0] != sum(mode.passes):
+    rows, rest = divmod(input.shape[0], max(sum(mode.passes), 1))  # of a sample
+    if len(mode.passes) < 2 or rest:
         result: torch.Tensor = call_in_float64(torch.batch_norm, (input, *args), kwargs)
         return result
     parts = []
-    for number, part in enumerate(input.split(list(mode.passes))):
+    for number, part in enumerate(input.split([rows * samples for samples in mode.passes])):
         call_args = args
         if len(args) > 5 and id(args[2]) in mode.averaged:  # momentum 1 / n: every micro-batch is one batch more
             call_args = (*args[:5], 1.0 / (round(1.0 / args[5]) + number), *args[6:])

@@ -41,7 +41,7 @@ from shardwise.graph.repeats import TracedRepeats, trace_repeats_once
 from shardwise.graph.segments import open_segments
 from shardwise.graph.stand_ins import cumulative_averages, grouped_experts
 from shardwise.graph.step_precision import MODELS_OWN, Precision
-from shardwise.graph.trees import constant_key, flatten_output
+from shardwise.graph.trees import constant_key, flatten_output, output_names
 from shardwise.graph.user_lines import UserLines, Watching, run_model, user_line, watch_changes
 
 _STACKS = "do_not_emit_stack_traces"
@@ -52,13 +52,14 @@ _NOISY_LOGGERS = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbol
 class CallOutcome:
     """The results of the traced call.
 
-    ``spec`` and ``leaves`` describe the user's output: a leaf is ``None`` if it is a tensor (they follow in order),
-    else ``(constant,)``. The traced tensors are the tensor leaves, then the loss if ``has_loss`` and it is none of them
-    (``loss_position`` is its index), then the new values of ``replaced_buffers``. ``changed``: the Python state that
-    the call changed; ``registered``: parameters, buffers and backward hooks among it, as text.
+    ``spec``, ``names`` and ``leaves`` describe the user's output: a leaf is ``None`` if it is a tensor (they follow in
+    order), else ``(constant,)``. The traced tensors are the tensor leaves, then the loss if ``has_loss`` and it is none
+    of them (``loss_position`` is its index), then the new values of ``replaced_buffers``. ``changed``: the Python state
+    that the call changed; ``registered``: parameters, buffers and backward hooks among it, as text.
     """
 
     spec: pytree.TreeSpec
+    names: tuple[str, ...]
     leaves: tuple[tuple[Any] | None, ...]
     loss_position: int | None
     replaced_buffers: tuple[str, ...]
@@ -133,7 +134,7 @@ class TracedCall(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         before, state = _buffers_by_owner(self.module), snapshot_state(self.module, self._called.code.values)
-        leaves, spec, loss = self._leaves(tensors)
+        leaves, spec, names, loss = self._leaves(tensors)
         outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         position = None
         if loss is not None:
@@ -152,10 +153,12 @@ class TracedCall(nn.Module):
                 owner._buffers[attribute] = buffer
         kept = tuple(None if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves)
         registered = state.described(state.registered(changed, after), after)
-        self._report(CallOutcome(spec, kept, position, tuple(replaced), changed, registered))
+        self._report(CallOutcome(spec, names, kept, position, tuple(replaced), changed, registered))
         return tuple(outputs)
 
-    def _leaves(self, tensors: tuple[torch.Tensor, ...]) -> tuple[list[Any], pytree.TreeSpec, torch.Tensor | None]:
+    def _leaves(
+        self, tensors: tuple[torch.Tensor, ...]
+    ) -> tuple[list[Any], pytree.TreeSpec, tuple[str, ...], torch.Tensor | None]:
         try:
             with composites_written_out():
                 output, loss = run_model(self._called.call, self.module, tensors)
@@ -166,7 +169,7 @@ class TracedCall(nn.Module):
         except Exception as error:  # whatever the model raises becomes an error with the model's line
             raise explain_export_error(error) from error
         leaves, spec = flatten_output(output)
-        return leaves, spec, loss
+        return leaves, spec, output_names(output), loss
 
 
 class TracedPair(TracedCall):
@@ -177,7 +180,7 @@ class TracedPair(TracedCall):
         saved = [buffer.clone() for buffer in before.values()]
         states, trees, results = [snapshot_state(self.module, self._called.code.values)], [], []
         for call in range(2):
-            leaves, spec, _ = self._leaves(tensors)
+            leaves, spec, *_ = self._leaves(tensors)
             outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             with torch.no_grad():
                 for ((_, owner, attribute), buffer), value in zip(before.items(), saved, strict=True):

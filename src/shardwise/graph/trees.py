@@ -57,6 +57,19 @@ def flatten_with_path(tree: Any) -> tuple[list[tuple[tuple[Any, ...], Any]], pyt
     return pytree.tree_flatten_with_path(tree, is_leaf=_register)
 
 
+def output_names(output: Any) -> tuple[str, ...]:
+    """Return the name of every leaf of what a model returns: ``loss``, ``states[0]``; empty for a bare tensor."""
+    return tuple(_output_name(path) for path, _ in flatten_with_path(output)[0])
+
+
+def _output_name(path: tuple[Any, ...]) -> str:
+    name = ""
+    for key in path:
+        part = getattr(key, "key", getattr(key, "name", None))
+        name += str(key) if part is None else f"{'.' * bool(name)}{part}"
+    return name
+
+
 def unflatten(leaves: Iterable[Any], spec: pytree.TreeSpec) -> Any:
     """Return the tree. The spec may come from another process, so its dataclasses are registered."""
     for node in _nodes(spec):

@@ -83,13 +83,17 @@ class Planning:
             _announce_one_memory(request.cluster)
         report_progress("capturing the model")
         arguments, strategies = (request.args, dict(request.kwargs)), request.parallel.strategies
-        captured = capture(request.module, *arguments, loss=request.loss, strategies=strategies, precision=precision)
+        terms = tuple(request.training.per_micro_batch)
+        captured = capture(
+            request.module, *arguments, loss=request.loss, strategies=strategies, precision=precision,
+            per_micro_batch=terms,
+        )  # fmt: skip
         _check_imbalance(request, captured.graph)
         search = request.search.search
         if search is None:
             is_free = not captured.annotations and not captured.graph.constraints
             search = "dynamic_programming" if is_free and request.search.mode == "auto" else "sharding_propagation"
-        call = Example(request.module, arguments, request.loss, strategies, precision)
+        call = Example(request.module, arguments, request.loss, strategies, precision, terms)
         return Planning(request, call, captured, search, exact_refusal=exact_refusal)
 
     @property
@@ -103,6 +107,7 @@ class Planning:
         return Plan(
             (), request.search.mode, self.search, request.training.optimizer, request.module.training,
             request.parallel.bucket_bytes, precision=self.call.precision, constants=constants,
+            per_micro_batch=self.call.per_micro_batch,
             imbalance=float(request.parallel.imbalance),
         )  # fmt: skip
 

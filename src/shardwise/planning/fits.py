@@ -303,7 +303,7 @@ def _step(request: PlanRequest, found: PlanningResult) -> StepSummary:
     if isinstance(report, MeshReport):
         graph, peak = report.finished_search.cost.domains.graph, report.peak
     else:
-        call = Example(request.module, (request.args, dict(request.kwargs)), request.loss, precision=plan.precision)
+        call = Example.of(plan, request.module, (request.args, dict(request.kwargs)), request.loss)
         spmd = program_of(plan, planned_graph(call, plan), training=request.module.training)
         graph, peak = spmd.graph, memory_of(spmd, prices_of(plan)).peak
     return StepSummary(plan.predicted.step_interval(cluster), peak, (), *_arithmetic(graph, plan, cluster))

@@ -57,6 +57,8 @@ def _settings(plan: PlanData) -> dict[str, str]:
     settings |= {name: str(getattr(plan, name)) for name in ("mode", "search", "optimizer", "bucket_bytes")}
     settings["precision"] = format_precision(plan.precision)
     settings["micro_batches"] = str(plan.micro_batches)
+    if plan.terms:
+        settings["per_micro_batch"] = ", ".join(plan.terms)
     settings["imbalance"] = f"{plan.imbalance:g}"
     if step := format_step_interval(plan):
         settings["step"] = step

@@ -65,6 +65,7 @@ _OTHERS = (
     "micro_batches",
     "imbalance",
     "constants",
+    "per_micro_batch",
     "stages",
     "pricing",
     "prediction",
@@ -228,7 +229,8 @@ def settings_of(body: dict[str, Any]) -> dict[str, Any]:
         "stages": tuple(read),
         **{key: _field(body, key, kind, key) for key, kind in _SETTINGS.items()},
         "micro_batches": _micro_batches(body),
-        "constants": _constants(body),
+        "constants": _lines(body, "constants"),
+        "per_micro_batch": _terms(body),
         "imbalance": _imbalance(body),
         "pricing": _pricing(body.get("pricing")),
         "predicted": _prediction(body.get("prediction")),
@@ -253,11 +255,18 @@ def _imbalance(body: dict[str, Any]) -> float:
     return factor
 
 
-def _constants(body: dict[str, Any]) -> tuple[str, ...]:
-    listed = _field({"constants": [], **body}, "constants", list, "constants")
+def _lines(body: dict[str, Any], key: str) -> tuple[str, ...]:
+    listed = _field({key: [], **body}, key, list, key)
     for i, line in enumerate(listed):
-        _check_form(line, str, f"constants[{i}]")
+        _check_form(line, str, f"{key}[{i}]")
     return tuple(listed)
+
+
+def _terms(body: dict[str, Any]) -> tuple[str, ...]:
+    names = _lines(body, "per_micro_batch")
+    if names and "micro_batches" not in body:
+        raise PlanError("per_micro_batch names terms of the loss, and a step has one micro-batch")
+    return names
 
 
 def _stage(data: Any, where: str) -> Stage:

@@ -10,11 +10,12 @@ import torch
 
 from shardwise.errors import PlanError, PlanWarning, ShardwiseError, warn_user
 from shardwise.graph.batch import batch_size, with_samples
-from shardwise.graph.capture import capture
+from shardwise.graph.capture import Capture, capture
 from shardwise.graph.ir import Graph
 from shardwise.graph.step_precision import MODELS_OWN, Precision
 from shardwise.plans.plan import Plan
 from shardwise.plans.price_scope import figures
+from shardwise.plans.term_suggestions import check_terms, suggesting_terms
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.time_axis import TimeSplit, split_in_time
 from shardwise.programs.vjp import VjpCache
@@ -107,28 +108,39 @@ def _divisors(step: int, num_devices: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Example:
-    """A module with example arguments (args, kwargs), as ``sw.plan`` takes them. ``vjp_cache``: the calls that were
-    traced for it. Captures are cached, too: they are valid while the module stays as it is."""
+    """A module with example arguments (args, kwargs), as ``sw.plan`` takes them. ``per_micro_batch``: names of terms of
+    the loss; ``vjp_cache``: the calls that were traced for it. Captures are cached, too: they are valid while the
+    module stays as it is."""
 
     module: torch.nn.Module
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
     loss: Callable[..., Any] | None = None
     strategies: Mapping[str, Any] | None = None
     precision: Precision = MODELS_OWN
+    per_micro_batch: tuple[str, ...] = ()
     vjp_cache: VjpCache = field(default_factory=VjpCache, compare=False, repr=False)
-    _graphs: dict[int | None, Graph] = field(default_factory=dict, compare=False, repr=False)
+    _captures: dict[int | None, Capture] = field(default_factory=dict, compare=False, repr=False)
     _passes: dict[Hashable, Passes] = field(default_factory=dict, compare=False, repr=False)
-    _splits: dict[Hashable, TimeSplit] = field(default_factory=dict, compare=False, repr=False)
+    _splits: dict[Hashable, TimeSplit | PlanError] = field(default_factory=dict, compare=False, repr=False)
+
+    @staticmethod
+    def of(plan: Plan, module: torch.nn.Module, arguments: Any, loss: Callable[..., Any] | None) -> Example:
+        """Return the call of a plan: with its precision and terms."""
+        return Example(module, arguments, loss, precision=plan.precision, per_micro_batch=plan.terms)
+
+    def capture(self, samples: int | None = None) -> Capture:
+        """Return the captured call. ``samples``: a batch size other than the example's."""
+        if samples not in self._captures:
+            args, kwargs = self.arguments if samples is None else with_samples(self.arguments, samples)
+            self._captures[samples] = capture(
+                self.module, args, kwargs, loss=self.loss, strategies=self.strategies, precision=self.precision,
+                per_micro_batch=self.per_micro_batch,
+            )  # fmt: skip
+        return self._captures[samples]
 
     def graph(self, samples: int | None = None) -> Graph:
-        """Return the graph of the call. ``samples``: a batch size other than the example's."""
-        if samples not in self._graphs:
-            args, kwargs = self.arguments if samples is None else with_samples(self.arguments, samples)
-            captured = capture(
-                self.module, args, kwargs, loss=self.loss, strategies=self.strategies, precision=self.precision
-            )
-            self._graphs[samples] = captured.graph
-        return self._graphs[samples]
+        """Return the graph of the call. ``samples``: as of ``capture``."""
+        return self.capture(samples).graph
 
     def passes(self, whole: Graph, micro_batch: int, *, staged: bool) -> Passes:
         """Return the micro-batches of a graph of the call. ``staged``: those of its training step, for a pipeline."""
@@ -136,8 +148,15 @@ class Example:
         def splitting(graph: Graph) -> TimeSplit:
             key = batch_size(graph), staged
             if key not in self._splits:
-                self._splits[key] = split_in_time(graph)
-            return self._splits[key]
+                try:
+                    check_terms(graph)
+                    self._splits[key] = split_in_time(graph)
+                except PlanError as error:
+                    self._splits[key] = suggesting_terms(error, graph, self.capture().output_names)
+            split = self._splits[key]
+            if isinstance(split, PlanError):
+                raise split
+            return split
 
         key = batch_size(whole), micro_batch, staged
         if key not in self._passes:

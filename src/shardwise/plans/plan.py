@@ -44,6 +44,7 @@ class Plan(PlanData):
         pipeline: The prediction of a pipeline.
         constants: What the plan's call passes beside tensors (``graph.trees.constants_of``). A call with others may
             have other operators.
+        per_micro_batch: Names of the terms of the loss that every micro-batch computes alone; their average counts.
     """
 
     def revised(self, **changes: Any) -> Plan:

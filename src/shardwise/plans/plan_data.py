@@ -47,6 +47,7 @@ class PlanData:
     pipeline: PipelinePrediction | None = None
     constants: tuple[str, ...] = ()
     imbalance: float = IMBALANCE
+    per_micro_batch: tuple[str, ...] = ()
 
     def __eq__(self, other: object) -> bool:
         return self.digest == other.digest if isinstance(other, PlanData) else NotImplemented
@@ -80,6 +81,11 @@ class PlanData:
     @property
     def mesh(self) -> Mesh:
         return self.only_stage.mesh
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        """Return the names of the terms of the loss that are taken per micro-batch: none if a step has one."""
+        return self.per_micro_batch if self.micro_batches > 1 else ()
 
     @property
     def num_ranks(self) -> int:
@@ -198,6 +204,7 @@ class PlanData:
             **({"order": [*self.order]} if self.order else {}),
             **({"pipeline": asdict(self.pipeline)} if self.pipeline is not None else {}),
             **({"constants": [*self.constants]} if self.constants else {}),
+            **({"per_micro_batch": [*self.per_micro_batch]} if self.terms else {}),
             **({"imbalance": self.imbalance} if self.imbalance != IMBALANCE else {}),
             "stages": [stage_body(stage) for stage in self.stages],
             "pricing": None if self.pricing is None else pricing_body(self.pricing),

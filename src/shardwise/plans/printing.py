@@ -53,6 +53,7 @@ def format_plan(plan: PlanData) -> str:
         f"model {plan.model}, plan {plan.digest[:12]}",
         f"  {len(plan.operators)} operators, {len(plan.conversions)} conversions; parameters {_parameter_bytes(plan)}",
         *([f"  a step is {plan.micro_batches} passes over {plan.micro_batch} samples"] * (plan.micro_batches > 1)),
+        *_terms(plan),
         f"  communication per {'step' if plan.micro_batches == 1 else 'pass'} and device:",
         *(f"    {direction:9} {text}" for direction, text in format_communication(plan).items()),
         *(f"    {line}" for line in of_outputs(plan)),
@@ -73,6 +74,11 @@ def format_plan(plan: PlanData) -> str:
             lines.append(f"stage {number}: {stage.mesh} on ranks {format_ranges(stage.placement.ranks)}")
         lines += _stage(stage)
     return "\n".join(lines)
+
+
+def _terms(plan: PlanData) -> list[str]:
+    names = ", ".join(plan.terms)
+    return [f"  per micro-batch, averaged as in gradient accumulation on one device: {names}"] if names else []
 
 
 def _pipeline(plan: PlanData) -> list[str]:

@@ -99,8 +99,13 @@ class TrainingConfig:
     precision: Precision | None = None
     global_batch: int | None = None
     micro_batch: int | None = None
+    per_micro_batch: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        terms = self.per_micro_batch
+        if isinstance(terms, str) or not (isinstance(terms, list | tuple) and all(isinstance(t, str) for t in terms)):
+            fix = '["aux_loss"]: names of outputs, operators or modules of the model'
+            raise ShardwiseError(f"per_micro_batch is {shorten_repr(terms)}", fix=fix)
         parse_optimizer(self.optimizer)
         if not isinstance(self.precision, Precision | None):
             fix = "sw.Precision(compute=torch.bfloat16); parameter= and reduce= set the other dtypes"

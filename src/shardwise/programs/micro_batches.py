@@ -8,6 +8,7 @@ constant sources.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -25,29 +26,24 @@ from shardwise.graph.infer import TypeInference
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Source, Value, rename_operands
 from shardwise.graph.schema import arguments
 from shardwise.layouts.choice import ShardPosition, Split
+from shardwise.programs.lower import lowered_by_model
+from shardwise.programs.separate_batches import FIRST, WHOLE, TermGraphs, TermOps, numbered_in_batch, whole_name
 from shardwise.programs.time_axis import FIX, TimeSplit, buffer_names, split_in_time
 from shardwise.rules.arguments import replace_arguments
 from shardwise.rules.rule import LocalContext, LocalOpCall, Piece, base_name
 
 aten = torch.ops.aten
-FIRST = "_shardwise_first_sample"
 APART = "_shardwise_passes_apart"  # attribute of a module whose loss is the sum of separate micro-batch losses
-_WHOLE = "_shardwise_whole."
-
-
-def whole_name(value: str) -> str:
-    """Return the name of the source that stands for a value of the prelude."""
-    return _WHOLE + value
 
 
 def is_of_step(value: str) -> bool:
     """Return whether the step supplies a source of a micro-batch's graph, with a new value per micro-batch or step."""
-    return value == FIRST or value.startswith(_WHOLE)
+    return value == FIRST or value.startswith(WHOLE)
 
 
 def whole_sources(graph: Graph) -> tuple[str, ...]:
     """Return the values of the prelude that a graph takes."""
-    return tuple(s.value.removeprefix(_WHOLE) for s in graph.sources if s.value.startswith(_WHOLE))
+    return tuple(s.value.removeprefix(WHOLE) for s in graph.sources if s.value.startswith(WHOLE))
 
 
 def numbers_samples(graph: Graph) -> bool:
@@ -67,22 +63,25 @@ def pass_sizes(batch: int, micro_batch: int) -> tuple[int, ...]:
 
 def pass_graph(split: TimeSplit, size: int, captured: Callable[[int], Graph]) -> Graph:
     """Return the graph of a micro-batch of ``size`` samples. ``captured``: returns the model's graph for a batch size;
-    called only for operators of running statistics, which treat a micro-batch as the batch. Raises PlanError if the
-    micro-batch cuts groups of samples that the model forms."""
-    return _MicroBatchWriter(split, size, captured(size) if split.local else None).write()
+    called only for operators that treat a micro-batch as the batch: of running statistics, and of terms of the loss.
+    Raises PlanError if the micro-batch cuts groups of samples that the model forms."""
+    alone = captured(size) if split.local or split.whole_graph.terms else None
+    return _MicroBatchWriter(split, size, alone).write()
 
 
 @dataclass(frozen=True)
 class Passes:
     """A step over a batch as micro-batches. ``sizes``: the samples of each; ``prelude``: the graph over the whole batch
     that runs before them, or None; ``whole``: the values that it delivers; ``graphs``: size -> graph of a micro-batch;
-    ``statistics``: names of the buffers that every micro-batch writes; other buffers are written once."""
+    ``statistics``: names of the buffers that every micro-batch writes; other buffers are written once. ``terms``: the
+    graphs of what one device takes per micro-batch."""
 
     sizes: tuple[int, ...]
     prelude: Graph | None
     whole: tuple[str, ...]
     graphs: Mapping[int, Graph]
     statistics: frozenset[str]
+    terms: TermGraphs | None = None
 
     @staticmethod
     def of(
@@ -97,7 +96,8 @@ class Passes:
         split = splitting(graph)
         sizes = pass_sizes(split.batch, micro_batch)
         graphs = {size: pass_graph(split, size, captured) for size in dict.fromkeys(sizes)}
-        return Passes(sizes, split.prelude_graph, split.prelude, graphs, frozenset(buffer_names(split)))
+        statistics, terms = frozenset(buffer_names(split)), TermGraphs.of(split, captured, graphs)
+        return Passes(sizes, split.prelude_graph, split.prelude, graphs, statistics, terms)
 
     @staticmethod
     def over(
@@ -117,7 +117,7 @@ class Passes:
                 f"micro-batches of {micro_batch} of {batch} samples, each with a separate loss, leave {rest}",
                 fix="choose a micro_batch that divides the batch",
             )
-        alone = _numbered_alone(captured(micro_batch), graph, batch)
+        alone = numbered_in_batch(captured(micro_batch), graph, batch)
         written = frozenset(alone.source_of[buffer].names[0] for buffer, _ in alone.mutations)
         return Passes((micro_batch,) * (batch // micro_batch), None, (), {micro_batch: alone}, written)
 
@@ -131,32 +131,6 @@ class Passes:
     def starts(self) -> tuple[int, ...]:
         """Return the index of the first sample of every micro-batch."""
         return tuple(accumulate(self.sizes[:-1], initial=0))
-
-
-def _numbered_alone(alone: Graph, whole: Graph, batch: int) -> Graph:
-    """Return the training graph of a separate micro-batch in which random operators index elements as in the batch."""
-    ops = list(alone.ops)
-    for number, op in enumerate(ops):
-        twin = whole.op_by_name.get(op.name)
-        if op.target not in STREAMS or twin is None:
-            continue
-        shape, full = (graph.by_name[of.results[0]].shape for graph, of in ((alone, op), (whole, twin)))
-        if differing := [dim for dim, (part, size) in enumerate(zip(shape, full, strict=True)) if part != size]:
-            dim = differing[0]
-            changes: dict[str, Any] = {"sizes": full, "offsets": (0,) * len(full), "lengths": shape}
-            stride = full[dim] // batch * prod(full[dim + 1 :])
-            call = replace_arguments(op, **changes, first=Ref(FIRST), stride=stride)
-            ops[number] = replace(op, target=call.target, args=call.args, kwargs=call.kwargs)
-    first = Value(FIRST, (), torch.int64)
-    assert alone.loss is not None, "a step has a loss"
-    written = replace(
-        alone,
-        values=(*alone.values[: len(alone.sources)], first, *alone.values[len(alone.sources) :]),
-        sources=(*alone.sources, Source(FIRST, "constant", (FIRST,))),
-        ops=tuple(ops),
-        outputs=(Ref(alone.loss),),
-    )
-    return eliminate_dead_code(written)
 
 
 @dataclass
@@ -174,17 +148,31 @@ class _MicroBatchWriter:
 
     def write(self) -> Graph:
         graph = self.graph
-        for source in graph.sources:
+        terms = None
+        if self.split.whole_graph.terms:
+            assert self.alone is not None, "there are terms"
+            terms = TermOps.of(self.split, self.alone, self.size)
+        of_terms = deque(() if terms is None else terms.placed)
+        order = {op.name: position for position, op in enumerate(self.split.whole_graph.ops)}
+        model = {name: op for op, names in lowered_by_model(self.split.whole_graph, graph).items() for name in names}
+        held = tuple(source for source in graph.sources if source.kind != "activation")
+        for source in held:
             value = graph.by_name[source.value]
             self.values[value.name] = replace(value, shape=self._shape(value.shape, self.split.where[value.name]))
         of_step = [replace(graph.by_name[name], name=whole_name(name)) for name in self.split.prelude]
         of_step.append(Value(FIRST, (), torch.int64))  # what the step supplies, in addition to the samples
         self.values |= {value.name: value for value in of_step}
         for op in graph.ops:
+            while of_terms and of_terms[0][0] < order[model[op.name]]:
+                self._add_of_term(of_terms.popleft()[1], terms)
             self._add(op)
+        if terms is not None:
+            for _, op in of_terms:
+                self._add_of_term(op, terms)
+            terms.check(self.values, self.ops, self.split, self.size)
         assert graph.loss is not None, "a loss was asked for"
         loss = self._once(graph.loss, graph.producer.get(graph.loss)) if self.split.loss_once else graph.loss
-        sources = (*graph.sources, *(Source(value.name, "constant", (value.name,)) for value in of_step))
+        sources = (*held, *(Source(value.name, "constant", (value.name,)) for value in of_step))
         order = [s.value for s in sources] + [name for op in self.ops for name in op.results]
         values = tuple(self.values[name] for name in order)
         of_pass = replace(graph, values=values, sources=sources, ops=tuple(self.ops), cotangents=None)
@@ -224,6 +212,11 @@ class _MicroBatchWriter:
             what = f"the step is not a sum over micro-batches: {why}"
             raise PlanError(what, op=op.name, source=op.source, fix=FIX) from None
         self._append(rename_operands(local, op.operands, operands), op)
+
+    def _add_of_term(self, op: Op, terms: TermOps | None) -> None:
+        assert terms is not None, "it has operators"
+        self.ops.append(op)
+        self.values |= {name: terms.values[name] for name in op.results}
 
     def _as_alone(self, op: Op) -> Op:
         """Return an operator that treats the micro-batch as the batch, as captured for that batch size."""
@@ -378,6 +371,6 @@ def values_of_step(
     for source in graph.sources:
         if source.value == FIRST:
             values[FIRST] = first()
-        elif source.value.startswith(_WHOLE):
-            values[source.value] = whole[source.value.removeprefix(_WHOLE)]
+        elif source.value.startswith(WHOLE):
+            values[source.value] = whole[source.value.removeprefix(WHOLE)]
     return values

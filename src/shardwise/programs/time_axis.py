@@ -13,7 +13,8 @@ micro-batch (``I``). Only these conversions along the axis are possible:
 Any other conversion along the axis would need a value of all micro-batches while one of them runs. The loss is then no
 sum over micro-batches, and the model is refused with the operator's name. There is one exception: running statistics
 (batch norm) are, in practice, computed per micro-batch. The operators that compute them from sums over samples treat
-the micro-batch as the batch.
+the micro-batch as the batch. So do the terms of the loss that the user names (``per_micro_batch``). They are cut out of
+the graph here, and received as partial sums.
 
 The axis needs no size: operators do the same along it for every length.
 """
@@ -27,7 +28,8 @@ from shardwise.errors import PlanError
 from shardwise.graph.batch import batch_size
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.disjoint import DisjointSets
-from shardwise.graph.ir import Graph, Op, Ref
+from shardwise.graph.ir import Graph, Op, Ref, needed_for
+from shardwise.graph.loss_terms import cut_terms
 from shardwise.graph.schema import is_random
 from shardwise.layouts.choice import ShardPosition, ShardPositions, Split, Where
 from shardwise.layouts.mesh import Mesh
@@ -52,12 +54,13 @@ def split_in_time(graph: Graph) -> TimeSplit:
     if batch is None or batch < 2:
         have = "no input has dims" if batch is None else f"the inputs have {batch} sample"
         raise PlanError(f"no batch to split into micro-batches: {have}", fix="pass a whole batch")
-    graph = eliminate_dead_code(replace(graph, outputs=(Ref(graph.loss),)))
+    whole = eliminate_dead_code(replace(graph, outputs=(Ref(graph.loss),)))
+    graph = cut_terms(whole)[0] if whole.terms else whole
     used: dict[str, Lowering] = {}  # operator of a lowering -> that lowering, so that it is not lowered again
     while True:
         rules = {op.name: rule_within(used.get(op.name), op, graph) for op in graph.ops}
         factored = factor_graph(graph, rules)
-        axis = TimeSplit(graph, factored, batch)
+        axis = TimeSplit(graph, factored, batch, whole)
         ops: list[Op] = []
         values = list(graph.values)
         for op in graph.ops:
@@ -80,17 +83,19 @@ def split_in_time(graph: Graph) -> TimeSplit:
 class TimeSplit:
     """The strategies of a graph's operators along the time axis, decided in the order of execution.
 
-    ``graph``: of the whole batch, reduced to the loss and mutations, and lowered where the axis splits a lowered
-    factor. ``where``: placement of every value; ``splits``: operator -> the factor that is split, for operators with
-    samples. ``whole``: (operator, position) of operands that are partial sums but needed whole; they depend on inputs
-    only. ``once``: (operator, position) of operands that are the same in every micro-batch and join partial sums, so
-    they count in the first one only; ``loss_once``: whether the loss does. ``local``: operators that treat a
-    micro-batch as the batch; ``statistics``: buffers that every one writes.
+    ``whole_graph``: of the whole batch, reduced to the loss and mutations. ``graph``: the same without the terms that
+    every micro-batch computes alone, and lowered where the axis splits a lowered factor. ``where``: placement of every
+    value; ``splits``: operator -> the factor that is split, for operators with samples. ``whole``: (operator, position)
+    of operands that are partial sums but needed whole; they depend on inputs only. ``once``: (operator, position) of
+    operands that are the same in every micro-batch and join partial sums, so they count in the first one only;
+    ``loss_once``: whether the loss does. ``local``: operators that treat a micro-batch as the batch; ``statistics``:
+    buffers that every one writes.
     """
 
     graph: Graph
     factored: Factored
     batch: int
+    whole_graph: Graph
     where: dict[str, Where] = field(default_factory=dict)
     splits: dict[str, Split] = field(default_factory=dict)
     whole: set[tuple[str, int]] = field(default_factory=set)
@@ -105,7 +110,8 @@ class TimeSplit:
         for source in self.graph.sources:
             shape = self.graph.by_name[source.value].shape
             is_split = source.kind == "input" and bool(shape) and shape[0] == self.batch
-            self.where[source.value] = self._samples(source.value) if is_split else "I"
+            other: Where = "P" if source.kind == "activation" else "I"
+            self.where[source.value] = self._samples(source.value) if is_split else other
         for op in self.graph.ops:
             self._follow(op)
 
@@ -119,10 +125,11 @@ class TimeSplit:
         """Return the graph over the whole batch that runs before all micro-batches, or None."""
         if not self.prelude:
             return None
-        outputs = tuple(map(Ref, self.prelude))
-        return eliminate_dead_code(
-            replace(self.graph, outputs=outputs, loss=None, mutations=(), constraints=(), cotangents=None)
-        )
+        terms, graph, outputs = dict(self.whole_graph.terms), self.graph, tuple(map(Ref, self.prelude))
+        values = tuple(value for value in graph.values if value.name not in terms)
+        sources = tuple(source for source in graph.sources if source.value not in terms)
+        graph = replace(graph, values=values, sources=sources, outputs=outputs)
+        return eliminate_dead_code(replace(graph, loss=None, mutations=(), constraints=(), cotangents=None))
 
     def _samples(self, value: str) -> ShardPosition:
         """Return the position of the major atom of dim 0: the samples, or groups of adjacent samples."""
@@ -166,6 +173,7 @@ class TimeSplit:
             if self.where[value] != "I" and value not in statistics:
                 name = self.graph.source_of[buffer].names[0]
                 op = self.graph.producer.get(value) or self.graph.consumers[value][0]
+                self._check_only_added(op, value, f"writes it into the buffer {name}")
                 raise _refusal(op, f"writes samples of the batch into the buffer {name}")
         self.loss_once, self.statistics = self.where[loss] != "P", self._written_by_passes(statistics)
 
@@ -207,12 +215,28 @@ class TimeSplit:
         group = None if op.name in self.splits else self._group(op, hard, partial)
         if hard and group is None:
             name = op.operands[min(hard)]
+            self._check_only_added(op, name, "needs it before")
             raise _refusal(op, f"needs {_named(name, self.graph)}, a sum over all samples")
         passing = set(group or ())
         self.whole.update((op.name, i) for i in partial if i not in passing)
         self.once.update((op.name, i) for i in passing.difference(partial))
+        for i in passing if any(i not in passing for i in partial) else ():
+            self._check_only_added(op, op.operands[i], "divides it by a sum over the batch: name the quotient")
         if group is not None:
             self.where.update(dict.fromkeys(op.results, "P"))
+
+    def _check_only_added(self, op: Op, value: str, what: str) -> None:
+        """Raise PlanError if a value comes from a term that is taken per micro-batch. ``what``: else happens to it."""
+        needed = needed_for([value], self.graph.ops)[1]
+        for term, name in self.whole_graph.terms:
+            if term in needed:
+                raise PlanError(
+                    f"per_micro_batch: {name} is an average over micro-batches, which is known after the last of them; "
+                    f"{_of_user(op)} {what}",
+                    op=_of_user(op),
+                    source=op.source,
+                    fix="name a term that is only added to the loss, multiplied by a number or a parameter at most",
+                )
 
     def _group(self, op: Op, hard: set[int], partial: list[int]) -> tuple[int, ...] | None:
         """Return the operands, jointly linear in the operator, through which partial sums pass; None if there are none.

@@ -16,12 +16,15 @@ from shardwise.errors import ShardwiseError
 from shardwise.graph.call_arguments import call_module, divide_targets
 from shardwise.graph.capture import Capture
 from shardwise.graph.fakes import deep_copy
+from shardwise.graph.interpret import interpret
 from shardwise.graph.ir import Graph, Ref
+from shardwise.graph.loss_terms import cut_terms
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.step_precision import Precision
 from shardwise.graph.to_float64 import WIDE, Dtypes, Reference, reference_mode
 from shardwise.graph.trees import flatten_output, flatten_with_path, leaf_name
 from shardwise.programs.micro_batches import Passes
+from shardwise.programs.separate_batches import FIRST, TermGraphs
 from shardwise.proof.errors_by_tensor import Values
 
 OPTIMIZERS: dict[str, Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]] = {
@@ -85,8 +88,8 @@ class RunStart:
 
 
 class OneDevice:
-    """The module on one device, over the whole batch. If a step has micro-batches, only running statistics are computed
-    per micro-batch."""
+    """The module on one device, over the whole batch. If a step has micro-batches, only running statistics and the
+    terms of the loss that the plan names are computed per micro-batch."""
 
     def __init__(self, start: RunStart) -> None:
         self.start, self.captured, self.precision = start, start.captured, start.precision
@@ -145,14 +148,20 @@ class OneDevice:
             averaged={id(norm.running_mean) for norm in norms if norm.running_mean is not None},
             models_default=start.models_default,
         )
+        terms = None if start.passes.terms is None else self._per_micro_batch(start.passes.terms, step)
         with reference_mode(reference), nullcontext() if self.precision is None else self.precision.around_call():
             output = self._output()
         leaves, _ = flatten_output(output)
         self._check_outputs(leaves)
+        taken = {} if start.passes.terms is None else dict(start.passes.terms.whole.terms)
+        named = zip(graph.outputs, leaves, strict=True)
+        returned = {out.name: leaf for out, leaf in named if isinstance(out, Ref) and out.name in taken}
         for i, (leaf, out, memory) in enumerate(zip(leaves, graph.outputs, self.captured.memories, strict=True)):
             if not isinstance(leaf, torch.Tensor):
                 continue
             is_loss = isinstance(out, Ref) and out.name == graph.loss
+            if is_loss and terms is not None:
+                leaf = leaf + terms(returned)
             if is_loss or start.returns_outputs:
                 # Of a sharded parameter or buffer ranks return a copy, gathered when the module is called.
                 is_copied = memory is not None and memory.name in start.sharded
@@ -161,6 +170,45 @@ class OneDevice:
             if is_loss and leaf.requires_grad:
                 _run_backward(leaf)
         return values
+
+    def _per_micro_batch(self, terms: TermGraphs, step: int) -> Callable[[Mapping[str, torch.Tensor]], torch.Tensor]:
+        """Return what computes, from the terms that the module returns, what the loss gains if terms are averages over
+        micro-batches. It is called after the module, whose buffers are read here."""
+
+        def of_sources(graph: Graph, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            bound = self.start.bindings(graph, self.tensors, step, given)
+            kept = {name: x if x.requires_grad else x.clone() for name, x in bound.items()}
+            return {name: tensor.to(graph.by_name[name].dtype) for name, tensor in kept.items()}
+
+        averages: dict[str, torch.Tensor] = {}
+        first, batch = 0, sum(self.start.passes.sizes)
+        for size in self.start.passes.sizes:
+            alone = terms.alone[size]
+            given = {FIRST: torch.tensor(first)}
+            for source in alone.sources:
+                if source.kind == "input":
+                    rows = self.start.inputs[source.names[0]]
+                    is_part = alone.by_name[source.value].shape != rows.shape
+                    given[source.value] = rows[first : first + size] if is_part else rows
+            values = interpret(alone, of_sources(alone, given))
+            for term, _ in terms.whole.terms:
+                part = values[term] * (size / batch)
+                averages[term] = averages[term] + part if term in averages else part
+            first += size
+        bound, rest, loss = of_sources(terms.whole, {}), cut_terms(terms.whole)[0], terms.whole.loss
+        assert loss is not None, "a step has a loss"
+
+        def gained(returned: Mapping[str, torch.Tensor]) -> torch.Tensor:
+            hidden = [name for value, name in terms.whole.terms if value not in returned]
+            if hidden and self.start.passes.statistics:  # the module normalizes per micro-batch, the graph does not
+                what = f"{', '.join(hidden)}: batch norm takes its statistics per micro-batch, and so must these terms"
+                fix = "have the module return them, and name the outputs in per_micro_batch"
+                raise ShardwiseError(f"verify cannot compare {what}", fix=fix)
+            of_batch = returned if not hidden else {**interpret(terms.whole, bound), **returned}
+            of_batch = {value: of_batch[value] for value, _ in terms.whole.terms}
+            return interpret(rest, {**bound, **averages})[loss] - interpret(rest, {**bound, **of_batch})[loss]
+
+        return gained
 
     def _check_outputs(self, leaves: Sequence[Any]) -> None:
         """Raise ShardwiseError if the model's code took another branch than when it was captured."""

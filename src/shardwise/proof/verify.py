@@ -145,7 +145,8 @@ def verify(
         module: The model that was planned.
         example_inputs: A tuple of positional inputs (or one tensor), whole and with values. For a plan of several
             micro-batches, the whole batch of a step, of any size: ranks run its micro-batches, one device runs it at
-            once. Only running statistics are computed per micro-batch in both.
+            once. Only running statistics, and the terms of the loss that the plan takes per micro-batch, are computed
+            per micro-batch in both.
         plan: The plan to verify.
         kwargs: Named inputs, in addition to positional ones.
         loss: ``loss(output, *targets)``, as for ``sw.plan``.
@@ -181,8 +182,11 @@ def verify(
     check_ambient(plan.precision.autocast, "around sw.verify")
     if plan.is_pipeline or plan.micro_batches > 1:  # their steps return no gradients of inputs
         args, named = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, named))
-    captured = capture(module, args, named, loss=loss, precision=plan.precision, input_gradients=True)
-    verification = _Verification(plan, captured, Example(module, (args, named), loss, precision=plan.precision))
+    call = Example.of(plan, module, (args, named), loss)
+    captured = capture(
+        module, args, named, loss=loss, precision=plan.precision, input_gradients=True, per_micro_batch=plan.terms
+    )
+    verification = _Verification(plan, captured, call)
     return verification.report(steps, tolerance, seed)
 
 
@@ -234,6 +238,8 @@ class _Verification:
             programs = [of_stage[0] for of_stage in ranks.programs[ranks.passes.sizes[0]]]
             notes = substance.notes([(d.kind, d.name) for d in wrong])
             is_split = plan.is_pipeline or any(at.positions for at in ranks.first.spmds[0].layouts.values())
+            if ranks.passes.terms is not None:
+                notes.append(f"averaged over {plan.micro_batches} micro-batches on both sides: {', '.join(plan.terms)}")
             if plan.num_ranks > 1 and not is_split:
                 notes.append(f"nothing is split: each of {plan.num_ranks} ranks computes the whole model")
             return Report(

@@ -229,7 +229,15 @@ class ProgramCache:
             part.training = call.training != (path in call.in_other_mode)
         loss = None if call.predicts else self.settings.loss
         captured = from_rank_zero(
-            lambda: capture(model, args, kwargs, loss=loss, precision=self.plan.precision, input_gradients=True)
+            lambda: capture(
+                model,
+                args,
+                kwargs,
+                loss=loss,
+                precision=self.plan.precision,
+                input_gradients=True,
+                per_micro_batch=self.plan.terms if call.loss_only else (),
+            )
         )
         self._given |= {leaf: None for _, leaf in leaves if isinstance(leaf, FunctionType)}
         self._surroundings = ClosureGuards.of_code(reachable_code(model, self.settings.loss, self._given))

@@ -80,7 +80,7 @@ def run_alone(
         raise ShardwiseError(f"this machine has no {device}", fix="choose another device, such as cpu")
     if device.type == "cuda":
         check_memory(plan, {rank: memory_on(device)})
-    call = Example(module, call_arguments(example_inputs), loss, precision=plan.precision)
+    call = Example.of(plan, module, call_arguments(example_inputs), loss)
     graph = planned_graph(call, plan)
     if graph.loss is None:
         fix = "return the loss first, or pass a loss with the inputs"
