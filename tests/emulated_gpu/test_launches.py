@@ -1,0 +1,41 @@
+"""A step launches about as many kernels as plain PyTorch's on the same GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from emulated_gpu.cases import Case, batch, build, make_plan, train_all
+from shardwise.proof.runs import OPTIMIZERS
+
+RunRanks = Callable[..., list[Any]]
+MOST = 1.1  # of plain PyTorch's
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers prints on the way
+
+
+def launches_of_a_step(case: Case, plan: str) -> tuple[int, int]:
+    """(under the plan, without one)"""
+    from emulated_gpu.device import gpu
+
+    ours = train_all({"it": (case, plan)})["it"].launches
+    model = build(case.model).cuda()
+    optimizer = OPTIMIZERS[case.optimizer](model.parameters())
+    theirs = 0
+    for number in range(2):  # the first one makes the optimizer's states
+        inputs = {name: tensor.cuda() for name, tensor in batch(case.model, number).items()}
+        before = sum(gpu.launches().values())
+        model(**inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        theirs = sum(gpu.launches().values()) - before
+    return ours, theirs
+
+
+@pytest.mark.parametrize("model", ["llama", pytest.param("vit", marks=pytest.mark.long)])
+def test_a_step_launches_about_as_many_kernels_as_plain_pytorch(model: str, run_gpu_ranks: RunRanks) -> None:
+    case = Case(model, {"dp": 1})
+    ((ours, theirs),) = run_gpu_ranks(launches_of_a_step, 1, case, make_plan(case).to_json())
+    assert ours <= MOST * theirs, f"{ours} beside {theirs}"
