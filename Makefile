@@ -3,6 +3,7 @@
 #   make demo       a byte-level GPT trains on eight ranks under two plans
 #   make test       the test suite
 #   make test-long  more of the same, on more models and ranks: what is marked long
+#   make test-emulated-gpu  all tests on emulated GPUs (tests/emulated_gpu; they need g++ and a torch without CUDA)
 #   make test-oldest, make test-newest  the test suite with the oldest and the newest torch that pyproject.toml allows (PYTEST_ARGS='tests/rules')
 #   make docs       the documentation as a site, in build/site; a link that leads nowhere is an error
 #   make docs-images  the pictures of docs/images, made anew in a headless Chromium
@@ -20,6 +21,7 @@
 #   make checked-plans  docs/checked-plans.md: every tp plan that ships with the installed transformers, proven or refuted (about 15 minutes)
 #   make operators  docs/operators.md, written from the rule tables
 #   make names      the names of the dialect in docs/from-mindspore.md
+#   make dialect-reference  the dialect beside the reference itself, measured anew in an environment of its own (REFERENCE_PYTHON=python3.11; 0.8 GB), and the list in docs/differences.md
 #   make commands   the outputs of the commands in docs/commands.md
 #   make zoo        22 models: data parallel, tensor parallel and random plans of each, verified (ZOO_ARGS='--plans 3 swin')
 #   make sweep-redistribution  all pairs of layouts against an independent shortest path (about four minutes)
@@ -50,9 +52,11 @@
 SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE  # each of the thousand processes of the tests would compile the package anew
 .DEFAULT_GOAL := test
-.PHONY: checked-plans demo test test-quick test-long test-oldest test-newest docs docs-images package golden museum museum-page operator-database operators commands names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints bench-generation sweep sweep-redistribution sweep-search sweep-pipelines sweep-memory sweep-trainer lint install format clean openmpi
+.PHONY: checked-plans demo test test-quick test-long test-emulated-gpu test-oldest test-newest docs docs-images package golden museum museum-page operator-database operators commands dialect-reference names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints bench-generation sweep sweep-redistribution sweep-search sweep-pipelines sweep-memory sweep-trainer lint install format clean openmpi
 
 TORCH := torch==2.13.0
+REFERENCE := build/reference
+REFERENCE_PYTHON ?= python3.11
 OLDEST := 2.11.0
 NEWEST := 2.14.1
 TORCH_INDEX ?=
@@ -78,6 +82,9 @@ test-quick: install
 
 test-long: install
 	$(BIN)/python -m pytest -n 3 --dist worksteal --seed $(SEED) -m long $(PYTEST_ARGS)
+
+test-emulated-gpu: install
+	$(BIN)/python -m pytest -m "long or not long" tests/emulated_gpu $(PYTEST_ARGS)
 
 # Each in an environment of its own.
 test-oldest:
@@ -142,6 +149,13 @@ operators: install
 
 commands: install
 	PYTHONPATH=tests $(BIN)/python -m docs.commands
+
+# Calls and signatures of the reference, measured anew; git diff shows what changed, the tests what the dialect does otherwise.
+dialect-reference: install
+	test -x $(REFERENCE)/bin/python || ($(REFERENCE_PYTHON) -m venv $(REFERENCE) && $(REFERENCE)/bin/pip install -q mindspore==2.10.0 "numpy==1.26.*" || (rm -rf $(REFERENCE); false))
+	cd $(REFERENCE) && OMP_NUM_THREADS=1 GLOG_v=4 bin/python $(CURDIR)/tests/mindspore/write_reference.py > /dev/null
+	PYTHONPATH=tests $(BIN)/python -m mindspore.reference_differences
+	$(BIN)/python -m pytest tests/mindspore/test_reference_values.py tests/mindspore/test_reference_defaults.py
 
 names: install
 	PYTHONPATH=tests $(BIN)/python -m docs.dialect_names

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shardwise.runtime.initial.deferred import deferred
     from shardwise.runtime.parallel import Parallel
     from shardwise.runtime.parallelize import parallelize
+    from shardwise.runtime.whole_tensors import full_tensor, norms
     from shardwise.search.zero import Zero
     from shardwise.train.checkpoints import save_checkpoint
     from shardwise.train.data import DataLoader
@@ -61,6 +62,7 @@ _HOMES = {
     "shardwise.runtime.guards.norms": ("clip_grad_norm",),
     "shardwise.runtime.parallel": ("Parallel",),
     "shardwise.runtime.parallelize": ("parallelize",),
+    "shardwise.runtime.whole_tensors": ("full_tensor", "norms"),
     "shardwise.train.checkpoints": ("save_checkpoint",),
     "shardwise.train.data": ("DataLoader",),
     "shardwise.train.planning": ("planned",),
@@ -117,8 +119,10 @@ __all__ = [
     "elementwise_optimizer",
     "errors",
     "fits",
+    "full_tensor",
     "init_ranks",
     "load_checkpoint",
+    "norms",
     "offload",
     "parallelize",
     "plan",

@@ -21,6 +21,7 @@ from shardwise.report.search_reports import MicroBatches, StageExplanation, Stag
 from shardwise.runtime.parallel import Parallel as Pipeline
 from shardwise.runtime.pipeline_profile import PipelineProfile
 from shardwise.runtime.step_profile import StepProfile
+from shardwise.runtime.whole_tensors import Norms
 from shardwise.train.resuming import Checkpoint
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Layout",
     "MemoryEstimate",
     "MicroBatches",
+    "Norms",
     "ParallelConfig",
     "Pipeline",
     "PipelineProfile",

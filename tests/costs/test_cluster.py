@@ -114,10 +114,24 @@ def test_bundled_clusters_have_every_figure_and_say_where_each_figure_comes_from
         "ascend-910a",
         "ascend-910b",
         "l4",
+        "l40s",
+        "t4",
+        "rtx-3090",
+        "rtx-4090",
+        "rtx-5090",
+        "rtx-6000-ada",
+        "rtx-a6000",
+        "h20",
+        "gb200",
+        "gb300",
         "local",
     }
     assert set(families()) == wanted
-    for name in wanted - {"local"}:
+    racks = {"gb200", "gb300"}
+    for name in racks:
+        assert [level.size for level in family(name).levels] == [72, 256], name
+        assert Cluster.load(f"{name}-2x72").num_devices == 144
+    for name in wanted - racks - {"local"}:
         largest = family(name)
         assert (largest.levels[-1].size, largest.num_devices) == (2048, 8 * 2048), name
         assert Cluster.load(f"{name}-1x8").num_devices == 8

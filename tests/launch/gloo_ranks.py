@@ -50,15 +50,21 @@ class RankTraceback(Exception):
 
 
 def run_on_ranks(
-    function: Callable[..., Any], num_ranks: int, args: tuple[Any, ...], folder: Path, time_limit_seconds: float
+    function: Callable[..., Any],
+    num_ranks: int,
+    args: tuple[Any, ...],
+    folder: Path,
+    time_limit_seconds: float,
+    on_gpus: bool = False,
 ) -> list[Any]:
-    """``function(*args)`` on every rank; returns the results in the order of ranks (see the fixture ``run_ranks``)."""
+    """``function(*args)`` on every rank; returns the results in the order of ranks (see the fixture ``run_ranks``).
+    ``on_gpus``: every rank has an emulated GPU, and the group is of nccl."""
     assert "<locals>" not in function.__qualname__, f"{function.__qualname__} must be a module-level function"
     context = get_context("forkserver")
     here = [name for package, names in PRELOADED_IF_HERE.items() if package in sys.modules for name in names]
     context.set_forkserver_preload([*PRELOADED, *PRELOADED_OF_SHARDWISE, *here])
     source = (function.__module__, inspect.getfile(function), function.__qualname__)
-    settings = (num_ranks, time_limit_seconds, _traces())
+    settings = (num_ranks, time_limit_seconds, _traces(on_gpus), on_gpus)
     store, payload = str(folder / f"store-{uuid4().hex}"), pickle.dumps(args)
     processes, receivers = [], []
     try:
@@ -82,8 +88,9 @@ def run_on_ranks(
 
 
 @cache
-def _traces() -> Path:
-    """Where the ranks that this process starts share what they trace; it is removed with the process."""
+def _traces(on_gpus: bool) -> Path:
+    """Where the ranks that this process starts share what they trace; it is removed with the process. Kernels of GPUs
+    are others than those of CPUs."""
     folder = TemporaryDirectory(prefix="shardwise-traces-")
     atexit.register(folder.cleanup)
     return Path(folder.name)
@@ -134,18 +141,27 @@ def _rank(
     payload: bytes,
     store: str,
     rank: int,
-    settings: tuple[int, float, Path],
+    settings: tuple[int, float, Path, bool],
 ) -> None:
-    """What a rank's process does. ``settings``: number of ranks, seconds, and where they share what they trace."""
-    num_ranks, seconds, traces = settings
+    """What a rank's process does. ``settings``: number of ranks, seconds, where they share what they trace, and whether
+    they have emulated GPUs."""
+    num_ranks, seconds, traces, on_gpus = settings
     share_traces(traces)
     torch.set_num_threads(1)
     gc.freeze()  # what the server has imported stays
     gc.set_threshold(*SELDOM)
     try:
+        backend, device = "gloo", None
+        if on_gpus:
+            from emulated_gpu.device import install
+
+            install(num_ranks, rank)
+            backend, device = "nccl", torch.device("cuda", rank)
         function = _load(*source)
+        address = f"file://{store}"
+        timeout = timedelta(seconds=seconds)
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=seconds)
+            backend, init_method=address, rank=rank, world_size=num_ranks, timeout=timeout, device_id=device
         )
         dist.barrier()  # whoever is quick would else end while others still connect to it
         answer = pickle.dumps((True, function(*pickle.loads(payload))))

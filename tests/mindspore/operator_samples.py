@@ -123,7 +123,7 @@ SAMPLES: dict[str, Sample] = {
     "Sub": Sample(P.Sub(), (X, Y), torch.sub), "Mul": Sample(P.Mul(), (X, Y), torch.mul),
     "Div": Sample(P.Div(), (X, Y), torch.div), "RealDiv": Sample(P.RealDiv(), (X, Y), torch.div),
     "FloorDiv": Sample(P.FloorDiv(), (X, Y), lambda x, y: (x / y).floor(), ((4, TWO, True),)),
-    "Mod": Sample(P.Mod(), (X, Y), lambda x, y: x - (x / y).floor() * y),
+    "Mod": Sample(P.Mod(), (X, Y), lambda x, y: x - (x / y).trunc() * y),
     "FloorMod": Sample(P.FloorMod(), (X, 2.0), lambda x, y: x - (x / y).floor() * y),
     "Pow": Sample(P.Pow(), (X.abs(), 3.0), lambda x, y: x * x * x),
     "DivNoNan": Sample(
@@ -250,11 +250,14 @@ SAMPLES: dict[str, Sample] = {
         P.CumProd(True, True), (X, 1), lambda x, axis: np.cumprod(x.numpy()[:, ::-1], 1)[:, ::-1] / x.numpy(),
         ((4, ((4, 1),), True),),
     ),
-    "TopK": Sample(P.TopK(), (X, 3), lambda x, k: (-np.sort(-x.numpy())[:, :3], np.argsort(-x.numpy())[:, :3]), (
+    "TopK": Sample(P.TopK(), (X, 3), lambda x, k: (
+        -np.sort(-x.numpy())[:, :3], np.argsort(-x.numpy())[:, :3].astype(np.int32),
+    ), (
         (4, ((4, 1),), True),
     )),
     "Sort": Sample(
-        P.Sort(0), (X,), lambda x: (np.sort(x.numpy(), 0), np.argsort(x.numpy(), 0)), ((4, ((1, 4),), True),),
+        P.Sort(0), (X,), lambda x: (np.sort(x.numpy(), 0), np.argsort(x.numpy(), 0).astype(np.int32)),
+        ((4, ((1, 4),), True),),
     ),
     # softmax, norms
     "Softmax": Sample(P.Softmax(), (X,), lambda x: torch.exp(x) / torch.exp(x).sum(1, keepdims=True), (

@@ -78,7 +78,7 @@ LAYERS: dict[str, tuple[Callable[[], Any], Tensor, Callable[[Any, Tensor], Tenso
     ),
     "Conv2dTranspose, pad": (
         lambda: nn.Conv2dTranspose(3, 4, 3, 2, "pad", 1, output_padding=1, **F64), IMAGES,
-        lambda c, x: F.conv_transpose2d(x, c.weight, stride=2, padding=1, output_padding=1), "weight",
+        lambda c, x: F.pad(F.conv_transpose2d(x, c.weight, stride=2, padding=1), (0, 1, 0, 1)), "weight",
     ),
     "Conv1dTranspose": (
         lambda: nn.Conv1dTranspose(4, 5, 4, 2, has_bias=True, **F64), CUBE,

@@ -61,7 +61,7 @@ def test_dropout_keeps_the_share_and_scales_it() -> None:
     x = torch.ones(100, 100)
     y, kept = P.Dropout(keep_prob=0.8)(x)
     assert 0.75 < kept.double().mean() < 0.85
-    assert torch.equal(y, torch.where(kept, 1 / 0.8, 0.0))
+    assert torch.equal(y, torch.where(kept.bool(), 1 / 0.8, 0.0))
     equal_to_one_device(Applied(P.Dropout(0.7).shard(((2, 2),)), (r(8, 12),)), (), 4)
     with raises(ValueError, "keep_prob is 0"):
         P.Dropout(keep_prob=0)

@@ -219,7 +219,7 @@ def test_rates_as_functions_of_the_step() -> None:
     }
     for schedule, values in found.items():
         assert [schedule(step) for step in (0, 2, 8)] == pytest.approx(values)
-    assert nn.NaturalExpDecayLR(0.1, 0.9, 7).construct(3) == 0.1 * math.exp(-0.9 * (3 / 7))
+    assert nn.NaturalExpDecayLR(0.1, 0.9, 7).construct(3) == 0.1 * math.exp(-0.9 * 3)
     share = float(torch.tensor(3, dtype=torch.int32) / 7)  # of a step as a tensor: in float32, and no more than that
     assert nn.ExponentialDecayLR(0.1, 0.9, 7)(3) == 0.1 * 0.9**share
 

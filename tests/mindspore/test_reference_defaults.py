@@ -1,7 +1,7 @@
 """Every default, and the order of arguments, of every loss, optimizer, layer and function of the dialect is that of the
-reference in the version that the dialect follows, or is listed here with a reason.
+reference in the version that the dialect follows, or is listed in ``reference_differences`` with a reason.
 
-The reference's side is ``reference_signatures.json``, which ``write_reference_signatures.py`` made of its package.
+The reference's side is ``reference_signatures.json``, which ``make dialect-reference`` makes of its package.
 """
 
 from __future__ import annotations
@@ -19,60 +19,13 @@ import torch
 from torch import _C
 from torch.nn import functional as F
 
+from mindspore.reference_differences import DEFAULTS, ORDERS
 from raising import raises
 from shardwise.mindspore import Tensor, mint, nn, ops, train
 from shardwise.mindspore.named import WORDS
 
 CONTENT = json.loads(Path(__file__).with_name("reference_signatures.json").read_text())
 REQUIRED = "(required)"
-
-# Patterns of "module.name argument" -> why the default is another one.
-DEFAULTS = {
-    "None is float32 here, the default of torch": ("nn.* dtype", "ops.* dtype"),
-    "None is the dtype of the distribution's parameters": ("nn.probability.* dtype",),
-    "no seed is given: 0 there, None here": ("*.* seed",),
-    "no name is given: objects are named by their class there": ("nn.probability.* name",),
-    "None is the group of all ranks": ("*.* group", "*.* group_back"),
-    "the same word in capital letters": ("ops.AvgPool pad_mode", "ops.MaxPool3D pad_mode", "ops.stft pad_mode"),
-    "what None stands for there": (
-        "nn.Moments keep_dims", "nn.TrainOneStepCell sens", "ops.grid_sample align_corners", "ops.nan_to_num nan",
-        "ops.topk dim", "mint.* correction", "train.CheckpointConfig append_info",
-    ),
-    "a number that stands for None there": ("ops.Cross dim", "ops.Logit eps", "ops.avg_pool3d divisor_override"),
-    "None is False, as torch has it": ("ops.affine_grid align_corners",),
-    "keep_prob and p in one: neither is p = 0.5": ("nn.Dropout keep_prob",),
-    "two equal functions": ("nn.LARS lars_filter",),
-    "of torch's overloads, one that lacks the argument does the same": (
-        "ops.bartlett_window *", "ops.blackman_window *", "ops.hamming_window *", "ops.hann_window *",
-        "ops.kaiser_window *", "ops.trapz x", "mint.arange *", "mint.argsort stable", "mint.divide rounding_mode",
-        "mint.eye m", "mint.mean dim", "mint.median dim", "mint.normal size", "mint.prod dim",
-        "mint.randperm generator", "mint.round decimals", "mint.sort stable", "mint.sum dim",
-    ),
-    "torch's schemas have dtypes as numbers": ("ops.tri?_indices dtype", "mint.randperm dtype"),
-    "a call without it is refused, not taken otherwise": (
-        "mint.nn.MaxPool2d kernel_size", "train.load_distributed_checkpoint checkpoint_filenames",
-    ),
-    "each rank keeps its part, and the file says which; whole tensors are gathered where they are asked for": (
-        "train.CheckpointConfig integrated_save", "train.save_checkpoint integrated_save",
-    ),
-    "a split network has no MINDIR file": ("train.OnRequestExit save_mindir",),
-}  # fmt: skip
-# "module.name" -> why the order, or a name, of positional arguments is another one.
-ORDERS: dict[str, tuple[str, ...]] = {
-    "arguments that the dialect does not have are skipped, and refused by name": (
-        "nn.AvgPool2d", "nn.MaxPool2d", "train.Model", "train.OnRequestExit", "train.load_checkpoint",
-        "train.save_checkpoint",
-    ),
-    "an argument that older versions had is kept at its place": ("nn.BatchNorm3d", "nn.EmbeddingLookup"),
-    "the words of older versions, in the same order": (
-        "nn.Roll", "ops.GridSampler2D", "ops.GridSampler3D", "ops.Im2Col", "ops.Roll", "ops.UniqueConsecutive",
-        "ops.float_power", "ops.ger", "ops.heaviside", "ops.laplace", "ops.outer", "ops.space_to_batch_nd",
-        "ops.swapdims", "ops.tile",
-        "ops.transpose", "ops.true_divide", "ops.unique_consecutive", "train.RunContext",
-        "train.restore_group_info_list", "train.rearrange_inputs",
-    ),
-    "settings of every cell there, which do not change what it computes": ("mint.nn.Mish", "mint.nn.SELU"),
-}  # fmt: skip
 
 
 def plain(value: Any) -> Any:

@@ -28,7 +28,7 @@ LIKE_NUMPY: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "mean of dims": (lambda x: x.mean((0, 2)), lambda a: a.mean((0, 2))),
     "sum": (lambda x: x.sum(axis=-1, keepdims=True), lambda a: a.sum(-1, keepdims=True)),
     "prod": (lambda x: x.prod((0, 1)), lambda a: a.prod((0, 1))),
-    "max": (lambda x: x.max(1), lambda a: a.max(1)),
+    "max": (lambda x: x.max(axis=1), lambda a: a.max(1)),
     "max of all": (lambda x: x.max(), lambda a: a.max()),
     "min": (lambda x: x.min(axis=0, keepdims=True), lambda a: a.min(0, keepdims=True)),
     "std": (lambda x: x.std(), lambda a: a.std()),

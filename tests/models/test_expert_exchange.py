@@ -14,6 +14,7 @@ import shardwise as sw
 from models.breadth import tiny_of
 from raising import raises
 from shardwise.layouts.text import parse_layout
+from shardwise.programs.keyed_rows import RowCounts
 
 EP = sw.Mesh(ep=4)
 CUBE = sw.Mesh(dp=2, ep=2, tp=2)
@@ -75,13 +76,13 @@ def test_experts_with_biases_are_searched() -> None:
     assert sw.verify(module, batch, plan).is_equal
 
 
-def test_what_is_exchanged_is_the_keys_the_tokens_and_the_results() -> None:
+def test_what_is_exchanged_is_the_tokens_and_the_results() -> None:
     _, batch, plan = planned("qwen3_moe", EP)
     hidden, copies, tokens, layers = 32, 2, batch["input_ids"].numel(), 2
     rows = -(-tokens * copies * 12 // 10 // 4)  # as many as are expected on the busiest of four devices
     assert [collective.num_bytes for collective in exchanges(plan)] == [
-        num_bytes for _ in range(layers) for num_bytes in (rows * hidden * 4, rows * 8, rows * hidden * 4)
-    ], "tokens in float32, experts in int64, results in float32"
+        num_bytes for _ in range(layers) for num_bytes in (rows * hidden * 4, rows * hidden * 4)
+    ], "tokens and results in float32; their experts are known from the counts"
 
 
 class Routed(nn.Module):
@@ -125,7 +126,7 @@ def test_any_routing_is_exact(routing: str, devices: int) -> None:
     module, tokens = Routed(), range(32)
     batch = torch.randn(4, 8, 8), torch.tensor([ROUTINGS[routing](token) for token in tokens]).view(4, 8, 2)
     plan = sw.plan(module, batch, devices, mesh=sw.Mesh(ep=devices))
-    assert len(exchanges(plan)) == 3, plan
+    assert len(exchanges(plan)) == 2, plan
     report = sw.verify(module, batch, plan)
     assert report.is_equal, report
 
@@ -144,9 +145,30 @@ def test_any_number_of_tokens_travels(case: str) -> None:
     module, generator = Routed(), torch.Generator().manual_seed(0)
     batch = torch.randn(samples, positions, 8), torch.randint(4, (samples, positions, 2), generator=generator)
     plan = sw.plan(module, batch, devices, mesh=sw.Mesh(ep=devices))
-    assert len(exchanges(plan)) == 3, plan
+    assert len(exchanges(plan)) == 2, plan
     report = sw.verify(module, batch, plan)
     assert report.is_equal, report
+
+
+def test_the_host_reads_sizes_once_a_layer_when_all_is_recomputed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[RowCounts] = []
+    original = RowCounts.__init__
+
+    def noted(counts: RowCounts, sent: Tensor, received: Tensor) -> None:
+        reads.append(counts)
+        original(counts, sent, received)
+
+    monkeypatch.setattr(RowCounts, "__init__", noted)
+    counts = []
+    for recompute in (None, "full"):
+        module, batch, plan = planned("qwen3_moe", sw.Mesh(ep=2), recompute=recompute)
+        reads.clear()
+        assert sw.verify(module, batch, plan).is_equal
+        counts.append(len(reads))
+    layers_and_ranks = 2 * 2
+    assert counts[0], "rows travel"
+    assert counts[0] % layers_and_ranks == 0
+    assert counts[1] == counts[0], "forward tells backward"
 
 
 def test_tokens_travel_in_stages() -> None:
@@ -188,7 +210,7 @@ def test_equal_stages_that_are_searched_once_follow_their_own_keys() -> None:
     options = {"mesh": sw.Mesh(ep=2), "search": "dynamic_programming", "stages": "marked", "micro_batch": 4}
     plan = sw.plan(module, batch, 4, schedule="Interleaved1F1B", **options)
     assert len(plan.stages) == 4
-    assert len(exchanges(plan)) == 3 * 4
+    assert len(exchanges(plan)) == 2 * 4
     assert sw.verify(module, batch, plan).is_equal
 
 

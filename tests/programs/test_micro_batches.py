@@ -407,8 +407,8 @@ def test_masks_that_do_not_know_which_samples_a_pass_has_are_found():
     plan = sw.plan(module, inputs, 2, mode="data_parallel", global_batch=BATCH, micro_batch=2)
     real = ranks.values_of_step
 
-    def mutated(graph, whole, first, device):
-        return real(graph, whole, 0, device)
+    def mutated(graph, whole, first):
+        return real(graph, whole, lambda: torch.tensor(0))
 
     with mock.patch.object(ranks, "values_of_step", mutated):
         assert not sw.verify(module, inputs, plan, steps=1).ok

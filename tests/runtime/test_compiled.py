@@ -10,10 +10,14 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._inductor import compile_fx
+from torch._inductor import config as inductor_config
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import shardwise as sw
@@ -343,3 +347,14 @@ def within_torch_compile() -> list[float]:
 def test_a_torch_compile_around_the_module_leaves_its_programs_alone(run_ranks: RunRanks) -> None:
     for errors in run_ranks(within_torch_compile, 2, time_limit_seconds=200):
         assert max(errors) < 1e-13  # sums of 16 float64 in another order
+
+
+def test_sections_are_no_cuda_graphs_even_where_the_user_has_them_on() -> None:
+    """A graph replays the addresses it was recorded with; the operands of a section have new ones in every step."""
+    with FakeTensorMode():
+        operand = torch.ones(3)
+    graph = fx.Graph()
+    graph.output((graph.call_function(torch.ops.aten.relu.default, (graph.placeholder("x"),)),))
+    with inductor_config.patch("triton.cudagraphs", True), mock.patch.object(compile_fx, "compile_fx_inner") as inner:
+        compiled.compile_with_inductor(fx.GraphModule(nn.Module(), graph), [operand], [0])
+    assert not inner.call_args.kwargs["cudagraphs"]

@@ -283,6 +283,9 @@ class Event:
     def __init__(self, what: str, log: list[str]) -> None:
         self.what, self.log = what, log
 
+    def query(self) -> bool:
+        return False
+
     def synchronize(self) -> None:
         self.log.append(f"host waits for {self.what}")
 

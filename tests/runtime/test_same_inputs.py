@@ -249,6 +249,9 @@ class Landed:
         self.source, self.target = source.clone(), target
         target.fill_(-1)
 
+    def query(self) -> bool:
+        return False
+
     def synchronize(self) -> None:
         self.target.copy_(self.source)
 

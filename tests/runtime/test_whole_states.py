@@ -197,6 +197,44 @@ def whole_states(options: dict[str, Any], folder: str) -> dict[str, Any]:
     return found
 
 
+def read_whole(options: dict[str, Any]) -> dict[str, Any]:
+    par, optimizer = split(options, 1)
+    model, plain = alone(1)
+    par.step(*batch(1))
+    model(*batch(1)).backward()
+    found: dict[str, Any] = {}
+    wanted = dict(model.named_parameters())
+    for name, parameter in par.named_parameters():
+        own = wanted[name]
+        read = [sw.full_tensor(parameter)]
+        want = [own]
+        if own.grad is not None:
+            read.append(sw.full_tensor(parameter.grad))
+            want.append(own.grad)
+        if "exp_avg" in plain.state.get(own, {}) and optimizer.state[parameter]["exp_avg"].numel():
+            want.append(plain.state[own]["exp_avg"])
+            read.append(sw.full_tensor(optimizer.state[parameter]["exp_avg"]))
+        found[name] = all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(read, want, strict=True))
+    for name, buffer in par.named_buffers():
+        found[name] = torch.equal(sw.full_tensor(buffer), dict(model.named_buffers())[name])
+    of_parameters, of_gradients = sw.norms(par)
+    norm = {name: float(p.detach().norm()) for name, p in wanted.items()}
+    norm_of_gradients = {name: float(p.grad.norm()) for name, p in wanted.items() if p.grad is not None}
+    found["norms"] = list(of_parameters.items()) == [(name, pytest.approx(x, rel=1e-9)) for name, x in norm.items()]
+    found["gradients"] = of_gradients == pytest.approx(norm_of_gradients, rel=1e-9, abs=1e-15)
+    weight = next(p for name, p in par.named_parameters() if name.startswith("blocks.") and p.grad is not None)
+    found["a copy"] = "unknown which part of which tensor" in refusal(lambda: sw.full_tensor(weight.grad.clone()))
+    return found
+
+
+@pytest.mark.parametrize("kind", list(PLANS))
+def test_tensors_and_norms_are_read_whole(run_ranks: RunRanks, kind: str) -> None:
+    size, options = PLANS[kind]
+    for found in run_ranks(read_whole, size, options, time_limit_seconds=240):
+        assert len(found) > 8, found
+        assert all(found.values()), found
+
+
 @sw.elementwise_optimizer
 class Flattening(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -21,28 +21,48 @@ from shardwise.errors import ShardwiseError
 # The first whose words are all in the name of a GPU (as torch and nvidia-smi write it) is its family. A100 on PCIe
 # differ from those on SXM by 5 % of the bandwidth of their memory, and by their links, which the topology tells.
 _FAMILIES = (
+    ("GB300", "gb300"),
+    ("GB200", "gb200"),
     ("B200", "b200"),
     ("H200", "h200"),
+    ("H20", "h20"),
     ("H800", "h800"),
     ("H100 NVL", "h100-nvl"),
     ("H100 PCIe", "h100-pcie"),
     ("H100", "h100"),
     ("A100 40GB", "a100-40"),
     ("A100 80GB", "a100-80"),
+    ("L40S", "l40s"),
     ("L4", "l4"),
+    ("RTX 6000 Ada", "rtx-6000-ada"),
+    ("RTX A6000", "rtx-a6000"),
+    ("RTX 5090", "rtx-5090"),
+    ("RTX 4090", "rtx-4090"),
+    ("RTX 3090", "rtx-3090"),
+    ("T4", "t4"),
     ("V100", "v100"),
     ("MI300X", "mi300x"),
     ("Ascend 910A", "ascend-910a"),
     ("Ascend 910B", "ascend-910b"),
 )
 # Of a GPU with another name: a family of the same architecture, by CUDA's compute capability.
-_BY_CAPABILITY = {(7, 0): "v100", (8, 0): "a100-80", (8, 9): "l4", (9, 0): "h100", (10, 0): "b200"}
+_BY_CAPABILITY = {
+    (7, 0): "v100",
+    (7, 5): "t4",
+    (8, 0): "a100-80",
+    (8, 6): "rtx-3090",
+    (8, 9): "l4",
+    (9, 0): "h100",
+    (10, 0): "b200",
+    (10, 3): "gb300",
+    (12, 0): "rtx-5090",
+}
+_OTHER_CHIPS = {"MIG", "LAPTOP", "TI", "D"}  # words of names that otherwise are those of a larger or smaller GPU
 _OTHERWISE = "a100-80"
-# NVLinks of one GPU (NVIDIA datasheets: 600 GB/s of A100 and of bridged H100, 900 of H100 and H200, 400 of H800, 1,800
-# of B200).
-_NVLINKS = {
-    "b200": 18, "h200": 18, "h100": 18, "h800": 8, "h100-nvl": 12, "h100-pcie": 12, "a100-40": 12, "a100-80": 12,
-}  # fmt: skip
+# NVLinks of one GPU (NVIDIA datasheets: 600 GB/s of A100 and of bridged H100, 900 of H20, H100 and H200, 400 of H800,
+# 1,800 of B200, GB200 and GB300).
+_NVLINKS = dict.fromkeys(("gb300", "gb200", "b200", "h20", "h200", "h100"), 18)
+_NVLINKS |= {"h800": 8} | dict.fromkeys(("h100-nvl", "h100-pcie", "a100-40", "a100-80"), 12)
 # B/s of one NVLink 3 or 4 in one direction, of which a ring reaches 0.82, as on H200 (clusters/h100.toml).
 _BRIDGED = 25e9 * 0.82
 
@@ -68,12 +88,12 @@ def local(num_devices: int) -> Cluster:
 def family_of(name: str, capability: tuple[int, int] = (0, 0)) -> tuple[str, bool]:
     """Return the bundled family of a GPU, and whether its name told it (else it is one like it).
 
-    >>> family_of("NVIDIA H100 80GB HBM3"), family_of("NVIDIA A100-SXM4-40GB"), family_of("NVIDIA L40S", (8, 9))
+    >>> family_of("NVIDIA H100 80GB HBM3"), family_of("NVIDIA A100-SXM4-40GB"), family_of("NVIDIA L40", (8, 9))
     (('h100', True), ('a100-40', True), ('l4', False))
     """
     words = re.split(r"[\s/_-]+", name.upper())
     for pattern, chosen in _FAMILIES:
-        if "MIG" not in words and set(pattern.upper().split()) <= set(words):
+        if _OTHER_CHIPS.isdisjoint(words) and set(pattern.upper().split()) <= set(words):
             return chosen, True
     return _BY_CAPABILITY.get(capability, _OTHERWISE), False
 

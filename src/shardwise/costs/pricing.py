@@ -54,8 +54,8 @@ def owners_call(op: Op, rule: OpRule, shapes: LocalShapes) -> Op:
         return op
     sizes = zip(chain(*rule.operands), chain(*shapes[0]), strict=True)
     length = next(size for dim, size in sizes if dim == (owned,))
-    pieces = {base_name(owned): (Piece(length, 0, length),)}
-    call = rule.localize(op, LocalContext(tuple(shapes[0]), tuple(shapes[1]), pieces))
+    context = LocalContext(tuple(shapes[0]), tuple(shapes[1]), {base_name(owned): (Piece(length, 0, length),)})
+    call = rule.localize(op, context)
     return replace(op, args=call.args, kwargs=call.kwargs)
 
 

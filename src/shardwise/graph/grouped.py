@@ -3,7 +3,13 @@
 Row ``r`` of the result is row ``r // each`` of ``x`` times the matrix of expert ``experts[r]``; it is 0 if there is no
 such expert. Rows may be in any order, so that they are split as the samples are: only local rows are sorted. A shard of
 the experts gets the numbers of its experts, atom by atom. Rows of experts elsewhere give 0, so results of shards add
-up. There is one product per local expert, one after another, and the host reads the number of rows per expert.
+up.
+
+``is_sorted``: the rows are sorted by expert already, as rows are that traveled to the owners of their experts. Then
+slices are read and written; otherwise rows are gathered into this order and put back.
+
+On GPUs that have the kernel all experts are one ``torch._grouped_mm``, whose sizes stay on the device. Elsewhere there
+is one product per expert that has rows, and the host reads where these begin.
 """
 
 from __future__ import annotations
@@ -15,45 +21,125 @@ import torch
 
 from shardwise.graph.custom_operators import global_indices
 
-_PARTS = "int[] sizes, int[] offsets, int[] lengths"
+_PARTS = "int[] sizes, int[] offsets, int[] lengths, bool is_sorted=False"
 
 
-def _groups(
-    x: torch.Tensor, experts: torch.Tensor, parts: Sequence[Sequence[int]]
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Return (local expert, its rows of the result, its rows of ``x``), both ascending, for experts that have rows.
-
-    Raises IndexError for a negative expert.
-    """
-    sizes, offsets, lengths = parts
-    by_expert, order = experts.to(torch.int64).sort(stable=True)
+def _sorted_rows(
+    experts: torch.Tensor,
+    sizes: Sequence[int],
+    offsets: Sequence[int],
+    lengths: Sequence[int],
+    is_sorted: bool = False,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return the positions of the rows sorted by local expert (None: they are sorted), those of experts elsewhere last,
+    and one past the last row of each local expert. Raises IndexError for a negative expert."""
+    experts = experts.to(torch.int64).contiguous()
+    _refuse_negative(experts)
     mine = global_indices(sizes, offsets, lengths, experts.device).flatten()
-    bounds = torch.stack((torch.searchsorted(by_expert, mine), torch.searchsorted(by_expert, mine, right=True)), dim=1)
-    first = by_expert[:1] if by_expert.shape[0] else bounds.new_zeros(1)
-    lowest, *flat = torch.cat((first, bounds.flatten())).tolist()
-    if lowest < 0:
-        raise IndexError(f"grouped_mm: a row is of expert {lowest}; experts are counted from 0")
-    rows_per_token = experts.shape[0] // max(x.shape[0], 1)
-    for expert, (start, stop) in enumerate(zip(flat[::2], flat[1::2], strict=True)):
-        if start < stop:
-            rows = order[start:stop]
-            yield expert, rows, rows if rows_per_token == 1 else rows // rows_per_token
+    if is_sorted:
+        return None, torch.searchsorted(experts, mine, right=True)
+    count = mine.shape[0]
+    places = torch.searchsorted(mine, experts)
+    if count:
+        places = places.masked_fill(mine[places.clamp(max=count - 1)] != experts, count)
+    by_expert, order = places.sort(stable=True)
+    return order, torch.searchsorted(by_expert, torch.arange(count, device=mine.device), right=True)
+
+
+def _refuse_negative(experts: torch.Tensor) -> None:
+    """Raise IndexError for a negative expert; on a GPU, whose numbers the host does not wait for, fail there."""
+    if not experts.shape[0]:
+        return
+    lowest = experts.min()
+    if experts.is_cuda:
+        torch._assert_async(lowest >= 0, "grouped_mm: a row is of a negative expert; experts are counted from 0")
+    elif (negative := int(lowest)) < 0:
+        raise IndexError(f"grouped_mm: a row is of expert {negative}; experts are counted from 0")
+
+
+def has_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether all experts are one kernel that waits for no host: ``torch._grouped_mm`` of bfloat16 on GPUs from
+    Hopper on (on others it copies the sizes to the host). It reads rows of whole 16 bytes."""
+    if not x.is_cuda or x.dtype != torch.bfloat16 or weight.dtype != torch.bfloat16:
+        return False
+    return torch.cuda.get_device_capability(x.device) >= (9, 0) and all(n and n % 8 == 0 for n in weight.shape[1:])
+
+
+def _aligned(matrix: torch.Tensor) -> torch.Tensor:
+    """Return a matrix, or one per expert, in memory that the kernel can read: a dim without gaps, 16 bytes a step."""
+    strides = sorted(matrix.stride()[-2:])
+    fits = strides[0] == 1 and not strides[1] % 8 and not matrix.stride(0) % 8 and not matrix.data_ptr() % 16
+    return matrix if fits else matrix.clone(memory_format=torch.contiguous_format)
+
+
+def _each(ends: torch.Tensor) -> Iterator[tuple[int, slice]]:
+    """Yield every expert with its rows, in order. The host waits for the sizes."""
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        yield expert, slice(start, end)
+        start = end
+
+
+def _by_expert(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Multiply sorted rows [r, k] by weight [e, k, n] -> [r, n]; rows past the last end give 0."""
+    if has_kernel(rows, weight):
+        result = torch._grouped_mm(_aligned(rows.contiguous()), _aligned(weight), offs=ends.int())
+        elsewhere = torch.arange(rows.shape[0], device=ends.device) >= ends[-1:]
+        return result.masked_fill_(elsewhere.unsqueeze(1), 0)  # which the kernel does not write
+    result, stop = rows.new_empty(rows.shape[0], weight.shape[2]), 0
+    for expert, group in _each(ends):
+        if group.start < (stop := group.stop):
+            torch.mm(rows[group], weight[expert], out=result[group])
+    result[stop:].zero_()
+    return result
+
+
+def _of_weight(rows: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the weight, in its memory order, from sorted rows and their gradients."""
+    if has_kernel(rows, weight):
+        turned = weight.stride(1) < weight.stride(2)  # a parameter [e, n, k], read as [e, k, n]
+        left, right = (gradient, rows) if turned else (rows, gradient)
+        product = torch._grouped_mm(_aligned(left.contiguous()).t(), _aligned(right.contiguous()), offs=ends.int())
+        empty = ends == torch.cat((ends.new_zeros(1), ends[:-1]))
+        product.masked_fill_(empty[:, None, None], 0)  # Blackwell's kernel leaves numbers there: pytorch issue 172439
+        product = product.transpose(1, 2) if turned else product
+        return product if product.stride() == weight.stride() else torch.empty_like(weight).copy_(product)
+    result = torch.empty_like(weight)
+    for expert, group in _each(ends):
+        if group.start < group.stop:
+            torch.mm(rows[group].t(), gradient[group], out=result[expert])
+        else:
+            result[expert].zero_()
+    return result
 
 
 @torch.library.custom_op(
     "shardwise::grouped_mm", mutates_args=(), schema=f"(Tensor x, Tensor weight, Tensor experts, {_PARTS}) -> Tensor"
 )
-def grouped_mm(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *parts: Sequence[int]) -> torch.Tensor:
-    """Multiply x [t, k] by weight [e, k, n] for experts [t * each] -> [t * each, n]. ``parts``: the experts of
-    ``weight``, as sizes, offsets and lengths of their atoms."""
-    result = x.new_zeros(experts.shape[0], weight.shape[2])
-    for expert, rows, of_x in _groups(x, experts, parts):
-        result[rows] = x[of_x] @ weight[expert]
-    return result
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *here: Any) -> torch.Tensor:
+    """Multiply x [t, k] by weight [e, k, n] for experts [t * each] -> [t * each, n]. ``here``: the experts of
+    ``weight``, as sizes, offsets and lengths of their atoms, and ``is_sorted``."""
+    order, ends = _sorted_rows(experts, *here)
+    if order is None:
+        return _by_expert(x, weight, ends)
+    order, num_rows = _computed_here(order, ends, x, weight), experts.shape[0]
+    products = _by_expert(x.index_select(0, _tokens(order, num_rows, x)), weight, ends)
+    result = products.new_empty if order.shape[0] == num_rows else products.new_zeros
+    return result(num_rows, weight.shape[2]).index_copy_(0, order, products)
+
+
+def _computed_here(order: torch.Tensor, ends: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the order without rows of experts elsewhere where the host knows how many these are."""
+    return order if has_kernel(x, weight) else order[: int(ends[-1]) if ends.shape[0] else 0]
+
+
+def _tokens(order: torch.Tensor, num_rows: int, x: torch.Tensor) -> torch.Tensor:
+    """Return the rows of ``x`` that sorted rows read."""
+    return order if x.shape[0] == num_rows else order // (num_rows // max(x.shape[0], 1))
 
 
 @grouped_mm.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *parts: Sequence[int]) -> torch.Tensor:
+def _(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *here: Any) -> torch.Tensor:
     return x.new_empty(experts.shape[0], weight.shape[2])
 
 
@@ -63,55 +149,95 @@ def _(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *parts: Sequ
     schema=f"(Tensor gradient, Tensor x, Tensor weight, Tensor experts, {_PARTS}) -> (Tensor, Tensor)",
 )
 def _grouped_mm_backward(
-    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *parts: Sequence[int]
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    experts: torch.Tensor,
+    *here: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    of_x = torch.zeros_like(x)
-    of_weight = torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
-    each_once = x.shape[0] == experts.shape[0]
-    for expert, rows, from_x in _groups(x, experts, parts):
-        of_rows = gradient[rows]
-        torch.mm(x[from_x].t(), of_rows, out=of_weight[expert])
-        if each_once:
-            of_x[from_x] = of_rows @ weight[expert].t()
-        else:
-            of_x.index_add_(0, from_x, of_rows @ weight[expert].t())
-    return of_x, of_weight
+    order, ends = _sorted_rows(experts, *here)
+    if order is None:
+        return _by_expert(gradient, weight.transpose(1, 2), ends), _of_weight(x, gradient, weight, ends)
+    order, num_rows = _computed_here(order, ends, x, weight), experts.shape[0]
+    tokens, of_rows = _tokens(order, num_rows, x), gradient.index_select(0, order)
+    of_weight = _of_weight(x.index_select(0, tokens), of_rows, weight, ends)
+    of_tokens = _by_expert(of_rows, weight.transpose(1, 2), ends)
+    if x.shape[0] == num_rows == order.shape[0]:
+        return torch.empty_like(x).index_copy_(0, tokens, of_tokens), of_weight
+    return torch.zeros_like(x).index_add_(0, tokens, of_tokens), of_weight
 
 
 @_grouped_mm_backward.register_fake
 def _(
-    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *parts: Sequence[int]
+    gradient: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    experts: torch.Tensor,
+    *here: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), weight.new_empty(weight.shape)
+    return torch.empty_like(x), torch.empty_like(weight)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, experts, *ctx.parts = inputs
+    x, weight, experts, *ctx.here = inputs
     ctx.save_for_backward(x, weight, experts)
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    of_x, of_weight = torch.ops.shardwise.grouped_mm_backward.default(gradient, *ctx.saved_tensors, *ctx.parts)
-    return of_x, of_weight, *[None] * 4
+    of_x, of_weight = torch.ops.shardwise.grouped_mm_backward.default(gradient, *ctx.saved_tensors, *ctx.here)
+    return of_x, of_weight, *[None] * 5
 
 
 grouped_mm.register_autograd(_backward, setup_context=_setup)
 
 
 @torch.library.custom_op(
-    "shardwise::order_by_owner", mutates_args=(), schema="(Tensor keys, int[] ends) -> (Tensor, Tensor)"
+    "shardwise::order_by_owner", mutates_args=(), schema="(Tensor keys, int num_keys, int owners) -> (Tensor, Tensor)"
 )
-def order_by_owner(keys: torch.Tensor, ends: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions of keys [rows] sorted by owner, and how many keys each owner has [1, owners]. Owner i has
-    the keys below ``ends[i]`` that no owner before it has. The last one gets the keys that are no one's, and the first
-    the negative ones: the product that reads them there makes zeros of those and refuses these."""
-    owners = torch.searchsorted(torch.tensor(ends[:-1], dtype=torch.int64, device=keys.device), keys.long(), right=True)
-    return owners.argsort(stable=True), owners.bincount(minlength=len(ends)).unsqueeze(0)
+def order_by_owner(keys: torch.Tensor, num_keys: int, owners: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the positions of keys [rows] sorted by key, and how many rows have each key of each owner [1, owners,
+    keys].
+
+    Owner i has the keys from ``i * num_keys // owners`` on. The last one gets the keys that are no one's, counted after
+    its own: the product that reads them there makes zeros of them. Raises IndexError for a negative key."""
+    _refuse_negative(keys)
+    by_key, order = keys.to(torch.int64).clamp(max=num_keys).sort(stable=True)
+    each = torch.arange(num_keys + 1, device=keys.device)
+    ends = torch.searchsorted(by_key, each, right=True)
+    owner = (((each + 1) * owners - 1) // num_keys).clamp(max=owners - 1)
+    counts = ends.new_zeros(owners, most_keys(num_keys, owners))
+    counts[owner, each - owner * num_keys // owners] = ends - torch.cat((ends.new_zeros(1), ends[:-1]))
+    return order, counts.unsqueeze(0)
 
 
 @order_by_owner.register_fake
-def _(keys: torch.Tensor, ends: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    return keys.new_empty(keys.shape, dtype=torch.int64), keys.new_empty((1, len(ends)), dtype=torch.int64)
+def _(keys: torch.Tensor, num_keys: int, owners: int) -> tuple[torch.Tensor, torch.Tensor]:
+    counts = keys.new_empty((1, owners, most_keys(num_keys, owners)), dtype=torch.int64)
+    return keys.new_empty(keys.shape, dtype=torch.int64), counts
+
+
+def most_keys(num_keys: int, owners: int) -> int:
+    """Return how many keys an owner counts: the most that one has, and those that are no one's."""
+    return -(-num_keys // owners) + 1
+
+
+@torch.library.custom_op(
+    "shardwise::keys_of_rows",
+    mutates_args=(),
+    schema="(Tensor rows, Tensor received, int num_keys, int owners, int owner) -> Tensor",
+)
+def keys_of_rows(rows: torch.Tensor, received: torch.Tensor, num_keys: int, owners: int, owner: int) -> torch.Tensor:
+    """Return the keys of the rows that an owner has, which are sorted by key.
+
+    ``received``: how many rows of each of its keys every device sent it [devices, 1, keys]."""
+    counts = received.sum(0).flatten()
+    keys = owner * num_keys // owners + torch.arange(counts.shape[0], device=counts.device)
+    return keys.repeat_interleave(counts, output_size=rows.shape[0])
+
+
+@keys_of_rows.register_fake
+def _(rows: torch.Tensor, received: torch.Tensor, num_keys: int, owners: int, owner: int) -> torch.Tensor:
+    return received.new_empty(rows.shape[0])
 
 
 def experts_of(ends: torch.Tensor, rows: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from shardwise.errors import CaptureError
 from shardwise.graph.custom_operators import mark as mark_operator
 from shardwise.graph.einsum import diagonals
 from shardwise.graph.emitter import Emitter, Rewrite, rewrite_graph
+from shardwise.graph.gathered_experts import by_expert, of_expert
 from shardwise.graph.ir import Arg, Graph, Op, Ref
 from shardwise.graph.normalize_layers import LAYER_NORMALIZATIONS, batch_norm_with_statistics, foreign_normalizations
 from shardwise.graph.normalize_losses import LOSS_NORMALIZATIONS
@@ -73,6 +74,10 @@ def _fused_add(product: OpOverload, left: str, right: str, op: Op, emitter: Emit
         beside = (args["self"].name,) if emitter.value(args["self"]).requires_grad else ()
         return (emitter.with_zero_gradient(beside, result),)
     return (emitter.emit(aten.add.Tensor, result, _scaled(emitter, args["self"], args["beta"])),)
+
+
+def _einsum(op: Op, emitter: Emitter) -> Results:
+    return diagonals(op, emitter) or by_expert(op, emitter)
 
 
 def _convolution(op: Op, emitter: Emitter) -> Results:
@@ -211,7 +216,9 @@ NORMALIZATIONS: dict[OpOverload, Rewrite] = by_operator(
         "addmm": partial(_fused_add, aten.mm.default, "mat1", "mat2"),
         "baddbmm": partial(_fused_add, aten.bmm.default, "batch1", "batch2"),
         "addmv": partial(_fused_add, aten.mv.default, "mat", "vec"),
-        "einsum": diagonals,
+        "einsum": _einsum,
+        "bmm matmul": by_expert,
+        "index.Tensor": of_expert,
         "conv1d conv2d conv3d conv1d.padding conv2d.padding conv3d.padding convolution conv_transpose1d "
         "conv_transpose2d.input conv_transpose3d.input": _convolution,
         "mean mean.dim": _mean,

@@ -8,6 +8,7 @@ float64; PyTorch traces it only in bfloat16.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -150,6 +151,25 @@ def cumulative_averages() -> Iterator[None]:
         return _cumulative_batch_norm(norm, input) if counts else original(norm, input)
 
     with patch.object(_BatchNorm, "forward", forward), patch.object(SyncBatchNorm, "forward", forward):
+        yield
+
+
+@contextmanager
+def grouped_experts() -> Iterator[None]:
+    """Trace experts of ``transformers`` that are set to "eager", a loop over the experts that have tokens, as grouped
+    products: the library lets a mixture choose between the two, and only the loop has shapes that depend on data."""
+    experts = sys.modules.get("transformers.integrations.moe")
+    if experts is None:
+        yield
+        return
+    original = experts.ExpertsInterface.get_interface
+
+    def get_interface(interface: Any, implementation: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
+        loops = implementation in (None, "eager")
+        forward: Callable[..., Any] = original(interface, "grouped_mm" if loops else implementation, default)
+        return forward
+
+    with patch.object(experts.ExpertsInterface, "get_interface", get_interface):
         yield
 
 

@@ -39,7 +39,7 @@ from shardwise.graph.module_state import BETWEEN_CALLS, snapshot_state
 from shardwise.graph.rejected import CONSTRUCTS, TRANSFORMS
 from shardwise.graph.repeats import TracedRepeats, trace_repeats_once
 from shardwise.graph.segments import open_segments
-from shardwise.graph.stand_ins import cumulative_averages
+from shardwise.graph.stand_ins import cumulative_averages, grouped_experts
 from shardwise.graph.step_precision import MODELS_OWN, Precision
 from shardwise.graph.trees import constant_key, flatten_output
 from shardwise.graph.user_lines import UserLines, Watching, run_model, user_line, watch_changes
@@ -291,6 +291,7 @@ def _export(
         record_annotations() as recorder,
         torch.device("cpu"),
         cumulative_averages(),
+        grouped_experts(),
         repeating,
     ):
         for path, region in annotated.items():

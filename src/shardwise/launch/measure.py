@@ -32,7 +32,15 @@ from shardwise.errors import LaunchError
 from shardwise.launch.measure_kernels import KernelSizes, host_bandwidth, kernel_times, launch_seconds
 from shardwise.launch.ranks import init_ranks
 from shardwise.runtime.agree import gather_values
-from shardwise.runtime.communicator import adds_rows, exchange_rows, gather_rows, scatter_tensor, sum_received
+from shardwise.runtime.communicator import (
+    adds_rows,
+    backend_of,
+    exchange_rows,
+    gather_rows,
+    rank_device,
+    scatter_tensor,
+    sum_received,
+)
 
 _Time = TypeVar("_Time", MatmulTime, StreamTime, CollectiveTime, KernelTime)
 
@@ -78,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tiny", action="store_true", help="only a few small sizes")
     chosen = parser.parse_args(arguments)
     init_ranks()
-    measured = measure(Effort.of(dist.get_backend(), chosen.tiny))
+    measured = measure(Effort.of(backend_of(), chosen.tiny))
     if dist.get_rank() == 0:
         Path(chosen.points).write_text(json.dumps(measured.to_json(), indent=1), encoding="utf-8")
     dist.barrier()
@@ -86,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def measure(effort: Effort) -> Measurements:
     """Measure the machines of this job. Collective: all ranks call it and return the same measurements."""
-    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    device = rank_device()
     watch = _CollectiveTimer(device, effort)
     sizes = sizes_of(gather_values(platform.node()))
     groups = _create_groups(sizes)
@@ -333,7 +341,7 @@ def _reserve(device: torch.device) -> float:
 
 def _facts() -> dict[str, str]:
     version = sys.modules["shardwise"].__version__  # not imported: the package is a later layer
-    backend = str(dist.get_backend())
+    backend = backend_of()
     if backend == "nccl":
         backend += " " + ".".join(map(str, torch.cuda.nccl.version()))
     return {

@@ -27,6 +27,7 @@ from shardwise.errors import LaunchError, name_ranks, problem
 from shardwise.hosts import listen, own_address
 from shardwise.launch.rank_environment import RankEnvironment, read_place
 from shardwise.runtime.collective_tracker import trail
+from shardwise.runtime.communicator import backend_of, rank_device
 from shardwise.runtime.generation import current, read_generation
 from shardwise.runtime.heartbeat_file import PAGE
 
@@ -44,8 +45,9 @@ _MALLOC_CHOICES = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TU
 def init_ranks(backend: str | None = None, timeout_seconds: float = 600.0) -> None:
     """Join the other ranks and create the process group.
 
-    A second call, or a call after the script's own ``init_process_group``, does nothing. The group is destroyed when
-    the process exits. If the launcher leaves OMP_NUM_THREADS unset (mpirun, srun), torch's threads are divided among
+    A second call does nothing. After the script's own ``init_process_group`` it joins that group: the device that the
+    group is bound to becomes current or, if nothing chose one, GPU ``local_rank``. The group is destroyed when the
+    process exits. If the launcher leaves OMP_NUM_THREADS unset (mpirun, srun), torch's threads are divided among
     the ranks of a machine. With gloo the process keeps freed memory for later buffers.
 
     Args:
@@ -58,9 +60,10 @@ def init_ranks(backend: str | None = None, timeout_seconds: float = 600.0) -> No
             shardwise, or an existing group has another backend.
     """
     if dist.is_initialized():
-        if backend is not None and backend != dist.get_backend():
-            what = f"the ranks are already connected with {dist.get_backend()}, not {backend}"
+        if backend is not None and backend != backend_of():
+            what = f"the ranks are already connected with {backend_of()}, not {backend}"
             raise LaunchError(what, fix="call init_ranks once, first, or call shardwise.finish() in between")
+        _join_group()
         return
     place = read_place(os.environ)
     current.generation = read_generation(os.environ)
@@ -102,6 +105,23 @@ def keep_freed_memory(environ: Mapping[str, str]) -> bool:
     if mallopt is None:
         return False
     return all(mallopt(which, _KEPT_BYTES) == 1 for which in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD))
+
+
+def _join_group() -> None:
+    """Take part in the group that the script has created."""
+    if PAGE in os.environ:
+        trail.write_to(os.environ[PAGE])
+    if current.generation is None:
+        current.generation = read_generation(os.environ)
+    if backend_of() != "nccl":
+        return
+    everyone: Any = dist.group.WORLD
+    bound = everyone.bound_device_id
+    local = read_place(os.environ).local_rank
+    if bound is not None:
+        torch.cuda.set_device(bound)
+    elif torch.cuda.current_device() == 0 and local < torch.cuda.device_count():
+        torch.cuda.set_device(local)  # every rank starts with GPU 0, which they cannot share under NCCL
 
 
 def _join(place: RankEnvironment, backend: str, timeout: timedelta, device: torch.device | None) -> None:
@@ -273,8 +293,7 @@ def local_rank() -> tuple[int, int]:
 
 def device() -> torch.device:
     """Return this rank's device: its GPU under nccl, else the CPU."""
-    on_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return rank_device()
 
 
 def finish() -> None:

@@ -54,6 +54,7 @@ from shardwise.mindspore.train.recording import *
 from shardwise.mindspore.train.serialization import *
 from shardwise.mindspore.train.transforms import *
 
+__version__ = "2.10.0"  # of the reference, whose signatures, defaults and results are followed
 log = logging.getLogger("mindspore")
 aliases.install()
 

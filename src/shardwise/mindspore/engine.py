@@ -38,6 +38,7 @@ from shardwise.mindspore.holding import (
 )
 from shardwise.mindspore.library import Atom, Layout, from_rank_zero, leaf_name, ranks, shard
 from shardwise.mindspore.notes import note
+from shardwise.mindspore.parameter_names import checkpoint_names
 from shardwise.mindspore.planning import (
     be_buffers,
     changed_parameters,
@@ -170,7 +171,7 @@ def layouts_of(cell: Any, inputs: tuple[Any, ...]) -> dict[str, Layout]:
         what = f"parallel_mode {context.options().parallel_mode!r} splits no parameters"
         raise RuntimeError(problem(what, op=type(cell).__name__, fix="semi_auto_parallel or auto_parallel mode"))
     split_of(cell, _fed(cell, tuple(plain(x) for x in inputs), {}), {})
-    holdings = ((name, holding_of(parameter)) for name, parameter in cell.parameters_dict().items())
+    holdings = ((name, holding_of(parameter)) for name, parameter in checkpoint_names(cell).items())
     return {name: holding.layout for name, holding in holdings if holding is not None}
 
 

@@ -75,6 +75,17 @@ def _chosen(a: Any, choices: Any, mode: str = "clip") -> Any:
     return torch.stack(broadcast).gather(0, numbers.unsqueeze(0)).squeeze(0)
 
 
+def _numbers(x: Any, dtype: Any) -> Any:
+    """Return numbers as a dtype; whole ones are int32 by default."""
+    return x.to(
+        torch.int32 if dtype is None and x.dtype == torch.int64 else x.dtype if dtype is None else dtype_of(dtype)
+    )
+
+
+def _flat(a: Any, axis: int | None) -> tuple[Any, int]:
+    return (a.reshape(-1), 0) if axis is None else (a, axis)
+
+
 _WINDOWS = {"bartlett": "bartlett", "blackman": "blackman", "hamming": "hamming", "hanning": "hann"}
 
 _OWN: dict[str, Callable[..., Any]] = {
@@ -89,8 +100,8 @@ _OWN: dict[str, Callable[..., Any]] = {
     "choose": _chosen,
     "convolve": _convolved,
     "correlate": lambda a, v, mode="valid": _convolved(a, v.flip(0), mode),
-    "diag_indices": lambda n, ndim=2: (torch.arange(n),) * ndim,
-    "digitize": lambda x, bins, right=False: torch.bucketize(x, bins, right=not right),
+    "diag_indices": lambda n, ndim=2: (torch.arange(n, dtype=torch.int32),) * ndim,
+    "digitize": lambda x, bins, right=False: torch.bucketize(x, bins, right=not right).to(torch.int32),
     "divmod": lambda x1, x2: (torch.floor_divide(x1, x2), torch.remainder(x1, x2)),
     "ediff1d": lambda ary, to_end=None, to_begin=None: torch.cat([
         part.reshape(-1) for part in (to_begin, ary.reshape(-1).diff(), to_end) if part is not None]),
@@ -112,6 +123,7 @@ _OWN: dict[str, Callable[..., Any]] = {
     "nanmin": lambda a, axis=None, keepdims=False: FUNCTIONS["amin"](
         torch.where(a.isnan(), np.inf, a), axis, keepdims),
     "polyval": lambda p, x: reduce(lambda sum, coefficient: sum * x + coefficient, p, torch.zeros_like(x)),
+    "roll": lambda a, shift, axis=None: torch.roll(a, shift, axis),
     "ptp": lambda x, axis=None, keepdims=False: FUNCTIONS["amax"](x, axis, keepdims) - FUNCTIONS["amin"](
         x, axis, keepdims),
     "rollaxis": _rolled,
@@ -122,13 +134,17 @@ _OWN: dict[str, Callable[..., Any]] = {
     "tril_indices": lambda n, k=0, m=None: tuple(torch.tril_indices(n, m or n, k)),
     "triu_indices": lambda n, k=0, m=None: tuple(torch.triu_indices(n, m or n, k)),
     "vdot": lambda a, b: torch.dot(a.reshape(-1), b.reshape(-1)),
+    "arange": lambda start, stop=None, step=1, dtype=None: _numbers(FUNCTIONS["arange"](start, stop, step), dtype),
     "array": _as_tensor,
     "asarray": _as_tensor,
     "asfarray": lambda a, dtype=torch.float32: _as_tensor(a, dtype),
     "copy": lambda a: a.clone(),
     "dot": lambda a, b: a * b if not (a.dim() and b.dim()) else torch.tensordot(a, b, ([-1], [max(b.dim() - 2, 0)])),
     "empty": FUNCTIONS["zeros"],
-    "full": lambda shape, fill_value, dtype=None: FUNCTIONS["full"](shape, fill_value, dtype=dtype),
+    "cumprod": lambda a, axis=None, dtype=None: FUNCTIONS["cumprod"](*_flat(a, axis), dtype=dtype),
+    "cumsum": lambda a, axis=None, dtype=None: FUNCTIONS["cumsum"](*_flat(a, axis), dtype=dtype),
+    "flip": lambda m, axis=None: FUNCTIONS["flip"](m, axis),
+    "full": lambda shape, fill_value, dtype=None: _numbers(FUNCTIONS["full"](shape, fill_value), dtype),
     "linspace": lambda start, stop, num=50, dtype=None: torch.linspace(
         start, stop, num, dtype=None if dtype is None else dtype_of(dtype)),
     "mean": lambda a, axis=None, keepdims=False: FUNCTIONS["mean"](a, axis, keepdims),
@@ -162,14 +178,14 @@ _SAME = """
     invert=logical_not ravel=ravel repeat=repeat_interleave identity=eye arccosh=acosh arcsinh=asinh arctanh=atanh
     fabs=abs fix=trunc rint=round radians=deg2rad degrees=rad2deg"""
 _NAMES = """
-    abs absolute add all amax amin any arange arccos arcsin arctan arctan2 argmax argmin argsort atleast_1d atleast_2d
+    abs absolute add all amax amin any arccos arcsin arctan arctan2 argmax argmin argsort atleast_1d atleast_2d
     atleast_3d bincount bitwise_and bitwise_or bitwise_xor broadcast_to ceil clip copysign corrcoef cos cosh
-    count_nonzero cov cross cumprod cumsum deg2rad diag diagflat diagonal diff dsplit eq equal exp exp2 expand_dims
-    expm1 eye flip fliplr flipud float_power floor floor_divide fmax fmin fmod full_like gcd greater greater_equal
+    count_nonzero cov cross deg2rad diag diagflat diagonal diff dsplit eq equal exp exp2 expand_dims
+    expm1 eye fliplr flipud float_power floor floor_divide fmax fmin fmod full_like gcd greater greater_equal
     heaviside hsplit hypot inner isclose isfinite isinf isnan isneginf isposinf kron lcm less less_equal log log10
     log1p log2 logaddexp logaddexp2 logical_and logical_not logical_or logical_xor logspace matmul maximum meshgrid
     minimum moveaxis nan_to_num nanmean nansum norm not_equal ones ones_like outer positive prod rad2deg rand randint
-    randn ravel reciprocal remainder reshape roll rot90 searchsorted sign signbit sin sinc sinh sqrt square squeeze std
+    randn ravel reciprocal remainder reshape rot90 searchsorted sign signbit sin sinc sinh sqrt square squeeze std
     swapaxes tan tanh tile trace trapz tril triu trunc vander var vsplit where zeros zeros_like"""
 FUNCTIONS_HERE: dict[str, Callable[..., Any]] = {
     **{name: _in_words(FUNCTIONS[name]) for name in _NAMES.split()},
@@ -177,7 +193,7 @@ FUNCTIONS_HERE: dict[str, Callable[..., Any]] = {
     **{name: FUNCTIONS[same] for name, same in _LISTS.items()},
     **{name: _in_words(function) for name, function in _OWN.items()},
     **dict.fromkeys(("array", "asarray"), _as_tensor),
-    **{name: _OWN[name] for name in ("full", "indices", "pad", "select")},
+    **{name: _OWN[name] for name in ("arange", "full", "indices", "pad", "roll", "select")},
 }
 for _name in ("reshape", "zeros", "ones", "broadcast_to", "tile", "rand", "randint"):  # tuples are shapes here
     FUNCTIONS_HERE[_name] = FUNCTIONS[_name]

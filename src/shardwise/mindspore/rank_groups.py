@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from shardwise import rank, world_size
 from shardwise.errors import LaunchError
-from shardwise.mindspore.library import gather_tensor, group_timeout, scatter_tensor
+from shardwise.mindspore.library import backend_of, gather_tensor, group_timeout, scatter_tensor
 
 REDUCTIONS = {
     "sum": dist.ReduceOp.SUM,
@@ -78,7 +78,7 @@ _groups_made: WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = WeakKeyDictiona
 
 def backend() -> str:
     """Return the backend of all ranks ("gloo", "nccl"); empty before they are connected."""
-    return str(dist.get_backend()) if dist.is_initialized() else ""
+    return backend_of() if dist.is_initialized() else ""
 
 
 def all_ranks_group() -> RankGroup:

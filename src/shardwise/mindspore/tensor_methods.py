@@ -64,6 +64,12 @@ def dims_of(x: torch.Tensor, axis: Any) -> tuple[int, ...]:
     return tuple(axis) if axis is not None and len(axis) else tuple(range(x.dim()))
 
 
+def narrowed(found: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return values and their indices, as int32."""
+    values, indices = found
+    return values, indices.to(torch.int32)
+
+
 def _kept(keep_dims: bool, others: dict[str, Any]) -> bool:
     kept = bool(others.pop("keepdims", keep_dims))
     if others:
@@ -82,6 +88,11 @@ def _reduction(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     reduce.__name__ = name
     return reduce
+
+
+def of_kind(x: torch.Tensor, total: torch.Tensor, dtype: Any = None) -> torch.Tensor:
+    """Return a sum of int32 as int32, where torch widens it, unless a dtype is asked for."""
+    return total.to(x.dtype) if dtype is None and x.dtype == torch.int32 else total
 
 
 def product(x: torch.Tensor, dims: Sequence[int], keepdim: bool) -> torch.Tensor:
@@ -164,16 +175,36 @@ def gathered(x: torch.Tensor, first: Any, second: Any = None, batch_dims: int = 
 
 
 def _extreme(name: str) -> Callable[..., Any]:
-    """Return the method ``max`` or ``min``, which returns a value, or with ``return_indices`` also its index."""
+    """Return the method ``max`` or ``min``: the value, over ``axis=``; with ``return_indices``, or with a dim as its
+    first argument as in torch, also its index."""
     reduce = _reduction(name, getattr(torch, f"a{name}"))
 
-    def extreme(x: torch.Tensor, axis: Axes = None, keep_dims: bool = False, **others: Any) -> Any:
+    def extreme(x: torch.Tensor, *dims: Any, axis: Axes = None, keep_dims: bool = False, **others: Any) -> Any:
+        if dims and isinstance(dims[0], (int, torch.Tensor)):
+            return tuple(TORCHS[name](x, *dims, **others)) if isinstance(dims[0], int) else TORCHS[name](x, *dims)
+        axis = dims[0] if dims else axis
         if not others.pop("return_indices", False):
             return reduce(x, axis, keep_dims, **others)
         return tuple(getattr(torch, name)(x, axis, _kept(keep_dims, others)))
 
     extreme.__name__ = name
     return extreme
+
+
+def _narrow(name: str) -> Callable[..., Any]:
+    """Return a method of torch's whose indices are int32 in the reference, unless torch's own words are used."""
+
+    def method(x: torch.Tensor, *args: Any, **named: Any) -> Any:
+        named["dim"] = named.pop("axis", named.get("dim"))
+        if "keepdims" in named:
+            named["keepdim"] = named.pop("keepdims")
+        if named["dim"] is None:
+            del named["dim"]
+        found = TORCHS[name](x, *args, **named)
+        return found.to(torch.int32) if isinstance(found, torch.Tensor) else narrowed(found)
+
+    method.__name__ = name
+    return method
 
 
 def _with_value(name: str) -> Callable[..., Any]:
@@ -242,11 +273,23 @@ def asnumpy(x: torch.Tensor) -> np.ndarray[Any, Any]:
     return np.asarray(x.detach().as_subclass(torch.Tensor).numpy(force=True))
 
 
+def _of_array(name: str) -> Callable[..., Any]:
+    """Return the operator of ``array - x``, where numpy leaves it to the tensor."""
+    torchs = getattr(torch.Tensor, name)
+
+    def method(x: torch.Tensor, other: Any) -> Any:
+        return torchs(x, torch.from_numpy(other).to(x.device) if isinstance(other, np.ndarray) else other)
+
+    return method
+
+
+REFLECTED = [f"__r{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "floordiv", "mod", "matmul")]
 _FUNCTIONS = """
     approximate_equal gather_elements gather_nd inv random_categorical reverse reverse_sequence searchsorted
     unique_with_pad unsorted_segment_max unsorted_segment_min unsorted_segment_prod xdivy addcdiv addcmul index_fill
     scatter"""
 METHODS: dict[str, Any] = {
+    **{name: _of_array(name) for name in REFLECTED},
     "size": property(size), "__getitem__": indexed, "__setitem__": assigned, "transpose": transpose, "split": split,
     "repeat": repeated, "gather": gathered, "asnumpy": asnumpy, "assign_value": assigned_value, "take": taken,
     "view": viewed, "item": single, "flatten": _flattened, "resize": _resized,
@@ -260,9 +303,16 @@ METHODS: dict[str, Any] = {
     "expand_dims": lambda x, axis: x.unsqueeze(axis),
     "copy": lambda x: x.clone(), "init_data": lambda x, *settings, **named: x,
     **{name: _extreme(name) for name in ("max", "min")},
+    **{name: _narrow(name) for name in ("argmin", "argsort", "sort", "topk")},
+    "cumsum": lambda x, axis=None, dtype=None, **words: of_kind(x, TORCHS["cumsum"](
+        x, words.get("dim", axis), dtype=dtype), dtype),
+    "__floordiv__": lambda x, other: torch.div(x, other, rounding_mode="floor"),
+    "median": lambda x, axis=-1, keepdims=False, **words: tuple(TORCHS["median"](
+        x, words.get("dim", axis), words.get("keepdim", keepdims))),
     **{f"arg{name}_with_value": _with_value(name) for name in ("max", "min")},
     "ptp": lambda x, axis=None, keepdims=False: x.amax(dims_of(x, axis), keepdims) - x.amin(dims_of(x, axis), keepdims),
-    "top_k": lambda x, k, sorted=True: tuple(torch.topk(x, k, sorted=sorted)), "invert": lambda x: torch.bitwise_not(x),
+    "top_k": lambda x, k, sorted=True: narrowed(torch.topk(x, k, sorted=sorted)),
+    "invert": lambda x: torch.bitwise_not(x),
     "strides": property(lambda x: tuple(x.element_size() * step for step in x.stride())),
     "has_init": property(lambda x: False), "tobytes": lambda x: asnumpy(x).tobytes(),
     **{f"scatter_{kind}": _as_function(f"tensor_scatter_{kind}") for kind in ("sub", "mul", "div", "max", "min")},
@@ -306,7 +356,7 @@ def by_caller(kind: type[torch.Tensor], clone: Callable[..., Any]) -> dict[str, 
     of operators are of class ``kind`` there, outside of cells."""
 
     def operator(name: str) -> Any:
-        torchs = getattr(torch.Tensor, name)
+        torchs = METHODS[name] if name in REFLECTED else getattr(torch.Tensor, name)
 
         def method(x: torch.Tensor, *args: Any) -> Any:
             result = torchs(x, *args)
@@ -331,13 +381,13 @@ def by_caller(kind: type[torch.Tensor], clone: Callable[..., Any]) -> dict[str, 
         return values if _is_torchs(sys._getframe(1)) else values.as_subclass(kind)
 
     torchs_data: Any = vars(torch._C.TensorBase)["data"]
-    operators = [f"__{side}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for side in ("", "r")]
+    operators = [f"__{name}__" for name in ("add", "sub", "mul", "truediv", "pow")]
     return {
         **NEW,
         **OTHERWISE,
         "clone": _otherwise("clone", clone),
         "data": property(data, torchs_data.__set__),
-        **{name: operator(name) for name in (*operators, "__neg__", "__matmul__", "__getitem__")},
+        **{name: operator(name) for name in (*operators, *REFLECTED, "__neg__", "__matmul__", "__getitem__")},
         **{f"__{name}__": in_place(f"__{name}__") for name in ("iadd", "isub", "imul", "itruediv", "setitem")},
     }
 

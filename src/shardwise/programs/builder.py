@@ -3,10 +3,11 @@
 Two uses of a value in the same layout share one conversion, placed where it is first needed.
 
 Rows that follow keys (tokens that travel to the devices of their experts, and back) take more than moves.
-The devices along an axis first hold slices of the rows. Each sorts the keys of its rows by owner
-(``graph.grouped.order_by_owner``), tells every other device how many rows it will get, and sends them in that order;
-results return by the same way. These three *ways* (order, counts sent, counts received) are values of the program like
-any others. They are made once per vector of keys, for all values whose rows follow it, forward and backward.
+The devices along an axis first hold slices of the rows. Each sorts its rows by key, and so by owner
+(``graph.grouped.order_by_owner``), tells every other device how many rows of each key it will get, and sends them in
+that order; the owner puts what arrives into the order of the keys. Results return by the same way. These three *ways*
+(order, counts sent, counts received) are values of the program like any others. They are made once per vector of keys,
+for all values whose rows follow it, forward and backward.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
+from torch._ops import OpOverload
 
-from shardwise.graph.grouped import order_by_owner
-from shardwise.graph.ir import Graph, Op, Ref, Value
+from shardwise.graph.grouped import grouped_mm, keys_of_rows, most_keys, order_by_owner
+from shardwise.graph.ir import Arg, Graph, Op, Ref, Value
 from shardwise.layouts.choice import BY_KEY
 from shardwise.layouts.conversions import Move
 from shardwise.layouts.layout import Atom, Layout
@@ -29,7 +31,7 @@ from shardwise.layouts.strategy import Strategy, apply_strategy
 from shardwise.programs.lower import PlacedOp
 from shardwise.programs.spmd_steps import Conversion, OpStep
 from shardwise.rules.keyed_rows import KeyedRows
-from shardwise.rules.rule import Factor, OpRule
+from shardwise.rules.rule import Factor, LocalContext, LocalOpCall, OpRule
 
 # The moves between two layouts of a value.
 Route = Callable[[Value, Layout, Layout], tuple[Move, ...]]
@@ -69,6 +71,8 @@ class Builder:
             for value, layout in zip(placed.op.operands, applied.operands, strict=True)
         )
         layouts = tuple(self.layouts[name] for name in names)
+        if self.keyed.current and placed.op.target is grouped_mm._opoverload:  # they arrive sorted by key
+            placed = replace(placed, op=replace(placed.op, args=(*placed.op.args, True)))
         self.steps.append(OpStep(placed, names, layouts, applied.results))
         self.layouts.update(zip(placed.op.results, applied.results, strict=True))
         self.keyed.made.update(dict.fromkeys(placed.op.results, self.keyed.current))
@@ -103,6 +107,10 @@ class Builder:
                 if source.keyed_axes and slices.canonical() != target:
                     return self.converted(self.converted(name, origin, slices, op), origin, target, op)
                 ways = self.keyed.ways(keyed, slices, (*source.keyed_axes, *target.keyed_axes), op)
+                rows = self.keyed.arrived.get(ways)
+                if origin == keyed.keys and target.keyed_axes and rows is not None:
+                    self._results[key] = self.keyed.keys_of(keyed, rows, ways, target, op)
+                    return self._results[key]
                 if source.keyed_axes:
                     target, moves = slices, (Move(source, slices, source.keyed_axes),)
                 else:
@@ -113,6 +121,8 @@ class Builder:
             self.layouts[result], self.keyed.made[result] = target, keyed
             how = moves, info.requires_grad, info.dtype.itemsize, info.grad_itemsize, op, ways
             self.steps.append(Conversion(name, origin, result, source, target, *how))
+            if keyed and target.keyed_axes:
+                self.keyed.arrived.setdefault(ways, (origin, result))
         return self._results[key]
 
 
@@ -134,12 +144,14 @@ class KeyedRowsWriter:
     Attributes:
         current: What the operator that is being added does with keyed rows, if it takes them.
         made: The same of the operator or conversion that made a value.
+        arrived: By ways, a value whose rows arrived at the owners of their keys, and its name there.
         added: The operators that make ways, each with the operator before which it stands.
     """
 
     builder: Builder
     current: KeyedRows | None = None
     made: dict[str, KeyedRows | None] = field(default_factory=dict)
+    arrived: dict[tuple[str, ...], tuple[str, str]] = field(default_factory=dict)
     values: list[Value] = field(default_factory=list)
     added: list[tuple[str, Op]] = field(default_factory=list)
     _ways: dict[tuple[str, Layout, tuple[str, ...]], tuple[str, ...]] = field(default_factory=dict)
@@ -188,33 +200,59 @@ class KeyedRowsWriter:
         order, sent, received = (f"{keyed.keys}.{what}{number or ''}" for what in ("order", "sent", "received"))
         others = tuple(axis for atom in slices.dims[0] for axis in atom.axes if axis not in along)
         devices, groups = mesh.size_of(along), mesh.size_of(others)
-        by_sender = Layout(mesh, ((Atom(groups, others), Atom(devices, along)), (Atom(devices),)))
-        by_receiver = Layout(mesh, ((Atom(groups, others), Atom(devices)), (Atom(devices, along),)))
-        num_rows = builder.graph.by_name[keyed.keys].shape[0]
+        num_rows, num_keys = builder.graph.by_name[keyed.keys].shape[0], keyed.num_keys
+        most = most_keys(num_keys, devices)
+        by_sender = Layout(mesh, ((Atom(groups, others), Atom(devices, along)), (Atom(devices),), (Atom(most),)))
+        by_receiver = Layout(mesh, ((Atom(groups, others), Atom(devices)), (Atom(devices, along),), (Atom(most),)))
         self.values += [
             Value(order, (num_rows,), torch.int64),
-            Value(sent, (groups * devices, devices), torch.int64),
-            Value(received, (groups * devices, devices), torch.int64),
+            Value(sent, (groups * devices, devices, most), torch.int64),
+            Value(received, (groups * devices, devices, most), torch.int64),
         ]
-        ends = tuple((i + 1) * keyed.num_keys // devices for i in range(devices))
-        consumer = builder.graph.op_by_name[op] if op else None
-        way = Op(
-            f"{keyed.keys}/order{number or ''}",
-            order_by_owner._opoverload,
-            (Ref(keyed.keys), ends),
-            (),
-            (order, sent),
-            consumer.source if consumer else "",
+        target = order_by_owner._opoverload
+        way = self._added(
+            op, f"{keyed.keys}/order{number or ''}", target, (Ref(keyed.keys), num_keys, devices), (order, sent)
         )
-        self.added.append((op, way))
-        factors = (Factor("r", num_rows), Factor("d", groups * devices), Factor("o", devices))
-        rule = OpRule(factors, ((("r",),),), ((("r",),), (("d",), ("o",))))
+        factors = (*map(Factor, "rdok", (num_rows, groups * devices, devices, most)),)
+        rule = OpRule(factors, ((("r",),),), ((("r",),), (("d",), ("o",), ("k",))))
         placed = PlacedOp(way, rule, Strategy())
         builder.steps.append(OpStep(placed, (keys,), (held,), (held, by_sender)))
         builder.layouts |= {order: held, sent: by_sender, received: by_receiver}
         move = Move(by_sender, by_receiver, along)
         builder.steps.append(Conversion(sent, sent, received, by_sender, by_receiver, (move,), False, 8, 8, op))
         return order, sent, received
+
+    def keys_of(self, keyed: KeyedRows, rows: tuple[str, str], ways: tuple[str, ...], target: Layout, op: str) -> str:
+        """Return the name of the keys of rows that arrived. No message brings them: the owners know how many rows of
+        each of their keys were sent."""
+        builder, received, along = self.builder, ways[2], target.keyed_axes
+        read, num_rows = (builder.layouts[rows[1]], builder.layouts[received]), target.shape[0]
+        devices, result = target.mesh.size_of(along), f"{received}.keys"
+        self.values.append(Value(result, (num_rows,), torch.int64))
+        args = Ref(rows[0]), Ref(ways[1]), keyed.num_keys, devices
+        way = self._added(
+            op, f"{keyed.keys}/arrived{received.rpartition('received')[2]}", keys_of_rows._opoverload, args, (result,)
+        )
+        factors = [[Factor(f"{x}{i}", n) for i, n in enumerate(each.shape)] for x, each in zip("rd", read, strict=True)]
+        dims = tuple(tuple((factor.name,) for factor in each) for each in factors)
+
+        def localize(op: Op, context: LocalContext) -> LocalOpCall:
+            return LocalOpCall(op.target, (*op.args, context.pieces["d1"][0].offset))
+
+        rule = OpRule((*factors[0], *factors[1], Factor("k", num_rows)), dims, ((("k",),),), localize=localize)
+        placed = PlacedOp(way, rule, Strategy((("d1", along),)))
+        builder.steps.append(OpStep(placed, (rows[1], received), read, (target,)))
+        builder.layouts[result] = target
+        return result
+
+    def _added(
+        self, consumer: str, name: str, target: OpOverload, args: tuple[Arg, ...], results: tuple[str, ...]
+    ) -> Op:
+        """Return an operator that stands before its first consumer in the graph."""
+        before = self.builder.graph.op_by_name.get(consumer)
+        way = Op(name, target, args, (), results, before.source if before else "")
+        self.added.append((consumer, way))
+        return way
 
     def extended(self, graph: Graph) -> Graph:
         """Return the graph with the operators that make ways."""

@@ -30,9 +30,10 @@ from shardwise.programs.exchanges import ExchangeWriter
 from shardwise.programs.forms import Form
 from shardwise.programs.fuse_bias import with_biases
 from shardwise.programs.instructions import Arrive, Compute, Convert, Depart, Instruction, Origin, with_operands
+from shardwise.programs.keyed_rows import CountRows, ReadCounts
 from shardwise.programs.lifetimes import with_lifetimes
 from shardwise.programs.moves import converted_form
-from shardwise.programs.opaque import CountRows, Differentiate, Record
+from shardwise.programs.opaque import Differentiate, Record
 from shardwise.programs.program import LocalOp, LocalProgram
 from shardwise.programs.rank_program import RankProgram, delivered_values, mark_overwrites, with_saved
 from shardwise.programs.spmd import backward_order
@@ -112,6 +113,11 @@ def _row_counts(entry: _LocalCall) -> list[str]:
     """Return the numbers of rows that the kernels of a call read (``programs.vjp.counting_rows``)."""
     kernels = [*entry.kind.kernels, *(entry.backward.kernels if entry.backward else ())]
     return sorted({name for kernel in kernels for name in kernel.operands if name[0] == "n"})
+
+
+def _counts_of(received: str) -> str:
+    """Name what the host reads of the counts of rows received (``programs.keyed_rows``)."""
+    return f"{received}.read"
 
 
 def _in_backward_order(
@@ -283,6 +289,8 @@ class _StepWriter:
         start, *slots = legs_ahead([len(legs) - 1 for legs in flights], places)
         needed = {id(entry): (slot, legs[-1]) for entry, slot, legs in zip(departing, slots, flights, strict=True)}
         forward += [instruction for flight, leg in start for instruction in flights[flight][leg]]
+        conversions = (c for entry in entries if isinstance(entry, Bucket) for c in entry.conversions if c.ways)
+        ways = {self.resolve(conversion.ways[2]): conversion for conversion in conversions}
         for entry in entries:
             if isinstance(entry, _LocalCall):
                 forward += self._forward_of(entry)
@@ -292,7 +300,16 @@ class _StepWriter:
                 forward += arrival
             else:
                 forward += self._exchanged(entry, backward=False)
+                forward += [self._read(ways[entry.results[0]])] if entry.results[0] in ways else []
         return forward
+
+    def _read(self, conversion: Conversion) -> Compute:
+        """Return the instruction by which the host reads how many rows travel, as soon as the rank knows."""
+        _, sent, received = map(self.resolve, conversion.ways)
+        name = _counts_of(received)
+        form = self.forms[name] = Form((), (), torch.uint8, False)
+        origin = self.exchanges.origin(conversion, False)
+        return Compute(ReadCounts(), (Ref(sent), Ref(received)), (), (name,), ((),), (form,), (None,), origin)
 
     def _forward_of(self, entry: _LocalCall) -> list[Instruction]:
         origin, counts = Origin(entry.local.op, entry.local.source, "forward"), list[Instruction]()
@@ -495,7 +512,9 @@ class _StepWriter:
         if backward:
             operands = tuple(map(self._to_reduce, conversions))
             results = tuple(f"{name}>{c.value}" for name, c in zip(operands, conversions, strict=True))
-            operands += tuple(map(self.resolve, conversions[0].ways))
+        if conversions[0].ways:
+            order, _, received = map(self.resolve, conversions[0].ways)
+            operands = (*operands[: len(conversions)], order, _counts_of(received))
         return self.exchanges.convert(
             conversions, operands, results, backward=backward, of_parameters=entry.of_parameters
         )

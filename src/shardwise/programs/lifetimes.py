@@ -30,6 +30,7 @@ from shardwise.programs.instructions import (
     with_operands,
     with_results,
 )
+from shardwise.programs.keyed_rows import ReadCounts
 from shardwise.programs.opaque import Record
 from shardwise.programs.rank_program import RankProgram, with_saved
 from shardwise.programs.spmd import SpmdProgram
@@ -145,7 +146,8 @@ def dropped_values(program: RankProgram) -> frozenset[str]:
     for instruction in forward:
         if isinstance(instruction, Compute):
             op, part = instruction.origin.op, instruction.origin.part
-            drops = op in lifetimes.operators and op not in steady and part != "cast"  # sources are cast once
+            once = part == "cast" or isinstance(instruction.target, ReadCounts)  # the host would wait again
+            drops = op in lifetimes.operators and op not in steady and not once
         elif isinstance(instruction, (Convert, Arrive)):
             drops = all(conversion.result in lifetimes.conversions for conversion in instruction.conversions)
         else:

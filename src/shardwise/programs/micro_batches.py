@@ -369,12 +369,15 @@ class _MovesWithSamples(Exception):
     """Raised when the arguments of an operator depend on the position of its samples in the batch."""
 
 
-def values_of_step(graph: Graph, whole: Mapping[str, torch.Tensor], first: int, device: torch.device) -> dict[str, Any]:
-    """Return source -> tensor for the sources that the step supplies. ``whole``: the values of the prelude."""
+def values_of_step(
+    graph: Graph, whole: Mapping[str, torch.Tensor], first: Callable[[], torch.Tensor]
+) -> dict[str, Any]:
+    """Return source -> tensor for the sources that the step supplies. ``whole``: the values of the prelude; ``first``:
+    returns the index of the micro-batch's first sample."""
     values: dict[str, Any] = {}
     for source in graph.sources:
         if source.value == FIRST:
-            values[FIRST] = torch.tensor(first, dtype=torch.int64, device=device)
+            values[FIRST] = first()
         elif source.value.startswith(_WHOLE):
             values[source.value] = whole[source.value.removeprefix(_WHOLE)]
     return values

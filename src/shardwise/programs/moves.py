@@ -18,6 +18,7 @@ from shardwise.layouts.conversions import WINDOW_CELLS, Move, collective_of
 from shardwise.layouts.holdings import held_rows, num_exchanged, segments
 from shardwise.layouts.layout import Layout, Windows
 from shardwise.programs.forms import Form
+from shardwise.programs.keyed_rows import RowExchange
 from shardwise.rules.keyed_rows import copies_of
 
 LARGE = 2**18  # elements from which on a tensor is sent between two gloo ranks without a copy
@@ -56,41 +57,6 @@ class LocalMove:
     @property
     def is_identity(self) -> bool:
         return self.unpack is _first and self.kind is None
-
-
-@dataclass(frozen=True, slots=True)
-class RowExchange:
-    """Rows that go to the owners of their keys (``outward``), or return from there.
-
-    ``ways``: the positions of a rank's keys in the order in which their rows are sent, and how many rows it sends to
-    and receives from every member (``programs.builder``). ``copies``: the keys of a row; cotangents of its copies
-    add up.
-    """
-
-    outward: bool
-    copies: int
-
-    def counts(self, ways: Sequence[torch.Tensor]) -> tuple[list[int], list[int]]:
-        """Return how many rows the rank sends to and receives from every member."""
-        _, sent, received = (way.flatten() for way in ways)
-        to, back = torch.cat((sent, received)).view(2, -1).tolist()
-        return (to, back) if self.outward else (back, to)
-
-    def pack(self, tensor: torch.Tensor, ways: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the rows to send, member by member."""
-        return tensor.index_select(0, self._positions(ways)) if self.outward else tensor.contiguous()
-
-    def unpack(self, rows: torch.Tensor, ways: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the result from the rows received, member by member."""
-        if self.outward:
-            return rows
-        if self.copies == 1:
-            return torch.empty_like(rows).index_copy_(0, ways[0], rows)
-        result = rows.new_zeros(rows.shape[0] // self.copies, *rows.shape[1:])
-        return result.index_add_(0, self._positions(ways), rows)
-
-    def _positions(self, ways: Sequence[torch.Tensor]) -> torch.Tensor:
-        return ways[0] if self.copies == 1 else ways[0] // self.copies
 
 
 def local_move(move: Move, coordinates: Mapping[str, int], *, backward: bool) -> LocalMove:
@@ -299,6 +265,7 @@ class OverlapPart:
             ]
         self.shape = tuple(shape)
         self.is_open = len(self.whole) > len(self.shape)
+        self._index_on: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the part, of shape ``shape``, as a view if possible."""
@@ -306,9 +273,19 @@ class OverlapPart:
             tensor = tensor.reshape(self.whole)
         for dim, start, length in self.narrow:
             tensor = tensor.narrow(dim, start, length)
-        for dim, index in self.index:
-            tensor = tensor.index_select(dim, index.to(tensor.device))
+        for dim, index in self._index_for(tensor):
+            tensor = tensor.index_select(dim, index)
         return tensor.reshape(self.shape) if self.is_open else tensor
+
+    def _index_for(self, tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """Return ``index`` on the device of a tensor: copied to a GPU once, since the host waits for such a copy."""
+        device = tensor.device
+        if device not in self._index_on:
+            moved = [(dim, index.to(device)) for dim, index in self.index]
+            if type(tensor) is not torch.Tensor:  # a tensor without data, and so are these
+                return moved
+            self._index_on[device] = moved
+        return self._index_on[device]
 
     def write(self, tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         """Write the part into a contiguous tensor and return that tensor."""
@@ -320,7 +297,7 @@ class OverlapPart:
             view.copy_(part)
             return tensor
         where: list[torch.Tensor | slice] = [slice(None)] * view.ndim
-        places = [(dim, index.to(tensor.device)) for dim, index in self.index]
+        places = self._index_for(tensor)
         for count, (dim, index) in enumerate(places):
             where[dim] = index.view(-1, *[1] * sum(1 for later, _ in places[count + 1 :] if later > dim))
         if len(places) == 1:

@@ -49,16 +49,6 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class CountRows:
-    """Maps a tensor to ``times`` its number of rows, which kernels read that were traced for another number."""
-
-    times: int
-
-    def __call__(self, tensor: Tensor) -> int:
-        return self.times * tensor.shape[0]
-
-
-@dataclass(frozen=True, slots=True)
 class Differentiate:
     """Maps (tape, cotangents) to the cotangents of the operands that need one. ``has_cotangent``: of each result."""
 

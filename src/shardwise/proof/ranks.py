@@ -337,7 +337,9 @@ class VirtualStep:
     def given(self, graph: Graph, micro_batch: int | None, whole: VirtualValues) -> VirtualValues:
         """Return the whole inputs of a micro-batch or of the whole batch (None), and what the step supplies, by value.
         ``whole``: the values of the prelude."""
-        values: VirtualValues = values_of_step(graph, whole, sum(self.sizes[: micro_batch or 0]), CPU)
+        values: VirtualValues = values_of_step(
+            graph, whole, lambda: torch.tensor(sum(self.sizes[: micro_batch or 0]), device=CPU)
+        )
         for source in graph.sources:
             if source.kind == "input":
                 rows = self.inputs[source.names[0]]

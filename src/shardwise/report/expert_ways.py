@@ -127,8 +127,9 @@ def _layer(search: MeshSearch, ops: Sequence[Op], names: Names) -> ExpertLayer:
         best = search.outcome.assignment if value == chosen else best_completion(cost, {number: value}, MULTIPLIERS)
         prediction = search.prediction(best)
         prices = (prediction.additive_price, prediction.compute, prediction.exposed, prediction.traffic)
-        seconds = [prediction.passes * price for price in prices]
-        found.append(ExpertWay(way, text_of(search, number, value), value == chosen, *seconds, prediction.num_bytes))
+        price, compute, exposed, traffic = (prediction.passes * price for price in prices)
+        text, is_chosen = text_of(search, number, value), value == chosen
+        found.append(ExpertWay(way, text, is_chosen, price, compute, exposed, traffic, prediction.num_bytes))
     shown = tuple(name for op in ops for name in names.get(op.name, (op.name,)))
     return ExpertLayer(shown, tuple(sorted(found, key=lambda way: way.price)), EXCHANGE in ways_of)
 

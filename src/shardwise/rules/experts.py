@@ -23,7 +23,7 @@ def grouped_mm_rule(op: Op, graph: Graph) -> OpRule:
     """``s k, e k n, (s r) -> (s r) n``: a part of the experts computes their rows and gives 0 for the others."""
 
     def localize(op: Op, context: LocalContext) -> LocalOpCall:
-        return LocalOpCall(op.target, (*op.args[:3], *flat_pieces(context.pieces["e"])))
+        return LocalOpCall(op.target, (*op.args[:3], *flat_pieces(context.pieces["e"]), *op.args[6:]))
 
     (tokens, _), (rows,) = (graph.by_name[op.operands[i]].shape for i in (0, 2))
     of_rows = ("s", "r") if rows != tokens else ("s",)

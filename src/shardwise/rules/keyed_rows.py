@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import Any
 
 from shardwise.untrusted_text import is_number, shorten_repr
 
@@ -37,7 +38,7 @@ def imbalance_of(state: str) -> float:
     return float(state.partition("*")[2] or IMBALANCE)
 
 
-def imbalance_fault(imbalance: object) -> str:
+def imbalance_fault(imbalance: Any) -> str:
     """Return what is wrong with rows on the busiest owner over the mean; empty if nothing is."""
     if not is_number(imbalance):
         return f"imbalance is {shorten_repr(imbalance)}, not a number"

@@ -452,11 +452,14 @@ def compile_with_inductor(
 ) -> tuple[Callable[[list[Tensor]], Sequence[Tensor]], Sequence[tuple[int, ...] | None]]:
     """Compile with Inductor. Results that only other sections read get the strides Inductor prefers."""
     from torch._inductor.compile_fx import compile_fx_inner
+    from torch._inductor.utils import BoxedBool
 
     fake_mode = next((t.fake_mode for t in operands), None) or FakeTensorMode()  # type: ignore[attr-defined]
     output: Any = module.graph.output_node()
     output.meta["user_visible_output_idxs"] = list(fixed)
     with _inductor_context(fake_mode), TracingContext.report_output_strides() as reported:
-        function: Any = compile_fx_inner(module, list(operands))
+        # No CUDA graphs, which a user may have on for other models: they replay fixed addresses, and sections get new
+        # ones in every step.
+        function: Any = compile_fx_inner(module, list(operands), cudagraphs=BoxedBool(False))
     strides = [None if stride is None else tuple(map(int, stride)) for stride in reported or ()]
     return function, strides or [None] * len(output.args[0])

@@ -78,8 +78,10 @@ class FailureStore:
             store.set(_key(dist.get_rank()), json.dumps(asdict(status)))
             store.add(_RAISED, 1)
 
-    def explained(self) -> ShardwiseError | None:
-        """Return the error that explains why others do not arrive: a rank has left this call, or asks about another."""
+    def explained(self, call: int | None = None) -> ShardwiseError | None:
+        """Return the error that explains why others do not arrive in a call (None: the current one): a rank has left
+        it, or asks about another."""
+        call = self.call if call is None else call
         with suppress(RuntimeError):  # as above
             store = dist.distributed_c10d._get_default_store()
             raised = store.add(_RAISED, 0)
@@ -89,11 +91,11 @@ class FailureStore:
                 self._statuses = [(rank, RankStatus(**json.loads(store.get(_key(rank))))) for rank in published]
                 self._num_read = raised
         for rank, status in self._statuses:
-            if status.call == self.call and status.kind == "left":
+            if status.call == call and status.kind == "left":
                 fix = f"see the error of rank {rank}; it does not take part in this call"
                 return CollectiveError(problem(f"rank {rank} has left this call: {status.text}", fix=fix), [rank])
         for rank, status in self._statuses:
-            if status.call == self.call != self._asked_call and status.kind == "asks":
+            if status.call == call != self._asked_call and status.kind == "asks":
                 return ShardwiseError(
                     f"ranks make different calls: rank {rank} changed its call, but rank {dist.get_rank()} "
                     f"repeats its last one: {status.text}",

@@ -66,7 +66,7 @@ class CopyInFlight:
 
     def finish(self) -> None:
         """Block until it has finished."""
-        if self.landed is not None:
+        if self.landed is not None and not self.landed.query():
             self.landed.synchronize()
 
 
@@ -83,10 +83,55 @@ def start_copy(source: Tensor, target: Tensor) -> CopyInFlight:
         return CopyInFlight(source, stream.record_event(), device)
 
 
+class Arrivals:
+    """The inputs of a call on their way to the device. The host waits for no kernel: inputs are copied on a stream that
+    waits for none, so they arrive while the device is busy with the step before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._read: list[CopyInFlight] = []  # from the caller's own memory
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the device."""
+        if self.device.type != "cuda" or tensor.device != HOST or tensor.requires_grad:
+            return tensor.to(self.device)
+        is_callers = tensor.is_contiguous() and tensor.is_pinned()
+        source = tensor if is_callers else _pinned_like(tensor).copy_(tensor)  # a copy from pageable memory blocks
+        stream, current = _stream(self.device, False), torch.cuda.current_stream(self.device)
+        with torch.cuda.stream(stream):
+            target = torch.empty_like(source, device=self.device)  # memory of that stream: no kernel used it before
+            target.copy_(source, non_blocking=True)
+            landed = stream.record_event()
+        current.wait_event(landed)
+        target.record_stream(current)
+        if is_callers:
+            self._read.append(CopyInFlight(source, landed, self.device))
+        return target
+
+    def finish(self) -> None:
+        """Return once the caller may write its tensors again."""
+        for copy in self._read:
+            copy.finish()
+
+
+def register(memory: Tensor) -> bool:
+    """Pin memory that torch did not allocate, for copies beside the kernels; return whether the driver does."""
+    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+
+
+def unregister(memory: Tensor) -> None:
+    """Undo ``register``, before the memory is freed."""
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
 def host_memory(tensor: Tensor) -> Tensor:
     """Allocate host memory for a tensor, pinned for a GPU tensor. Raises ShardwiseError if pinning fails."""
     if tensor.device.type != "cuda":
         return torch.empty_like(tensor, device=HOST)
+    return _pinned_like(tensor)
+
+
+def _pinned_like(tensor: Tensor) -> Tensor:
     try:
         return torch.empty_like(tensor, device=HOST, pin_memory=True)
     except RuntimeError as error:

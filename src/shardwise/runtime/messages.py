@@ -16,7 +16,8 @@ from shardwise.graph.ir import Graph
 from shardwise.layouts.layout import Layout
 from shardwise.layouts.text import format_layout
 from shardwise.plans.quantities import format_bytes
-from shardwise.programs.moves import LocalMove, RowExchange
+from shardwise.programs.keyed_rows import RowExchange
+from shardwise.programs.moves import LocalMove
 from shardwise.programs.spmd_steps import Conversion
 from shardwise.rules.keyed_rows import imbalance_of
 from shardwise.runtime.collective_tracker import trail
@@ -24,6 +25,7 @@ from shardwise.runtime.communicator import (
     Communicator,
     InFlight,
     adds_rows,
+    backend_of,
     exchange_rows,
     gather_rows,
     is_gloo,
@@ -31,6 +33,7 @@ from shardwise.runtime.communicator import (
     sum_received,
 )
 from shardwise.runtime.faults import BlockedRank, exchange_failed, is_out_of_memory
+from shardwise.runtime.gpu_watcher import gpu_watcher
 
 REDUCTIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN, "any": dist.ReduceOp.MAX}
 
@@ -103,6 +106,7 @@ class CollectiveMessage:
         self.together = together
         self.parcels = [PackedTensors([moves[i] for i in positions], ranks, in_place) for positions in together]
         self.is_gloos = is_gloo(ranks.group(first.axes))
+        self.is_nccls = backend_of(ranks.group(first.axes)) == "nccl"
 
     def launch(self, tensors: Sequence[torch.Tensor], *, wait: bool) -> tuple[list[torch.Tensor], list[InFlight]]:
         """Start the collective: return (the buffers it fills, the handles for ``finish``, none if it is done).
@@ -116,6 +120,8 @@ class CollectiveMessage:
                 self.ranks.note(self.kind, self.axes, num_bytes)
                 for flight in flights if wait else ():
                     flight.wait()
+                if wait:
+                    self._watch()
         except (RuntimeError, MemoryError) as error:
             self._explain(error)
             raise
@@ -136,9 +142,15 @@ class CollectiveMessage:
             with trail.waiting(self.label):
                 for flight in flights:
                     flight.wait()
+                self._watch()
         except (RuntimeError, MemoryError) as error:
             self._explain(error)
             raise
+
+    def _watch(self) -> None:
+        if self.is_nccls:
+            number = self.number
+            gpu_watcher.started(lambda error: collective_failed(error, self, number))
 
     @cached_property
     def label(self) -> bytes:
@@ -246,7 +258,8 @@ class PackedTensors:
     def _all_reduce(self, tensors: Sequence[torch.Tensor], wait: bool) -> tuple[torch.Tensor, InFlight, int]:
         if self.single:
             (tensor,) = tensors
-            wire = _wire(tensor)
+            wire = tensor.contiguous()
+            wire = wire.view(torch.uint8) if tensor.dtype == torch.bool else wire
             buffer = wire if self.in_place or not tensor.is_contiguous() else wire.clone()
         else:
             tensor = buffer = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -308,24 +321,40 @@ def _padded(rows: Sequence[Sequence[torch.Tensor]]) -> torch.Tensor:
     return joined.view(-1)
 
 
+# Dtypes that NCCL does not send -> as what their bits are moved.
+_MOVED_AS = {
+    torch.bool: torch.uint8,
+    torch.int16: torch.float16,
+    torch.uint16: torch.float16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+    torch.complex32: torch.int32,
+}
+
+
 def _wire(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as it is sent: contiguous, booleans as bytes."""
+    """Return the tensor as it is moved, in a dtype that every backend sends, and contiguous."""
     tensor = tensor.contiguous()
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    return tensor.view(_MOVED_AS.get(tensor.dtype, tensor.dtype))
 
 
 # ------------------------------------------------------------------------------------------------------------- failures
 
 
-def collective_failed(error: Exception, message: CollectiveMessage) -> CollectiveError | None:
-    """Explain ``error``, which ended the collective of ``message``; None if it is not a network error."""
+def collective_failed(
+    error: Exception, message: CollectiveMessage, number: int | None = None
+) -> CollectiveError | None:
+    """Explain ``error``, which ended the collective of ``message`` (its latest, or that of a ``number``); None if it is
+    not a network error."""
     purpose = message.purpose
     first = purpose.conversions[0]
     name, line = purpose.operator(first)
     size = format_bytes(purpose.num_bytes(message.kind, message.axes))
     direction = "backward" if purpose.backward else "forward"
     members = tuple(sorted(message.ranks.place.group(message.axes, message.ranks.rank)))
-    waiting = BlockedRank(message.ranks.name, message.number, collective_of(message), members)
+    waiting = BlockedRank(
+        message.ranks.name, message.number if number is None else number, collective_of(message), members
+    )
     what = f"{message.kind} over {message.ranks.mesh.format_axes(message.axes)}"
     facts = [("value", purpose.describe(first)), ("pass", f"{direction}, call {message.ranks.calls}")]
     return exchange_failed(error, message.ranks.rank, waiting, f"{what} ({size})", name, line, facts)

@@ -22,6 +22,7 @@ from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.faults import refuse_create_graph
 from shardwise.runtime.hooks import gather_whole
+from shardwise.runtime.host_copies import Arrivals
 from shardwise.runtime.lazy_gather import deliver_outputs
 from shardwise.runtime.local_shards import shard
 from shardwise.runtime.memory_of_outputs import alias_buffers, separate_memory, write_buffers
@@ -201,7 +202,8 @@ class Parallel(ParallelModule):
         check = self._due_check() if torch.is_grad_enabled() else None
         same = self._same if check is None and torch.is_grad_enabled() and (self.training or loss_only) else None
         compiled, local_batch = self._program(flat, spec, mode, self._compiled, self._compile)
-        inputs_here = self._inputs_here(flat, compiled, local_batch)
+        arrivals = Arrivals(self.device)
+        inputs_here = self._inputs_here(flat, compiled, local_batch, arrivals)
         if same is not None:  # ranks make this call: one that they refuse leaves nothing to compare
             same.begin(flat, spec)
         self._latest = compiled
@@ -217,6 +219,7 @@ class Parallel(ParallelModule):
             emitted = compiled.step.emitted
             delivered, written = compiled.step(tensors, check.observed(emitted, batch))
             check.watch(emitted.program.spmd, tensors)
+        arrivals.finish()
         loss, outputs = compiled.results(delivered)
         buffers = [tensors[position] for position in compiled.written]
         if loss_only:
@@ -235,7 +238,9 @@ class Parallel(ParallelModule):
         with show_progress_once("writing the program of every rank"):
             return self._calls.compiled(call, {**self._state.tensors, SEED: self._seed})
 
-    def _inputs_here(self, flat: Sequence[Any], compiled: Executable, batch: Batch | None) -> list[torch.Tensor]:
+    def _inputs_here(
+        self, flat: Sequence[Any], compiled: Executable, batch: Batch | None, arrivals: Arrivals
+    ) -> list[torch.Tensor]:
         """Return this rank's parts of the inputs of a call. ``batch``: as of ``_program``."""
         if torch.is_grad_enabled():
             check_frozen(compiled)
@@ -244,10 +249,10 @@ class Parallel(ParallelModule):
             part: Callable[..., torch.Tensor] = _Part.apply
             with_layouts = zip(tensors, compiled.inputs, strict=False)
             parts = [part(x, layout, self._ranks) if layout.positions else x for x, layout in with_layouts]
-            return [x.to(self.device) for x in parts]
+            return [arrivals.bring(x) for x in parts]
         assert self._parts is not None
         named = zip(batch.shapes, tensors, compiled.inputs, strict=False)
-        return [self._parts.own_part(name, x.to(self.device), layout, batch) for name, x, layout in named]
+        return [self._parts.own_part(name, arrivals.bring(x), layout, batch) for name, x, layout in named]
 
     def _is_in_passes(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether a batch has more samples than a micro-batch of the plan."""

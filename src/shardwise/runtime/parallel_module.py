@@ -37,9 +37,10 @@ from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.cpu_optimizer import place_states
 from shardwise.runtime.guards.protect import protect
-from shardwise.runtime.guards.registry import shard_records, tensors_of
+from shardwise.runtime.guards.registry import ShardRecord, shard_records, tensors_of
 from shardwise.runtime.holding import ShardMaterializer, install_shards
 from shardwise.runtime.hooks import ShardedModule, gather_whole
+from shardwise.runtime.host_copies import Arrivals
 from shardwise.runtime.initial.materialize import Init
 from shardwise.runtime.original_module import OriginalModuleMonitor
 from shardwise.runtime.program_cache import (
@@ -183,13 +184,16 @@ class ParallelModule(ShardedModule):
         self._protect()  # a deep copy also holds shards
 
     def _protect(self) -> None:
+        protect(self, self.records, self._everyone if self.plan.is_pipeline else None)
+        place_states(self, self.plan.optimizer, self._settings.host)
+
+    @property
+    def records(self) -> dict[str, ShardRecord]:
+        """Map each parameter and buffer that the plan has on this rank to the part of it that this rank holds."""
         stages = reversed(self.plan.stages)
         first = {entry.name: stage.placement.ranks for stage in stages for entry in stage.parameters}
         elsewhere = frozenset(name for name in self._shared if first[name] != self._ranks.place.ranks)
-        is_pipeline = self.plan.is_pipeline
-        records = shard_records(self, self.layouts, self._ranks, elsewhere if is_pipeline else None)
-        protect(self, records, self._everyone if is_pipeline else None)
-        place_states(self, self.plan.optimizer, self._settings.host)
+        return shard_records(self, self.layouts, self._ranks, elsewhere if self.plan.is_pipeline else None)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _SET_BY_CALLS:  # skip torch's checks for parameters and modules
@@ -527,12 +531,13 @@ class ParallelModule(ShardedModule):
         if check is not None:
             check.begin(tensors if batch is None else {}, self._state.tensors)
         seed, split = self._seed_of_call(draws=ready.draws), with_samples_in(self.plan)
+        arrivals = Arrivals(self.device)
         if batch is not None and self._parts is not None:
-            tensors = {name: tensor.to(self.device) for name, tensor in tensors.items()}
+            tensors = {name: arrivals.bring(tensor) for name, tensor in tensors.items()}
             if not self._parts.divides(batch, ready.passes, lambda _: ready.wanted, split):
                 tensors = {name: self._parts.whole(name, tensor, batch) for name, tensor in tensors.items()}
                 batch = None
-        step = StageInputs(tensors, batch is not None, split, {}, seed, self.device, scale)
+        step = StageInputs(tensors, batch is not None, split, {}, seed, arrivals, scale)
         step.whole = self._whole(ready, step, batch)
         checks = {} if check is None else check.stages
         for worker in ready.workers:
@@ -548,6 +553,7 @@ class ParallelModule(ShardedModule):
             if explanation is None:
                 raise
             raise explanation from error
+        arrivals.finish()
         if check is not None:
             check.settle()
         return losses

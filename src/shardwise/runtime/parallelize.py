@@ -24,6 +24,7 @@ from shardwise.runtime.agree import (
     rank_and_world_size,
     show_progress_once,
 )
+from shardwise.runtime.communicator import rank_device
 from shardwise.runtime.cpu_embedding import matching_parameters
 from shardwise.runtime.hooks import announce_hooks
 from shardwise.runtime.initial.materialize import Init
@@ -130,7 +131,7 @@ def parallelize(
     if _check_ranks(agreed, dist.get_world_size(), compile):
         compile = False
     if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
+        device = rank_device()
     device = torch.device(device)
     require_memory(agreed, device)
     if compile is None:

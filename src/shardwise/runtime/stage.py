@@ -29,6 +29,7 @@ from shardwise.programs.micro_batches import Passes, values_of_step
 from shardwise.programs.rank_program import RankProgram
 from shardwise.programs.split_backward import split_backward
 from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.host_copies import Arrivals
 from shardwise.runtime.local_shards import shard
 from shardwise.runtime.memory_of_outputs import write_buffers
 from shardwise.runtime.program_cache import Executable
@@ -140,14 +141,14 @@ class StageProgram:
 class StageInputs:
     """Inputs of this rank's stages for one step. ``inputs``: by name, whole or this rank's parts (``are_parts``);
     ``with_samples``: inputs that micro-batches split; ``whole``: values of the prelude; ``scale``: factor on the loss
-    for backward."""
+    for backward; ``arrivals``: brings inputs to the device."""
 
     inputs: Mapping[str, Tensor]
     are_parts: bool
     with_samples: frozenset[str]
     whole: Mapping[str, Tensor]
     seed: Tensor
-    device: torch.device
+    arrivals: Arrivals
     scale: Tensor | None = None
 
 
@@ -174,6 +175,7 @@ class StageWorker:
     most_kept: int = 0  # micro-batches between forward and backward at once, at most
     _running: dict[int, GradAccumState] = field(default_factory=dict)  # by size
     _saved: dict[int, dict[str, Any]] = field(default_factory=dict)
+    _firsts: dict[int, Tensor] = field(default_factory=dict)  # index of a first sample -> as a tensor
 
     def __post_init__(self) -> None:
         largest = self.programs[max(self.sizes)]
@@ -225,14 +227,17 @@ class StageWorker:
             return tensors[0].new_zeros(()) if loss is None else loss.clone()
         sent = zip(stage.sent, self.sends, strict=False)
         packed = tuple(crossing.packed(results[crossing.value], example) for crossing, example in sent)
-        return packed or (torch.zeros(1, device=delivered[0].device if delivered else None),)
+        return packed or (torch.zeros(1, device=self._inputs().arrivals.device),)
+
+    def _inputs(self) -> StageInputs:
+        assert self.step is not None, "a step has begun"
+        return self.step
 
     def _tensors(self, stage: StageProgram, micro_batch: int, received: Sequence[Tensor]) -> list[Tensor]:
-        step, compiled = self.step, stage.compiled
-        assert step is not None, "a step has begun"
+        step, compiled = self._inputs(), stage.compiled
         start, size = sum(self.sizes[:micro_batch]), self.sizes[micro_batch]
         arrived = {c.value: c.unpacked(wire) for c, wire in zip(stage.received, received, strict=False)}
-        values = values_of_step(stage.part, step.whole, start, step.device)
+        values = values_of_step(stage.part, step.whole, lambda: self._first_sample(start, step.arrivals.device))
         tensors: list[Tensor] = []
         for position, (source, tensor) in enumerate(zip(stage.part.sources, compiled.tensors, strict=True)):
             if source.kind == "activation":
@@ -245,12 +250,18 @@ class StageWorker:
                     rows = rows_of_pass(rows, start, size, sum(self.sizes))
                 if layout.positions and not step.are_parts:
                     rows = shard(rows, layout, stage.ranks.coordinates)
-                tensors.append(rows.to(step.device))
+                tensors.append(step.arrivals.bring(rows))
             else:
                 source_tensor = step.seed if position == compiled.seed else tensor
                 assert source_tensor is not None, f"this rank does not hold {source.names[0]}"
                 tensors.append(source_tensor)
         return tensors
+
+    def _first_sample(self, start: int, device: torch.device) -> Tensor:
+        """Return the index of a micro-batch's first sample, which is copied to the device once."""
+        if start not in self._firsts:
+            self._firsts[start] = torch.tensor(start, dtype=torch.int64, device=device)
+        return self._firsts[start]
 
     def _write(
         self, compiled: Executable, tensors: Sequence[Tensor], written: Sequence[Tensor], micro_batch: int
@@ -316,7 +327,10 @@ class StageWorker:
                 form = program.forms[name]
                 assert value == stage.part.loss, f"no cotangent of {value} has come"
                 assert self.step is not None, "a step has begun"
-                ones, scale = torch.ones(form.shape, dtype=form.dtype, device=self.step.device), self.step.scale
+                ones, scale = (
+                    torch.ones(form.shape, dtype=form.dtype, device=self.step.arrivals.device),
+                    self.step.scale,
+                )
                 by_name[name] = ones if scale is None else scale.to(form.dtype).expand_as(ones).clone()
         return by_name
 

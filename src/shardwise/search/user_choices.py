@@ -167,7 +167,7 @@ def _check_owners(op: Op, rule: OpRule, choices: Mapping[str, AxisChoice], mesh:
     """Raise LayoutError if a device would have more rows than there are, by the imbalance that is planned for."""
     keyed = rule.keyed
     if keyed is not None:
-        owning = [axis for axis, choice in choices.items() if choice == BY_KEY or splits_owners(choice, rule)]
+        owning = tuple(axis for axis, choice in choices.items() if choice == BY_KEY or splits_owners(choice, rule))
         if 1 < (owners := mesh.size_of(owning)) < keyed.imbalance:
             what = f"imbalance is {keyed.imbalance:g}, and {owners} devices along {mesh.format_axes(owning)} own the "
             what += f"experts: the busiest has all rows at most, {owners} times the mean"
@@ -176,7 +176,8 @@ def _check_owners(op: Op, rule: OpRule, choices: Mapping[str, AxisChoice], mesh:
 
 def _factor_names(rule: OpRule) -> set[str]:
     rules = (rule, *(variant for _, variant in rule.variants))
-    return {base_name(factor.name) for member in rules for factor in member.factors}
+    names = {base_name(factor.name) for member in rules for factor in member.factors}
+    return names | {"K"} if rule.keyed is not None and rule.keyed.owned else names
 
 
 def _owners(op: Op, graph: Graph, factored: Factored) -> tuple[str, ...]:

@@ -16,6 +16,9 @@ whenever ranks or a machine are lost, one slot is complete on the remaining mach
 ``NUMBER/NAME-SLOT.copy``       the copy of a file of a rank on another machine
 ``NUMBER/NAME-SLOT.note``       marks the file (``.copy.note``: the copy) complete, with the step and values
 ==============================  ====================================================================
+
+From a GPU the copies run behind the step's kernels, into registered memory, and the host does not wait for them. They
+are complete, and get their notes, when the ranks meet after the next step.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ import torch.distributed as dist
 
 from shardwise.errors import CollectiveError, ShardwiseError
 from shardwise.runtime.agree import gather_values, rank_and_world_size
+from shardwise.runtime.host_copies import register, unregister
 from shardwise.runtime.private import check_own_folder
 from shardwise.train.checkpoints import assign_writers
 from shardwise.train.files import CheckpointReader, StagedFile
@@ -111,6 +115,9 @@ class Peers:
     between_machines: bool = False
     mirrored: Sequence[Mirrored] = ()
     staged: dict[Path, StagedFile] = field(default_factory=dict)
+    registered: list[torch.Tensor] = field(default_factory=list)  # memory of ``staged``, for copies from a GPU
+    copied: torch.cuda.Event | None = None  # the latest copies from a GPU have finished
+    unnoted: list[tuple[Path, str]] = field(default_factory=list)  # files that they fill, and their notes
     under_way: list[_PeerTransfer] = field(default_factory=list)
     number: int = -1
     outdated: bool = True  # ``renew`` is due
@@ -170,7 +177,8 @@ class Peers:
         self.memory.mkdir(mode=0o700, parents=True, exist_ok=True)
         numbers = gather_values([int(path.name) for path in self.memory.iterdir() if path.name.isdigit()])
         self.number, self.slot, self.filled = 1 + max((n for part in numbers for n in part), default=-1), 0, 0
-        self.staged, fault = {}, ""
+        self._forget_staged()
+        fault, on_gpu = "", any(part.tensor.is_cuda for part in state.parts.values())
         try:
             self.folder.mkdir(exist_ok=True)
             for mirror in self.mirrored:
@@ -178,7 +186,10 @@ class Peers:
                     for copy in (False, True):
                         if self.rank == (mirror.keeper if copy else mirror.writer):
                             path = self._path(mirror, slot, copy=copy)
-                            self.staged[path] = StagedFile(mirror.file, _map(path, mirror.file.num_bytes))
+                            memory = _map(path, mirror.file.num_bytes)
+                            self.staged[path] = StagedFile(mirror.file, memory)
+                            if on_gpu and memory.nbytes and register(memory):
+                                self.registered.append(memory)
             if self.shares_folder[self.rank] == self.rank:
                 _write(self.folder / _TENSORS, manifest.to_text())
         except OSError as error:
@@ -195,6 +206,7 @@ class Peers:
             except RuntimeError as error:
                 what = f"the copy of a state on its way between this rank and rank {copy.peer} did not arrive: {error}"
                 raise CollectiveError(what, (copy.peer,)) from error
+        self._finish_copies()
         for copy in landed:
             if copy.note is not None:
                 _write(copy.note, copy.text)
@@ -210,11 +222,13 @@ class Peers:
         slot, self.slot = self.slot, (self.slot + 1) % _NUM_SLOTS
         values, plain = state.values, dict(state.plain)
         if not self.is_local:  # any machine's notes must be enough
-            plain = {name: kept for rank_states in gather_values(plain) for name, kept in rank_states.items()}
+            plain = {
+                name: kept for rank_states in gather_values(plain, self.group) for name, kept in rank_states.items()
+            }
         elif self.rank:
             values = {}
         note = {"step": step, "checked": checked, "of": len(self.mirrored), "values": values, "plain": plain}
-        text, here_now = json.dumps(note), []
+        text = json.dumps(note)
         for mirror in self.mirrored:
             for copy, rank in ((False, mirror.writer), (True, mirror.keeper)):
                 if rank == self.rank:
@@ -222,7 +236,13 @@ class Peers:
                     _note(path).unlink(missing_ok=True)
                     if not (copy and mirror.is_sent):
                         self.staged[path].fill(state.parts)
-                        here_now.append(path)
+                        self.unnoted.append((_note(path), text))
+        if any(part.tensor.is_cuda for part in state.parts.values()):
+            self.copied = torch.cuda.current_stream().record_event()
+            if any(mirror.is_sent and mirror.writer == self.rank for mirror in self.mirrored):
+                self.copied.synchronize()  # the messages read what is copied
+        else:
+            self._finish_copies()
         for tag, mirror in enumerate(self.mirrored):
             if mirror.is_sent and mirror.writer == self.rank:
                 work = dist.isend(self.staged[self._path(mirror, slot)].buffer, mirror.keeper, self.group, tag)
@@ -232,8 +252,21 @@ class Peers:
                 work = dist.irecv(self.staged[path].buffer, mirror.writer, self.group, tag)
                 self.under_way.append(_PeerTransfer(work, mirror.writer, _note(path), text))
         self.filled += self.filled < _NUM_SLOTS
-        for path in here_now:
-            _write(_note(path), text)
+
+    def _finish_copies(self) -> None:
+        """Mark the files complete that this rank has filled."""
+        if self.copied is not None and not self.copied.query():
+            self.copied.synchronize()
+        noted, self.copied, self.unnoted = self.unnoted, None, []
+        for note, text in noted:
+            _write(note, text)
+
+    def _forget_staged(self) -> None:
+        if self.copied is not None:
+            self.copied.synchronize()
+        for memory in self.registered:
+            unregister(memory)
+        self.staged, self.registered, self.unnoted = {}, [], []
 
     @property
     def folder(self) -> Path:
@@ -247,7 +280,7 @@ class Peers:
         for path in self.staged:
             _note(path).unlink(missing_ok=True)
             path.unlink(missing_ok=True)
-        self.staged = {}
+        self._forget_staged()
 
     # -- to resume -----------------------------------------------------------------------------------------------------
 

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import StragglerWarning
-from shardwise.runtime.agree import rank_and_world_size, wire_device
+from shardwise.runtime.agree import rank_and_world_size
 from shardwise.runtime.collective_tracker import trail
+from shardwise.runtime.communicator import new_group
 
 _WINDOW = 20  # steps that are compared together
 _SLOWER = 1.2  # busy time of a straggler, relative to the median of the other ranks
@@ -32,7 +33,13 @@ class Rounds:
 
     def __init__(self, device: torch.device, stages: Sequence[Sequence[int]] = ()) -> None:
         self._stages = stages
-        self._device, self._on_host = wire_device(device), device.type == "cpu"
+        self._on_host = device.type == "cpu"
+        # Flags are the host's: a message through the GPU would wait for its kernels.
+        self._group = (
+            new_group(range(dist.get_world_size()), "gloo")
+            if device.type == "cuda" and rank_and_world_size()[1] > 1
+            else None
+        )
         self.skip()
         self._busy: deque[list[float]] = deque(maxlen=_WINDOW)  # per step, of every rank
         self._named: set[int] = set()
@@ -43,10 +50,10 @@ class Rounds:
         busy = now - self._began - (waited - self._waited)
         rank, num_ranks = rank_and_world_size()
         if num_ranks > 1:
-            row = torch.tensor([busy, *map(float, flags)], dtype=torch.float64, device=self._device)
+            row = torch.tensor([busy, *map(float, flags)], dtype=torch.float64)
             rows = [torch.empty_like(row) for _ in range(num_ranks)]
             with trail.waiting(b"the ranks meet after a step"):
-                dist.all_gather(rows, row)
+                dist.all_gather(rows, row, group=self._group)
             seconds, *columns = torch.stack(rows).t().tolist()
             flags = tuple(any(column) for column in columns)
             self._busy.append(seconds)

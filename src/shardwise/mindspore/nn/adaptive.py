@@ -97,6 +97,7 @@ class AdamWeightDecay(_Moments, learning_rate=1e-3, beta1=0.9, beta2=0.999, eps=
     """p -= lr (m / (sqrt(v) + eps) + weight_decay p), without bias correction."""
 
     decays = False
+    state_names: ClassVar = {"moment1": "adam_m", "moment2": "adam_v"}
 
     def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
         m, v = self.moments(state, p, g)
@@ -108,6 +109,7 @@ class Lamb(_Moments, learning_rate=..., beta1=0.9, beta2=0.999, eps=1e-6, weight
     0 the factor is 1. (You et al., ICLR 2020, algorithm 2.)"""
 
     decays = False
+    state_names: ClassVar = {"moment1": "lamb_m", "moment2": "lamb_v"}
 
     def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
         m, v = self.moments(state, p, g)
@@ -188,10 +190,10 @@ class RMSProp(
     loss_scale=1.0, weight_decay=0.0,
 ):  # fmt: skip
     """s = decay s + (1 - decay) g^2, starting at ones; v = momentum v + lr g / sqrt(s + eps); p -= v. ``centered``
-    subtracts the square of the moving mean gradient from s; then s starts at 0."""
+    subtracts the square of the moving mean gradient from s."""
 
     def update(self, state: dict[str, Any], p: Tensor, g: Tensor, group: dict[str, Any]) -> Any:
-        s, v = self.kept(state, p, mean_square=0.0 if self.centered else 1.0, moment=0.0)
+        s, v = self.kept(state, p, mean_square=1.0, moment=0.0)
         s.mul_(self.decay).addcmul_(g, g, value=1 - self.decay)
         spread = s
         if self.centered:
@@ -205,7 +207,10 @@ class FTRL(
     _Formula, initial_accum=0.1, learning_rate=1e-3, lr_power=-0.5, l1=0.0, l2=0.0, use_locking=False,
     loss_scale=1.0, weight_decay=0.0,
 ):  # fmt: skip
-    """Follow the regularized leader (McMahan et al. 2013, algorithm 1), with powers of the accumulated squares."""
+    """Follow the regularized leader (McMahan et al. 2013, algorithm 1), with powers of the accumulated squares. Every
+    parameter decays, whatever its name."""
+
+    decays_all = True
 
     checks: ClassVar = {"lr_power": within(-math.inf, math.nextafter(0, 1), "a number up to 0")}
 

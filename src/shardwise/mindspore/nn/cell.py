@@ -18,7 +18,7 @@ from shardwise.mindspore.nn import own_backward
 from shardwise.mindspore.nn.optimizer import Optimizer
 from shardwise.mindspore.ops.functional import shard
 from shardwise.mindspore.ops.primitive import Primitive
-from shardwise.mindspore.parameter_names import checkpoint_names
+from shardwise.mindspore.parameter_names import reference_parameters
 from shardwise.mindspore.tensor import Parameter, ParameterTuple
 from shardwise.mindspore.tensor_methods import assigned_value, in_words
 
@@ -135,7 +135,7 @@ class Cell(nn.Module):
 
     def get_parameters(self, expand: bool = True) -> Iterator[nn.Parameter]:
         """Yield all parameters. From then on they know their names in this cell."""
-        for name, parameter in checkpoint_names(self, expand).items():
+        for name, parameter in reference_parameters(self, expand).items():
             if isinstance(parameter, Parameter) and len(name) > len(parameter.name):
                 parameter.path = name
             yield parameter
@@ -152,14 +152,14 @@ class Cell(nn.Module):
 
     def parameters_dict(self, recurse: bool = True) -> dict[str, nn.Parameter]:
         """Return the parameters by their names in checkpoints."""
-        return checkpoint_names(self, recurse)
+        return reference_parameters(self, recurse)
 
     def parameters_and_names(self) -> Iterable[tuple[str, nn.Parameter]]:
         return self.parameters_dict().items()
 
     def update_parameters_name(self, prefix: str = "", recurse: bool = True) -> None:
         """Add a prefix to the names of all parameters."""
-        for parameter in checkpoint_names(self, recurse).values():
+        for parameter in reference_parameters(self, recurse).values():
             vars(parameter)["prefix"] = prefix + vars(parameter).get("prefix", "")
 
     def get_inputs(self) -> Any:

@@ -65,9 +65,9 @@ class Dense(
     def _settle(self, weight_init: Any, bias_init: Any, activation: Any, dtype: torch.dtype) -> None:
         positive("Dense", in_channels=self.in_channels, out_channels=self.out_channels)
         self.weight = _weight(weight_init, [self.out_channels, self.in_channels], dtype)
-        if self.has_bias:
-            self.bias = _bias(bias_init, self.out_channels, self.in_channels, dtype)
-            self.bias_add = BiasAdd()
+        bias = _bias(bias_init, self.out_channels, self.in_channels, dtype) if self.has_bias else None
+        self.register_parameter("bias", bias)
+        self.bias_add = BiasAdd()
         self.matmul, self.reshape = MatMul(transpose_b=True), SHAPES["Reshape"]()
         self.activation = get_activation(activation) if isinstance(activation, str) else activation
 
@@ -173,8 +173,8 @@ class _Convolution(Layer):
         first, second = (second, first) if self.is_transposed else (first, second)
         shape = [first, second // group, *self.kernel_size]
         self.weight = _weight(weight_init, shape, dtype)
-        if self.has_bias:
-            self.bias = _bias(bias_init, self.out_channels, math.prod(shape[1:]), dtype)
+        bias = _bias(bias_init, self.out_channels, math.prod(shape[1:]), dtype) if self.has_bias else None
+        self.register_parameter("bias", bias)
 
     def _sizes(self, name: str, value: Any) -> tuple[int, ...]:
         return pair(name, value)
@@ -262,7 +262,7 @@ class Conv3dTranspose(
 
 class Conv2dTranspose(_OfImages, **SIZES, output_padding=0, **SHARED, dtype=torch.float32):
     """The transposed convolution, with a weight of (in, out / group, height, width). Mode "same" enlarges images by the
-    stride."""
+    stride. ``output_padding``: rows and columns of zeros behind the result, as in the reference."""
 
     title, is_transposed = "Conv2dTranspose", True
 
@@ -279,10 +279,11 @@ class Conv2dTranspose(_OfImages, **SIZES, output_padding=0, **SHARED, dtype=torc
         sizes = []
         for dim in (0, 1):
             reach, sides = (self.kernel_size[dim] - 1) * self.dilation[dim] + 1, operator.pad[2 * dim : 2 * dim + 2]
-            more = self.output_padding[dim]
-            sizes.append(grown(x.shape[2 + dim], reach, self.stride[dim], operator.pad_mode, sides, more)[1])
+            sizes.append(grown(x.shape[2 + dim], reach, self.stride[dim], operator.pad_mode, sides, 0)[1])
         x = operator(x, self.weight, (x.shape[0], self.out_channels, *sizes))
-        return self.bias_add(x, self.bias) if self.has_bias else x
+        x = self.bias_add(x, self.bias) if self.has_bias else x
+        height, width = self.output_padding
+        return F.pad(x, (0, width, 0, height)) if height or width else x
 
 
 class Conv1dTranspose(_OfRows, Conv2dTranspose, **SIZES, **SHARED, dtype=torch.float32):

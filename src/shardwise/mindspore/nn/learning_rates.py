@@ -69,13 +69,15 @@ CLASSES = classes_of({
         lambda step, *, learning_rate, decay_rate, decay_steps, is_stair=False: (
             learning_rate / (1 + decay_rate * _share(step, decay_steps, is_stair)))),
     "NaturalExpDecayLR": (
-        "learning_rate * exp(-decay_rate * step / decay_steps), with the quotient rounded down if ``is_stair``.",
+        "learning_rate * exp(-decay_rate * step); with ``is_stair`` step is rounded down to whole ``decay_steps``.",
         lambda step, *, learning_rate, decay_rate, decay_steps, is_stair=False: (
-            learning_rate * math.exp(-decay_rate * _share(step, decay_steps, is_stair)))),
+            learning_rate * math.exp(-decay_rate * (step - (step % decay_steps if is_stair else 0))))),
     "PolynomialDecayLR": (
-        "Decay from ``learning_rate`` to ``end_learning_rate`` as (1 - step / decay_steps)^power.",
-        lambda step, *, learning_rate, end_learning_rate, decay_steps, power: (
-            (learning_rate - end_learning_rate) * (1 - min(step, decay_steps) / decay_steps) ** power
+        "Decay from ``learning_rate`` to ``end_learning_rate`` as (1 - step / decay_steps)^power. With "
+        "``update_decay_steps``, decay_steps is its next multiple once it is over.",
+        lambda step, *, learning_rate, end_learning_rate, decay_steps, power, update_decay_steps=False: (
+            (learning_rate - end_learning_rate) * (1 - min(step / (
+                decay_steps * (max(math.ceil(step / decay_steps), 1) if update_decay_steps else 1)), 1.0)) ** power
             + end_learning_rate)),
     "WarmUpLR": (
         "Linear warm-up from 0 to ``learning_rate`` over ``warmup_steps`` steps.",
@@ -106,18 +108,13 @@ LISTS: dict[str, Callable[..., list[float]]] = {
     "inverse_decay_lr": lambda learning_rate, decay_rate, total_step, step_per_epoch, decay_epoch, is_stair=False:
     _of_epochs("InverseDecayLR", total_step, step_per_epoch, decay_epoch, learning_rate, decay_rate, decay_epoch,
                is_stair),
-    # decays by epoch; decay_epoch is only the width of the stairs
     "natural_exp_decay_lr": lambda learning_rate, decay_rate, total_step, step_per_epoch, decay_epoch, is_stair=False:
-    _of_epochs(
-        lambda epoch: learning_rate * math.exp(-decay_rate * (epoch - (epoch % decay_epoch if is_stair else 0))),
-        total_step, step_per_epoch, decay_epoch),
+    _of_epochs("NaturalExpDecayLR", total_step, step_per_epoch, decay_epoch, learning_rate, decay_rate, decay_epoch,
+               is_stair),
     "polynomial_decay_lr": lambda learning_rate, end_learning_rate, total_step, step_per_epoch, decay_epoch, power,
     update_decay_epoch=False: _of_epochs(
-        lambda epoch: CLASSES["PolynomialDecayLR"](
-            learning_rate, end_learning_rate,
-            decay_epoch * max(math.ceil(epoch / decay_epoch), 1) if update_decay_epoch else decay_epoch,
-            power).construct(epoch),
-        total_step, step_per_epoch, decay_epoch),
+        "PolynomialDecayLR", total_step, step_per_epoch, decay_epoch, learning_rate, end_learning_rate, decay_epoch,
+        power, update_decay_epoch),
     "warmup_lr": lambda learning_rate, total_step, step_per_epoch, warmup_epoch: _of_epochs(
         "WarmUpLR", total_step, step_per_epoch, warmup_epoch, learning_rate, warmup_epoch),
 }  # fmt: skip

@@ -36,6 +36,7 @@ class _BatchNorm(
     with weight ``1 - momentum``; evaluation uses the moving ones. ``use_batch_statistics`` overrides this choice."""
 
     dims: tuple[int, ...]
+    statistics = ("moving_mean", "moving_variance")  # parameters to the reference
     casts_parameters = False  # moving statistics and their sums keep their precision
 
     def _settle(
@@ -49,8 +50,9 @@ class _BatchNorm(
         self._set_scales([self.num_features], gamma_init, beta_init, dtype, affine)
         self.moving_mean: torch.Tensor
         self.moving_variance: torch.Tensor
-        self.register_buffer("moving_mean", initializer(moving_mean_init, [self.num_features], dtype))
-        self.register_buffer("moving_variance", initializer(moving_var_init, [self.num_features], dtype))
+        for name, init in zip(self.statistics, (moving_mean_init, moving_var_init), strict=True):
+            values = initializer(init, [self.num_features], dtype)
+            self.register_buffer(name, Parameter(values, name, requires_grad=False))
         self.bn_train = self.bn_infer = Inner("n c b..., c, c, c, c")
 
     def construct(self, x: Any) -> Any:

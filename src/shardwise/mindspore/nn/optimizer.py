@@ -19,9 +19,8 @@ from shardwise.mindspore.named import WithSettings
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.ops.composite import HyperMap
 from shardwise.mindspore.options import ParallelMode
-from shardwise.mindspore.tensor import Parameter, ParameterTuple, Tensor
+from shardwise.mindspore.tensor import Parameter, ParameterTuple, Tensor, as_ours
 
-STATES = {"momentum_buffer": "moments"}  # torch's name -> the reference's name in checkpoints
 ALONE = (ParallelMode.STAND_ALONE, ParallelMode.HYBRID_PARALLEL)
 Rate = Any  # a number, one number per step, or a callable from the step to a number
 
@@ -37,6 +36,9 @@ class Optimizer:
             ``{"order_params": [...]}`` gives the order of gradients.
         loss_scale: the divisor of gradients.
     """
+
+    state_names: ClassVar[dict[str, str]] = {}  # name of a state -> the reference's name in checkpoints
+    decays_all = False  # also parameters named beta or gamma, without groups
 
     def __init__(
         self, learning_rate: Rate, parameters: Iterable[Any], weight_decay: float = 0.0, loss_scale: float = 1.0
@@ -56,7 +58,7 @@ class Optimizer:
             groups = [group for group in groups if "order_params" not in group]
         else:
             order = groups
-            groups = _by_decay(groups, weight_decay)
+            groups = [{"params": groups}] if self.decays_all else _by_decay(groups, weight_decay)
         self.rates = [_rate(group.get("lr", learning_rate)) for group in groups]
         self.is_group_lr = self.is_group and any("lr" in group for group in groups)
         self.loss_scale, self._steps, self._decay = float(loss_scale), 0, float(weight_decay)
@@ -182,7 +184,7 @@ class Optimizer:
 
     def parameters_dict(self) -> dict[str, torch.Tensor]:
         """Return the states by their names in checkpoints."""
-        return {name: state for name, (state, _) in self.states().items()}
+        return {name: as_ours(state) for name, (state, _) in self.states().items()}
 
     def __call__(self, gradients: Sequence[torch.Tensor]) -> bool:
         if len(gradients) != len(self.parameters):
@@ -250,7 +252,7 @@ class Optimizer:
         for name, parameter in self._named_parameters().items():
             for key, state in self._built().state.get(parameter, {}).items():
                 if state is not None:
-                    kept[f"{STATES.get(key, key)}.{name}"] = torch.as_tensor(state), parameter
+                    kept[f"{self.state_names.get(key, key)}.{name}"] = torch.as_tensor(state), parameter
         return kept
 
     def load_states(self, entries: dict[str, torch.Tensor]) -> list[str]:
@@ -259,7 +261,7 @@ class Optimizer:
         if "global_step" in entries:
             self._steps = int(entries["global_step"])
             taken.append("global_step")
-        keys = {name: key for key, name in STATES.items()}
+        keys = {name: key for key, name in self.state_names.items()}
         for name, parameter in self._named_parameters().items():
             for path in [path for path in entries if path.partition(".")[2] == name]:
                 key, value = path.partition(".")[0], entries[path].detach().as_subclass(torch.Tensor).clone()
@@ -334,6 +336,7 @@ class Momentum(OfSettings, learning_rate=..., momentum=..., weight_decay=0.0, lo
     """v = momentum * v + gradient; parameter -= learning_rate * v (with ``use_nesterov``: Nesterov's)."""
 
     checks: ClassVar = {"momentum": not_negative}
+    state_names: ClassVar = {"momentum_buffer": "moments"}
 
     def build(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, momentum=float(self.momentum), nesterov=self.use_nesterov)
@@ -344,6 +347,7 @@ class SGD(OfSettings, learning_rate=0.1, momentum=0.0, dampening=0.0, weight_dec
     ``nesterov`` learning_rate * (gradient + momentum * v)."""
 
     checks: ClassVar = {"momentum": not_negative, "dampening": not_negative}
+    state_names: ClassVar = {"momentum_buffer": "accum"}
 
     def _settle(self) -> None:
         if self.nesterov and (not self.momentum or self.dampening):

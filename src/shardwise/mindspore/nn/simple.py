@@ -15,7 +15,7 @@ from shardwise.mindspore.nn.cell import Cell
 from shardwise.mindspore.nn.loss import REDUCTIONS, LossOfFunction, reduced
 from shardwise.mindspore.ops.clip import split_norm
 from shardwise.mindspore.ops.functions import FUNCTIONS
-from shardwise.mindspore.ops.images import bilinear, mirrored, pool
+from shardwise.mindspore.ops.images import bilinear, interpolate, mirrored, pool
 from shardwise.mindspore.ops.simple import of_functions
 from shardwise.mindspore.tensor import as_torch
 from shardwise.mindspore.tensor_methods import dtype_of
@@ -188,7 +188,7 @@ CELLS: dict[str, Any] = {
     "Roll": lambda x, *, shift_size, shift_axis: torch.roll(x, shift_size, shift_axis),
     "Unflatten": lambda x, *, axis, unflattened_size: torch.unflatten(x, axis, tuple(unflattened_size)),
     "Upsample": lambda x, *, size=None, scale_factor=None, mode="nearest", align_corners=None,
-    recompute_scale_factor=None: F.interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor),
+    recompute_scale_factor=None: interpolate(x, size, scale_factor, mode, align_corners, recompute_scale_factor),
     "ZeroPad2d": lambda x, *, padding: _padded(x, padding, "constant", 0.0, 2),
     # -- others
     "ClipByNorm": lambda x, clip_norm, *, axis=None: _clipped(x, clip_norm, axis),

@@ -1,6 +1,7 @@
 """Torch's modules as layers with the reference's arguments. Initial values come from the dialect's generator.
 
-Parameters keep torch's names: ``lstm.weight_ih_l0``, ``attention.in_proj_weight``.
+Parameters have the reference's names, which are mostly torch's: ``lstm.weight_ih_l0``,
+``attention.in_proj_weight``.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ def seeded(make: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> nn.Modu
         torch.manual_seed(seed)
         module = make(*args, **kwargs)
     for part in module.modules():
+        names = {"weight": "gamma", "bias": "beta"} if part is not module and isinstance(part, nn.LayerNorm) else {}
         for name, parameter in part.named_parameters(recurse=False):
             if not isinstance(parameter, Parameter):
-                setattr(part, name, Parameter(parameter, name, parameter.requires_grad))
+                setattr(part, name, Parameter(parameter, names.get(name, name), parameter.requires_grad))
     return module
 
 
@@ -62,9 +64,18 @@ class Wrapped(Cell):
             return getattr(self._modules["module"], name)
 
 
+_KINDS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+
+
 class _Recurrent(Wrapped):
     """A recurrent layer: ``construct(x, hx=None, seq_length=None)`` returns the outputs and the last state.
     ``seq_length``: length of each row."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        parameters = self.module._parameters  # the reference has all weights of inputs first
+        for name in sorted(parameters, key=lambda name: _KINDS.index(name.partition("_l")[0])):
+            parameters[name] = parameters.pop(name)
 
     @property
     def batch_first(self) -> Any:
@@ -98,7 +109,7 @@ def _by_steps(module: Any, x: Any, hx: Any, lengths: Any) -> tuple[Any, Any]:
     for layer in range(module.num_layers):
         sides = []
         for side, suffix in enumerate(("", "_reverse")[:both]):
-            names = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")[: 4 if module.bias else 2]
+            names = _KINDS[: 4 if module.bias else 2]
             weights = [getattr(module, f"{name}_l{layer}{suffix}") for name in names]
             state = tuple(part[layer * both + side] for part in before)
             outputs = {}

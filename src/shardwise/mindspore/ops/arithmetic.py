@@ -40,6 +40,11 @@ def _minimum(x: Any, y: Any) -> torch.Tensor:
     return x.clamp(max=y) if isinstance(x, torch.Tensor) else y.clamp(max=x)
 
 
+def _truncated(x: Any, y: Any) -> torch.Tensor:
+    """Return the remainder with the sign of ``x``, as in C."""
+    return torch.fmod(*(v if isinstance(v, torch.Tensor) else torch.as_tensor(v) for v in (x, y)))
+
+
 ELEMENTS: dict[str, Any] = {
     **{name: getattr(torch, name.lower()) for name in (
         "ACos", "Abs", "Asin", "Atan", "Atan2", "Ceil", "Cos", "Cosh", "Erf", "Erfc", "Exp", "Expm1", "Floor",
@@ -51,7 +56,7 @@ ELEMENTS: dict[str, Any] = {
     "GeLU": lambda x: F.gelu(x, approximate="tanh"), "HSigmoid": F.hardsigmoid, "HSwish": F.hardswish, "Mish": F.mish,
     "ReLU6": F.relu6, "SeLU": F.selu, "Softplus": F.softplus,
     "Add": operator.add, "TensorAdd": operator.add, "Sub": operator.sub, "Mul": operator.mul, "Div": operator.truediv,
-    "RealDiv": operator.truediv, "Mod": operator.mod, "FloorMod": operator.mod, "Pow": operator.pow,
+    "RealDiv": operator.truediv, "Mod": _truncated, "FloorMod": operator.mod, "Pow": operator.pow,
     "FloorDiv": lambda x, y: torch.div(x, y, rounding_mode="floor"), "Maximum": _maximum, "Minimum": _minimum,
     "Equal": operator.eq, "NotEqual": operator.ne, "Greater": operator.gt, "GreaterEqual": operator.ge,
     "Less": operator.lt, "LessEqual": operator.le,

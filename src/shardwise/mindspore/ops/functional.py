@@ -103,7 +103,7 @@ def value_and_grad(
             tensor.grad = None
         token = _DIFFERENTIATED.set(True)
         try:
-            result = fn(*inputs, **kwargs)
+            result = fn(*map(as_ours, inputs), **kwargs)
         finally:
             _DIFFERENTIATED.reset(token)
         outputs = result if isinstance(result, (tuple, list)) else (result,)
@@ -113,7 +113,9 @@ def value_and_grad(
                 what = f"value_and_grad differentiates the sum of all outputs, and one is {loss!r}"
                 raise TypeError(problem(what, fix="return tensors, or the loss first, with has_aux=True"))
         total = torch.stack([loss.sum() for loss in losses]).sum()
-        if is_inner:
+        if not total.requires_grad:  # nothing in it depends on what is asked for
+            grads_or_none: tuple[torch.Tensor | None, ...] = (None,) * len(targets)
+        elif is_inner:
             grads_or_none = torch.autograd.grad(total, targets, create_graph=True, allow_unused=True)
         else:
             total.backward()

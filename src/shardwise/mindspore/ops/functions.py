@@ -18,13 +18,14 @@ from shardwise.mindspore.common.seed import drawn
 from shardwise.mindspore.named import Function, translated
 from shardwise.mindspore.ops import indexing
 from shardwise.mindspore.ops.clip import clip_by_norm
-from shardwise.mindspore.ops.further import FURTHER, SCATTERS
+from shardwise.mindspore.ops.further import FURTHER, SCATTERS, distinct
+from shardwise.mindspore.ops.images import interpolate
 from shardwise.mindspore.ops.indexing import Gather, OneHot
 from shardwise.mindspore.ops.networks import NETWORKS, as_int, sizes_of
 from shardwise.mindspore.ops.of_torch import OF_TORCH
 from shardwise.mindspore.ops.shape import Slice, StridedSlice
 from shardwise.mindspore.tensor import as_torch
-from shardwise.mindspore.tensor_methods import CALLED, TORCHS, dims_of, dtype_of, number, product
+from shardwise.mindspore.tensor_methods import CALLED, TORCHS, dims_of, dtype_of, narrowed, number, of_kind, product
 
 Tensor = torch.Tensor
 
@@ -36,7 +37,7 @@ def _type(dtype: Any) -> torch.dtype | None:
 def _extremum(x: Tensor, axis: int | None, keep: bool, function: Any) -> tuple[Tensor, Tensor]:
     """Return the value and its index; without an axis that of all elements, and 0."""
     if axis is None:
-        return function(x), torch.zeros((), dtype=torch.int32)
+        return function(x), torch.zeros((), dtype=torch.int64)
     value, index = function(x, axis, keepdim=keep)
     return value, index
 
@@ -83,6 +84,12 @@ def _uniform(shape: Any, minval: Any = 0.0, maxval: Any = 1.0, seed: Any = None,
     return numbers * (maxval - minval) + minval
 
 
+def _decomposed(x: Tensor, full_matrices: bool) -> tuple[Tensor, ...]:
+    """Return singular values, u and v of x = u diag(values) v^H."""
+    u, values, adjoint = torch.linalg.svd(x, full_matrices)
+    return values, u, adjoint.mH
+
+
 def _dense_or(dtype: Any) -> torch.dtype:
     return _type(dtype) or torch.float32
 
@@ -96,10 +103,10 @@ def _binary(function: Any) -> Function:
 _UNARY = """
     abs acos acosh angle asin asinh atan atanh ceil cos cosh deg2rad det digamma erf erfc erfinv exp exp2 expm1 floor
     frac i0 inverse isfinite isinf isnan isneginf isposinf lgamma log log10 log1p log2 logical_not neg numel rad2deg
-    reciprocal relu round rsqrt sigmoid sign sin sinc sinh sqrt square t tan tanh trace trunc conj real imag fliplr
+    reciprocal relu round rsqrt sigmoid sign sin sinc sinh sqrt square t tan tanh trunc conj real imag fliplr
     flipud nonzero atleast_1d atleast_2d atleast_3d signbit logdet view_as_real"""
 _BINARY = """
-    add atan2 bitwise_and bitwise_or bitwise_xor copysign dot eq floor_divide fmax fmin fmod ge gt hypot inner kron le
+    add atan2 bitwise_and bitwise_or bitwise_xor copysign dot eq fmax fmin fmod ge gt hypot inner kron le
     logaddexp logaddexp2 logical_and logical_or logical_xor lt matmul maximum minimum mul ne outer remainder sub
     true_divide xlogy gcd lcm heaviside float_power"""
 _SAME = """
@@ -109,7 +116,7 @@ _SAME = """
     tensor_mul=mul tensor_div=div tensor_pow=pow tensor_gt=gt tensor_ge=ge tensor_lt=lt tensor_le=le
     tensor_floordiv=floor_divide tensor_mod=remainder scalar_add=add scalar_sub=sub scalar_mul=mul scalar_div=div
     swapdims=swapaxes movedim=moveaxis concat=cat clip=clamp batch_matmul=bmm gather_d=gather_elements unbind=unstack
-    ger=outer reduce_sum=sum reduce_mean=mean reduce_max=amax reduce_min=amin reduce_prod=prod reduce_all=all
+    ger=outer reduce_mean=mean reduce_max=amax reduce_min=amin reduce_prod=prod reduce_all=all
     reduce_any=any"""
 
 
@@ -146,6 +153,8 @@ FUNCTIONS: dict[str, Function] = {
     "cross": lambda input, other, dim=None: torch.linalg.cross(
         input, other, dim=_first_of_three(input) if dim is None else dim),
     "einsum": lambda equation, *operands: torch.einsum(equation, *operands),
+    "floor_divide": lambda input, other: torch.div(input, other, rounding_mode="floor"),
+    "trace": lambda input: of_kind(input, torch.trace(input)),
     # -- reductions
     **{name: _spread(getattr(torch, name)) for name in ("std", "std_mean", "var", "var_mean")},
     "all": lambda input, axis=None, keep_dims=False: torch.all(input, dims_of(input, axis), keepdim=keep_dims),
@@ -154,20 +163,25 @@ FUNCTIONS: dict[str, Function] = {
     "any": lambda input, axis=None, keep_dims=False: torch.any(input, dims_of(input, axis), keepdim=keep_dims),
     "aminmax": lambda input, *, axis=0, keepdims=False: tuple(torch.aminmax(input, dim=axis, keepdim=keepdims)),
     "count_nonzero": lambda x, axis=(), keep_dims=False, dtype=torch.int32: torch.sum(
-        (x != 0).to(_type(dtype)), dims_of(x, axis), keepdim=keep_dims),
+        x != 0, dims_of(x, axis), keepdim=keep_dims, dtype=_type(dtype)),
     "cumprod": lambda input, dim, dtype=None: torch.cumprod(input, dim, dtype=_type(dtype)),
-    "cumsum": lambda x, axis, dtype=None: torch.cumsum(x, axis, dtype=_type(dtype)),
+    "cumsum": lambda x, axis, dtype=None: of_kind(x, torch.cumsum(x, axis, dtype=_type(dtype)), dtype),
     "max": lambda input, axis=None, keepdims=False: _extremum(input, axis, keepdims, torch.max),
     "mean": lambda x, axis=None, keep_dims=False: torch.mean(x, dims_of(x, axis), keepdim=keep_dims),
     "min": lambda input, axis=None, keepdims=False: _extremum(input, axis, keepdims, torch.min),
-    "nansum": lambda input, axis=None, keepdims=False, *, dtype=None: torch.nansum(
-        input, dims_of(input, axis), keepdim=keepdims, dtype=_type(dtype)),
+    "nansum": lambda input, axis=None, keepdims=False, *, dtype=None: of_kind(input, torch.nansum(
+        input, dims_of(input, axis), keepdim=keepdims, dtype=_type(dtype)), dtype),
     "norm": lambda A, ord=None, dim=None, keepdim=False, *, dtype=None: torch.linalg.norm(
         A, ord, dim, keepdim, dtype=_type(dtype)),
     "prod": lambda input, axis=None, keep_dims=False: product(input, dims_of(input, axis), keep_dims),
     "sum": lambda input, dim=None, keepdim=False, *, dtype=None: torch.sum(
         input, dims_of(input, dim), keepdim=keepdim, dtype=_type(dtype)),
-    "topk": lambda input, k, dim=-1, largest=True, sorted=True: tuple(torch.topk(
+    "argmin": lambda input, axis=None, keepdims=False: torch.argmin(
+        input, axis, keepdims and axis is not None).to(torch.int32),
+    "argsort": lambda input, axis=-1, descending=False: torch.argsort(input, axis, descending).to(torch.int32),
+    "cummin": lambda input, axis: narrowed(torch.cummin(input, axis)),
+    "sort": lambda input_x, axis=-1, descending=False: narrowed(torch.sort(input_x, axis, descending)),
+    "topk": lambda input, k, dim=-1, largest=True, sorted=True: narrowed(torch.topk(
         input, k, -1 if dim is None else dim, largest, sorted)),
     # -- shapes
     "broadcast_to": lambda input, shape: torch.broadcast_to(input, sizes_of(shape)),
@@ -194,7 +208,7 @@ FUNCTIONS: dict[str, Function] = {
     "vstack": lambda inputs: torch.vstack(tuple(inputs)),
     # -- indices
     "bucketize": lambda input, boundaries, *, right=False: torch.bucketize(
-        input, torch.as_tensor(boundaries), right=right),
+        input, torch.as_tensor(boundaries), right=right).to(torch.int32),
     "gather": lambda input_params, input_indices, axis, batch_dims=0: Gather(batch_dims)(
         input_params, input_indices, axis),
     "gather_elements": lambda input, dim, index: torch.gather(input, dim, as_int(index)),
@@ -219,7 +233,7 @@ FUNCTIONS: dict[str, Function] = {
     "tensor_scatter_elements": lambda input_x, indices, updates, axis=0: torch.scatter(
         input_x, axis, as_int(indices), updates),
     "tensor_scatter_update": lambda input_x, indices, updates: indexing.scatter(input_x, as_int(indices), updates),
-    "unique": lambda input: torch.unique(input, return_inverse=True),
+    "unique": lambda input: distinct(input),
     "unsorted_segment_sum": lambda input_x, segment_ids, num_segments: indexing.segment_sum(
         input_x, segment_ids, num_segments),
     **FURTHER,
@@ -232,6 +246,7 @@ FUNCTIONS: dict[str, Function] = {
     "full": lambda size, fill_value, *, dtype=None: torch.full(sizes_of(size), number(fill_value), dtype=_type(dtype)),
     "full_like": lambda input, fill_value, *, dtype=None: torch.full_like(input, number(fill_value),
                                                                          dtype=_type(dtype)),
+    "interpolate": interpolate,
     "linspace": lambda start, end, steps: torch.linspace(number(start), number(end), steps),
     "logspace": lambda start, end, steps, base=10, *, dtype=None: torch.logspace(
         number(start), number(end), steps, base, dtype=_type(dtype)),
@@ -244,7 +259,7 @@ FUNCTIONS: dict[str, Function] = {
     "bernoulli": lambda input, p=0.5, seed=None: torch.bernoulli(
         torch.broadcast_to(torch.as_tensor(p, dtype=torch.float32), input.shape), generator=drawn(seed)),
     "multinomial": lambda input, num_samples, replacement=True, seed=None: torch.multinomial(
-        input, num_samples, replacement, generator=drawn(seed)),
+        input, num_samples, replacement, generator=drawn(seed)).to(torch.int32),
     "normal": _normal,
     "rand": lambda *size, dtype=None, seed=None: torch.rand(*size, generator=drawn(seed), dtype=_type(dtype)),
     "rand_like": lambda input, seed=None, *, dtype=None: torch.rand_like(input, dtype=_type(dtype)),
@@ -269,10 +284,13 @@ FUNCTIONS: dict[str, Function] = {
     "scalar_to_tensor": lambda input_x, dtype=torch.float32: torch.tensor(input_x, dtype=_type(dtype)),
     "shape": lambda input_x: tuple(input_x.shape),
     "size": lambda input_x: input_x.numel(),
-    "svd": lambda input, full_matrices=False, compute_uv=True: torch.linalg.svd(input, full_matrices)
+    "svd": lambda input, full_matrices=False, compute_uv=True: _decomposed(input, full_matrices)
     if compute_uv else torch.linalg.svdvals(input),
 }  # fmt: skip
 FUNCTIONS |= OF_TORCH
+FUNCTIONS["reduce_sum"] = lambda x, axis=None, keep_dims=False: of_kind(
+    x, torch.sum(x, dims_of(x, axis), keepdim=keep_dims)
+)
 FUNCTIONS |= {name: FUNCTIONS[same] for name, _, same in (row.partition("=") for row in _SAME.split())}
 FUNCTIONS |= {name: partial(_changed, change) for name, change in SCATTERS.items()}
 

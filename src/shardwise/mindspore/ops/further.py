@@ -18,6 +18,7 @@ from shardwise.mindspore.named import Function
 from shardwise.mindspore.ops.images import pairs_of
 from shardwise.mindspore.ops.networks import as_int, sizes_of
 from shardwise.mindspore.tensor import as_torch
+from shardwise.mindspore.tensor_methods import narrowed
 
 Tensor = torch.Tensor
 Places = list[tuple[Tensor, Tensor]]  # index and weight of two elements around each position
@@ -39,9 +40,18 @@ def _band(x: Tensor, lower: Any, upper: Any) -> Tensor:
     return x if high < 0 else x.tril(high)
 
 
+def distinct(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct elements in the order in which they appear, and for each element the index of its value."""
+    values, inverse = torch.unique(x.flatten(), return_inverse=True)
+    places = torch.arange(x.numel(), device=x.device)
+    first = places.new_full((len(values),), x.numel()).scatter_reduce(0, inverse, places, "amin")
+    order = first.argsort()
+    return values[order], order.argsort()[inverse].reshape(x.shape).to(torch.int32)
+
+
 def _padded_unique(x: Tensor, pad_num: Any) -> tuple[Tensor, Tensor]:
-    values, places = torch.unique(x, return_inverse=True)
-    return F.pad(values, (0, x.numel() - values.numel()), value=float(pad_num)).to(x), places.to(torch.int32)
+    values, places = distinct(x)
+    return F.pad(values, (0, x.numel() - values.numel()), value=float(pad_num)).to(x), places
 
 
 def _blocks_to_batch(x: Tensor, block_shape: Any, paddings: Any) -> Tensor:
@@ -117,12 +127,12 @@ def _scanned(loop_func: Function, init: Any, xs: Any, length: int | None = None)
 
 def _overlap(anchor_boxes: Tensor, gt_boxes: Tensor, mode: str = "iou") -> Tensor:
     """Return the intersection of all pairs of boxes (x0, y0, x1, y1), divided by their union ("iou") or by the area of
-    the ground-truth box ("iof")."""
+    the ground-truth box ("iof"). Border pixels belong to boxes."""
     one_of("iou", "iof")("mode", mode)
     first, second = anchor_boxes.unsqueeze(0), gt_boxes.unsqueeze(1)
     low, high = torch.maximum(first[..., :2], second[..., :2]), torch.minimum(first[..., 2:], second[..., 2:])
-    both = (high - low).clamp(min=0).prod(-1)
-    first_area, second_area = ((x[..., 2:] - x[..., :2]).prod(-1) for x in (first, second))
+    both = (high - low + 1).clamp(min=0).prod(-1)
+    first_area, second_area = ((x[..., 2:] - x[..., :2] + 1).prod(-1) for x in (first, second))
     return both / ((first_area + second_area - both) if mode == "iou" else second_area)
 
 
@@ -329,7 +339,7 @@ FURTHER: dict[str, Function] = {
     "inplace_add": lambda x, v, indices: _written(x, indices, v, "add"),
     "inplace_sub": lambda x, v, indices: _written(x, indices, -v, "add"),
     "inplace_update": lambda x, v, indices: _written(x, indices, v, "update"),
-    "top_k": lambda input_x, k, sorted=True: tuple(torch.topk(input_x, k, sorted=sorted)),
+    "top_k": lambda input_x, k, sorted=True: narrowed(torch.topk(input_x, k, sorted=sorted)),
     "unique_with_pad": _padded_unique,
     # -- new tensors
     "fills": lambda x, value: torch.full_like(x, float(value)),
@@ -338,8 +348,9 @@ FURTHER: dict[str, Function] = {
     "random_categorical": lambda logits, num_sample, seed=0: torch.multinomial(
         logits.softmax(-1), num_sample, replacement=True, generator=drawn(seed or None)),
     "random_gamma": lambda shape, alpha, seed=None: _gamma(shape, alpha, 1.0, seed),
-    "random_poisson": lambda shape, rate, seed=None: torch.poisson(
-        as_torch(rate).float().expand(*sizes_of(shape), *as_torch(rate).shape).contiguous(), generator=drawn(seed)),
+    "random_poisson": lambda shape, rate, seed=None, dtype=torch.int64: torch.poisson(
+        as_torch(rate).float().expand(*sizes_of(shape), *as_torch(rate).shape).contiguous(),
+        generator=drawn(seed)).to(dtype),
     "truncated_normal": lambda shape, seed=None: torch.nn.init.trunc_normal_(
         torch.empty(sizes_of(shape)), generator=drawn(seed)),
     "standard_laplace": lambda shape, seed=None: _laplace(shape, 0.0, 1.0, seed),

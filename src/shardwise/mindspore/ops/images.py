@@ -148,6 +148,40 @@ def bilinear(x: Any, size: Sequence[int], align_corners: bool, half_pixel_center
     return torch.matmul(torch.matmul(height, x), width.T)
 
 
+_CUBIC = {True: -0.75, False: -0.5}  # the kernel's coefficient by align_corners
+
+
+def _cubic(size: int, count: int, align_corners: bool) -> torch.Tensor:
+    """Return weights [count, size] of the four elements around each place, which is rounded to a 1024th (Keys 1981).
+    Without ``align_corners`` elements outside of the image are left out, with it the last ones stand for them."""
+    numbers = torch.arange(count, dtype=torch.float64)
+    places = numbers * ((size - 1) / max(count - 1, 1)) if align_corners else (numbers + 0.5) * (size / count) - 0.5
+    low = places.floor()
+    share = ((places - low) * 1024).round() / 1024
+    far = torch.stack((share + 1, share, 1 - share, 2 - share), 1)
+    a = _CUBIC[align_corners]
+    near = ((a + 2) * far - (a + 3)) * far**2 + 1
+    weights = torch.where(far <= 1, near, ((far - 5) * far + 8) * far * a - 4 * a)
+    index = low.long().unsqueeze(1) + torch.arange(-1, 3)
+    if not align_corners:
+        weights = torch.where((index < 0) | (index >= size), 0.0, weights)
+        weights = weights / weights.sum(1, keepdim=True)
+    return torch.zeros(count, size, dtype=torch.float64).scatter_add(1, index.clamp(0, size - 1), weights)
+
+
+def interpolate(
+    input: Any, size: Any = None, scale_factor: Any = None, mode: str = "nearest", align_corners: Any = None,
+    recompute_scale_factor: Any = None,
+) -> Any:  # fmt: skip
+    """Resize (N, C, ...) as torch does; by mode "bicubic" with the reference's coefficients."""
+    if mode != "bicubic":
+        return F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor)
+    factors = _each(scale_factor, 2) if isinstance(scale_factor, (tuple, list)) else (scale_factor,) * 2
+    sizes = _each(size, 2) if size is not None else [int(n * f) for n, f in zip(input.shape[2:], factors, strict=True)]
+    height, width = (_cubic(*pair, bool(align_corners)).to(input) for pair in zip(input.shape[2:], sizes, strict=True))
+    return torch.matmul(torch.matmul(height, input), width.T)
+
+
 def nearest(x: Any, size: Sequence[int], align_corners: bool) -> Any:
     """Resize images by the element below, or with ``align_corners`` by the nearest one with aligned ends."""
     sizes = tuple(int(n) for n in size)

@@ -32,12 +32,17 @@ class Gather(OfSettings, batch_dims=0):
         self.lead = 0 if self.batch_dims else None
 
     def compute(self, params: Any, indices: Any, axis: int = 0) -> Any:
-        axis, batch = axis % params.dim(), self.batch_dims % max(indices.dim(), 1)
+        axis, batch = axis % params.dim(), self._shared(indices.dim())
         if batch:
             return self._batched(params, indices, axis, batch)
         if axis == 0 and params.dim() == 2:
             return F.embedding(indices, params)
         return params[(slice(None),) * axis + (indices,)]
+
+    def _shared(self, dims: int) -> int:
+        """Return the number of dims of the indices that are paired with those of ``params``."""
+        count: int = self.batch_dims
+        return count + dims if count < 0 else count
 
     def _batched(self, params: Any, indices: Any, axis: int, batch: int) -> Any:
         """Look up with dims 0 to ``batch`` paired: ``torch.gather`` with all other dims broadcast."""
@@ -65,7 +70,7 @@ class Gather(OfSettings, batch_dims=0):
         params, indices = _numbered("pi", shapes)
         if self._manual() is not None and indices and self._axis(args, shapes) == 0:
             return params, (*indices[:-1], params[0])
-        shared = self.batch_dims % max(len(indices), 1)
+        shared = self._shared(len(indices))
         return params, (*params[:shared], *indices[shared:])
 
     def led(self, strategy: Strategy, *args: Any) -> Any:
@@ -78,7 +83,7 @@ class Gather(OfSettings, batch_dims=0):
     def _of_result(self, of_operands: Any, args: tuple[Any, ...]) -> Any:
         """Return counts or names of the result's dims: the dims of the indices replace the dim that is looked up."""
         params, indices = of_operands
-        axis, batch = args[2] % len(params) if len(args) > 2 else 0, self.batch_dims % len(indices)
+        axis, batch = args[2] % len(params) if len(args) > 2 else 0, self._shared(len(indices))
         return (*params[:axis], *indices[batch:], *params[axis + 1 :])
 
     def strategy_text(self, strategy: Strategy | None, args: tuple[Any, ...]) -> str | None:

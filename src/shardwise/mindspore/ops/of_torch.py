@@ -28,7 +28,7 @@ _HOMES: dict[Any, str] = {
         max_unpool3d multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss normalize
         pairwise_distance pdist poisson_nll_loss upsample""",
     torch.fft: "fft fft2 fftn fftshift ifft ifft2 ifftn ifftshift irfft rfft",
-    torch.special: "bessel_j0 bessel_j1 bessel_y0 bessel_y1 zeta",
+    torch.special: "zeta",
 }
 _WORDS = {"axis": "dim", "keep_dims": "keepdim", "keepdims": "keepdim", "x": "input", "input_x": "input"}
 
@@ -50,10 +50,10 @@ def _plain(result: Any) -> Any:
 _ROWS: dict[Any, str] = {
     torch: """
         addbmm input batch1 batch2 * beta=1 alpha=1; addmm input mat1 mat2 * beta=1 alpha=1; addmv input mat vec *
-        beta=1 alpha=1; addr x vec1 vec2 * beta=1 alpha=1; argmax input dim=None keepdim=False; argmin input axis=None
-        keepdims=False; argsort input axis=-1 descending=False; baddbmm input batch1 batch2 * beta=1 alpha=1; bincount
+        beta=1 alpha=1; addr x vec1 vec2 * beta=1 alpha=1; argmax input dim=None keepdim=False;
+        baddbmm input batch1 batch2 * beta=1 alpha=1; bincount
         input weights=None minlength=0; bmm=matmul input_x mat2; chunk input chunks axis=0; clamp input min=None
-        max=None; cummax input axis; cummin input axis; diag input; diagonal input offset=0 dim1=0 dim2=1; diff x n=1
+        max=None; cummax input axis; diag input; diagonal input offset=0 dim1=0 dim2=1; diff x n=1
         axis=-1; dist input other p=2; div input other * rounding_mode=None; dsplit input indices_or_sections;
         expand_dims=unsqueeze input_x axis; hsplit input indices_or_sections; index_select input axis index;
         invert=bitwise_not x; isclose input other rtol=1e-5 atol=1e-8 equal_nan=False; lerp input end weight;
@@ -63,7 +63,7 @@ _ROWS: dict[Any, str] = {
         keepdims=False; narrow input axis start length; pow input exponent; ravel input;
         repeat_elements=repeat_interleave x rep axis=0; repeat_interleave input repeats axis=None; roll input shifts
         dims=None; rot90 input k dims; scalar_to_array=tensor input_x; searchsorted sorted_sequence values *
-        right=False; select=where condition input other; sort input_x axis=-1 descending=False; swapaxes input axis0
+        right=False; select=where condition input other; swapaxes input axis0
         axis1; tensor_dot=tensordot x1 x2 axes; tensor_split input indices_or_sections axis=0; tril input diagonal=0;
         triu input diagonal=0; truncate_mod=fmod x y; tuple_to_array=tensor input_x; unique_consecutive input
         return_idx=False return_counts=False axis=None; unsqueeze input dim; unstack=unbind input_x axis=0; vsplit
@@ -82,8 +82,7 @@ _ROWS: dict[Any, str] = {
         input grid mode='bilinear' padding_mode='zeros' align_corners=False; group_norm input num_groups weight=None
         bias=None eps=1e-5; hardshrink x lambd=0.5; hardsigmoid input; hardswish x; hardtanh input min_val=-1.0
         max_val=1.0; hinge_embedding_loss inputs targets margin=1.0 reduction='mean'; huber_loss input target
-        reduction='mean' delta=1.0; interpolate input size=None scale_factor=None mode='nearest' align_corners=None
-        recompute_scale_factor=None; l1_loss input target reduction='mean'; leaky_relu input alpha=0.2; logsigmoid x;
+        reduction='mean' delta=1.0; l1_loss input target reduction='mean'; leaky_relu input alpha=0.2; logsigmoid x;
         margin_ranking_loss input1 input2 target margin=0.0 reduction='mean'; mish x; mse_loss input target
         reduction='mean'; pixel_shuffle input upscale_factor; pixel_unshuffle input downscale_factor; prelu x weight;
         relu6 x; rrelu input lower=0.125 upper=0.3333333333333333; scaled_dot_product_attention query key value

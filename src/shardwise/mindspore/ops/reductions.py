@@ -14,7 +14,7 @@ from shardwise.mindspore.checks import channels_first
 from shardwise.mindspore.named import classes_of
 from shardwise.mindspore.ops.primitive import OfSettings, Simple, Whole, along
 from shardwise.mindspore.strict import Shapes
-from shardwise.mindspore.tensor_methods import dims_of, product
+from shardwise.mindspore.tensor_methods import dims_of, narrowed, product
 
 Axes = int | Sequence[int]
 
@@ -83,8 +83,12 @@ def _batch_norm(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Normalisation over all dims but the second: ``BatchNorm(is_training, epsilon, momentum)(x, scale, bias, mean,
     variance)``. Training uses the batch's own statistics and mixes them into ``mean`` and ``variance`` with weight
-    ``momentum``. The last two of the five results repeat the statistics."""
+    ``momentum``. It also returns the statistics that it used, twice."""
+    mean, variance = mean.detach(), variance.detach()
     y = F.batch_norm(x, mean, variance, scale, bias, is_training, momentum, epsilon)
+    if is_training:
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        variance, mean = torch.var_mean(x.detach(), dims, correction=0)
     return y, mean, variance, mean, variance
 
 
@@ -92,7 +96,7 @@ def _dropped(x: Any, *, keep_prob: float = 0.5, Seed0: int = 0, Seed1: int = 0) 
     """``Dropout(keep_prob)(x)``: each element is kept with probability ``keep_prob`` and divided by it, else 0; and the
     mask. Devices draw different numbers for different elements, and equal ones for the same element."""
     scale = F.dropout(torch.ones_like(x), 1 - keep_prob, training=True)
-    return x * scale, scale != 0
+    return x * scale, (scale != 0).to(x.dtype)
 
 
 def _check_kept(name: str, value: float) -> float:
@@ -148,10 +152,10 @@ CLASSES = classes_of({
     "Argmin": (None, lambda x, *, axis=-1, output_type=torch.int32: x.argmin(axis).to(output_type), {"lead": None}),
     "CumProd": (None, _multiplied, {"whole": along("along which it accumulates", 1)}),
     "CumSum": (None, _summed, {"whole": along("along which it accumulates", 1)}),
-    "Sort": ("The sorted elements of a dim and their indices.", lambda x, *, axis=-1, descending=False: tuple(
+    "Sort": ("The sorted elements of a dim and their indices.", lambda x, *, axis=-1, descending=False: narrowed(
         x.sort(axis, descending=descending)), {"lead": None, "whole": along("which it sorts")}),
     "TopK": ("The k largest elements of the last dim and their indices: ``TopK(sorted)(x, k)``.",
-             lambda x, k, *, sorted=True: tuple(x.topk(k, -1, sorted=sorted)),
+             lambda x, k, *, sorted=True: narrowed(x.topk(k, -1, sorted=sorted)),
              {"lead": None, "whole": _last("of which it finds the largest elements")}),
     # -- norms
     "BatchNorm": (None, _batch_norm, {

@@ -16,12 +16,12 @@ from shardwise.mindspore.loss_scale import clear_status, init_status, read_statu
 from shardwise.mindspore.named import Function, classes_of, parameters_of
 from shardwise.mindspore.notes import note
 from shardwise.mindspore.ops.functions import FUNCTIONS
-from shardwise.mindspore.ops.further import suppressed
+from shardwise.mindspore.ops.further import distinct, suppressed
 from shardwise.mindspore.ops.images import bilinear, mirrored, nearest, pairs_of, pool, transposed
 from shardwise.mindspore.ops.networks import attention, classes_loss
 from shardwise.mindspore.ops.primitive import Simple
 from shardwise.mindspore.tensor import Tensor
-from shardwise.mindspore.tensor_methods import dtype_of
+from shardwise.mindspore.tensor_methods import dims_of, dtype_of
 
 
 def _print(*values: Any) -> Any:
@@ -153,11 +153,11 @@ SIMPLE: dict[str, Function] = {
     ).permute(0, 3, 5, 1, 2, 4).flatten(1, 3),
     "Tril": lambda x, *, diagonal=0: torch.tril(x, diagonal), "Triu": lambda x, *, diagonal=0: torch.triu(x, diagonal),
     "InvertPermutation": lambda x: torch.argsort(torch.as_tensor(x)),
-    "Unique": lambda x: torch.unique(x, return_inverse=True),
+    "Unique": lambda x: distinct(x),
     # -- reductions
     "ReduceStd": lambda x, *, axis=(), unbiased=True, keep_dims=False: (
-        torch.std(x, axis or tuple(range(x.dim())), correction=int(unbiased), keepdim=keep_dims),
-        torch.mean(x, axis or tuple(range(x.dim())), keepdim=keep_dims)),
+        torch.std(x, dims_of(x, axis), correction=int(unbiased), keepdim=keep_dims),
+        torch.mean(x, dims_of(x, axis), keepdim=keep_dims)),
     "SquareSumAll": lambda x, y: (x.square().sum(), y.square().sum()),
     # -- networks
     "Conv3D": lambda x, weight, *, out_channel, kernel_size, mode=1, pad_mode="valid", pad=0, stride=1, dilation=1,
@@ -214,7 +214,7 @@ SIMPLE: dict[str, Function] = {
     "Size": lambda x: x.numel(),
     "StandardNormal": lambda shape, *, seed=0, seed2=0: torch.randn(tuple(shape)),
     **{f"{kind}Summary": _unwritten for kind in ("Tensor", "Scalar", "Histogram", "Image")},
-    "TupleToArray": lambda x: torch.tensor(x),
+    "TupleToArray": lambda x: torch.tensor(x, dtype=torch.int32 if isinstance(x[0], int) else None),
     "UniformInt": lambda shape, minval, maxval, *, seed=0, seed2=0: torch.randint(
         int(minval), int(maxval), tuple(shape), dtype=torch.int32),
     "UniformReal": lambda shape, *, seed=0, seed2=0: torch.rand(tuple(shape)),

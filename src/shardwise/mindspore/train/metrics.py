@@ -120,9 +120,17 @@ class _OfBatches(_Kept):
         return float(self.seen()[0].mean())
 
 
+class _PerSample(_OfBatches):
+    """The sum of a function of the batches, divided by the number of all samples: it returns both."""
+
+    def eval(self) -> Any:
+        values, counts = self.seen()[0].reshape(-1, 2).T
+        return float(values.sum() / counts.sum())
+
+
 def _overlap(output: Array, label: Array, *, smooth: float = 1e-5) -> Any:
-    """The mean of 2 |both| / (|output| + |label|) over batches."""
-    return (2 * (output * label).sum() + smooth) / (np.square(output).sum() + np.square(label).sum() + smooth)
+    """2 |both| / (|output| + |label|) of each batch, summed and divided by the number of samples."""
+    return [2 * (output * label).sum() / (np.square(output).sum() + np.square(label).sum() + smooth), len(label)]
 
 
 def _eval_type(name: str, value: Any) -> None:
@@ -257,8 +265,10 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
 CLASSES: dict[str, Any] = {
     **classes_of({
         "Accuracy": _accuracy, "ConfusionMatrix": _confusion, "CosineSimilarity": _similarities,
-        "MAE": ("The mean absolute difference.", lambda x, y: float(np.abs(x.reshape(y.shape) - y).mean())),
-        "MSE": ("The mean squared difference.", lambda x, y: float(np.square(x.reshape(y.shape) - y).mean())),
+        "MAE": ("The absolute differences of a sample, summed; their mean over samples.",
+                lambda x, y: float(np.abs(x.reshape(y.shape) - y).sum() / len(y))),
+        "MSE": ("The squared differences of a sample, summed; their mean over samples.",
+                lambda x, y: float(np.square(x.reshape(y.shape) - y).sum() / len(y))),
         "Perplexity": _perplexity, "ROC": _roc, "TopKCategoricalAccuracy": _in_top,
         "Top1CategoricalAccuracy": ("Top-k accuracy with k = 1.", lambda output, label: _in_top(output, label, k=1)),
         "Top5CategoricalAccuracy": ("Top-k accuracy with k = 5.", lambda output, label: _in_top(output, label, k=5)),
@@ -267,7 +277,7 @@ CLASSES: dict[str, Any] = {
         "F1": ("Fbeta with beta 1.", lambda output, label: _f_score(output, label, beta=1.0)), "Fbeta": _f_score,
         "Precision": _precision, "Recall": _recall,
     }, _OfClasses, __name__),
-    **classes_of({"Dice": _overlap}, _OfBatches, __name__),
+    **classes_of({"Dice": _overlap}, _PerSample, __name__),
     **classes_of({
         "Loss": ("The mean of the losses of the batches.", lambda loss: np.mean(loss)),
     }, _OfBatches, __name__, wants_loss=True),

@@ -40,7 +40,7 @@ from shardwise.errors import ShardwiseError
 from shardwise.layouts.boxes import Box, boxes
 from shardwise.layouts.text import format_layout
 from shardwise.runtime.agree import gather_objects
-from shardwise.runtime.communicator import Communicator
+from shardwise.runtime.communicator import Communicator, rank_device
 from shardwise.runtime.guards.registry import Owners, Patch, ShardRecord, held_shards, ranks_of_stages
 from shardwise.runtime.hooks import gather_whole
 from shardwise.runtime.local_shards import shard
@@ -263,8 +263,7 @@ class Gathering:
         self._tensors: dict[Path, tuple[Tensor, ShardRecord | None]] = {}
         self._first: dict[tuple[int, torch.Size], Path] = {}
         self._whole: dict[Path, Tensor | None] = {}
-        backend = dist.get_backend()
-        self._wire = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+        self._wire = rank_device()
 
     def of_all_stages(self, state: Any) -> Any:
         """Return the state of all stages. Raises ShardwiseError if ranks differ in common entries."""
@@ -359,10 +358,11 @@ def _is_equal(first: Any, second: Any) -> bool:
 
 
 class ShardIndex:
-    """The shards of this process at one moment: parameters, buffers, gradients and optimizer states."""
+    """The shards of this process at one moment: parameters, buffers, gradients and optimizer states. ``held``: the
+    parameters and buffers, by default those that are shards."""
 
-    def __init__(self) -> None:
-        shards = list(held_shards())
+    def __init__(self, held: Iterable[tuple[Tensor, ShardRecord]] | None = None) -> None:
+        shards = list(held_shards() if held is None else held)
         states = list(_optimizer_states(shards))
         every = [*shards, *_gradients(shards), *((state, record) for state, record, is_part in states if is_part)]
         self._odd = {_place(x): record for x, record, is_part in states if not is_part and record.layout.positions}

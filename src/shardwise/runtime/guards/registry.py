@@ -110,12 +110,17 @@ def held_parameters() -> Iterator[tuple[torch.nn.Parameter, ShardRecord]]:
                 yield parameter, records[name]
 
 
-def held_shards() -> Iterator[tuple[torch.Tensor, ShardRecord]]:
-    """Yield the parameters and buffers of all living modules that are shards."""
+def held_tensors() -> Iterator[tuple[torch.Tensor, ShardRecord]]:
+    """Yield the parameters and buffers of all living modules that hold shards, with their records."""
     for module, records in list(_holders.items()):
         for name, tensor in tensors_of(module):
-            if name in records and records[name].is_shard:
+            if name in records:
                 yield tensor, records[name]
+
+
+def held_shards() -> Iterator[tuple[torch.Tensor, ShardRecord]]:
+    """Yield the parameters and buffers of all living modules that are shards."""
+    return ((tensor, record) for tensor, record in held_tensors() if record.is_shard)
 
 
 def tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,9 +1,7 @@
-"""Writes reference_signatures.json: what arguments the reference's names take, and their defaults.
+"""Write what the reference says: its arguments and their defaults into reference_signatures.json, and the results of
+the calls of reference_values.tsv into that file. A new call is a line with the call alone.
 
-It runs where the reference is installed, never with the tests:
-
-    python3.11 -m venv ms && ms/bin/pip install mindspore==2.10.0 "numpy==1.26.*"
-    ms/bin/python tests/mindspore/write_reference_signatures.py
+It runs where the reference is installed, never with the tests: ``make dialect-reference``.
 """
 
 from __future__ import annotations
@@ -14,6 +12,8 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import reference_run
 
 MODULES = (
     "nn", "ops", "mint", "mint.nn", "mint.nn.functional", "mint.optim", "common.initializer", "amp",
@@ -31,7 +31,7 @@ def plain(value: Any) -> Any:
         return value if abs(value) < float("inf") else str(value)
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    return f"({str(value).rpartition('.')[2].lower()})"
+    return f"({str(value).partition(' at 0x')[0].rpartition('.')[2].lower()})"
 
 
 def defaults(function: Any, *, is_method: bool) -> dict[str, Any] | None:
@@ -81,7 +81,20 @@ def signatures(module: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             yield name, known
 
 
-def main() -> None:
+def write_values() -> None:
+    """Evaluate every recorded call. Raises RuntimeError for one that the reference refuses."""
+    import mindspore
+
+    mindspore.set_device("CPU")
+    mindspore.set_context(pynative_synchronize=True)
+    found = {call: reference_run.record("mindspore", call) for call in reference_run.recorded()}
+    refused = [f"{call}: {record['error']}" for call, record in found.items() if "error" in record]
+    if refused:
+        raise RuntimeError("\n".join(refused))
+    reference_run.write(found)
+
+
+def write_signatures() -> None:
     import mindspore
 
     content: dict[str, Any] = {"reference": "mindspore", "version": mindspore.__version__, "modules": {}}
@@ -95,4 +108,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    write_signatures()
+    write_values()

@@ -1,0 +1,100 @@
+"""Mixtures of experts in every form that people write come to products by expert, with the numbers of one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from graph.against_eager import check_against_eager
+from models.breadth import tiny_of
+from models.expert_models import WIDTH, Batched, Einsum
+from models.zoo_transformers import mixtral
+from raising import raises
+from shardwise.graph.capture import capture
+from shardwise.graph.grouped import grouped_mm
+
+FORMS: dict[str, tuple[type[nn.Module], int]] = {"batched": (Batched, 2), "einsum": (Einsum, 3)}  # products
+X = torch.randn(4, 8, WIDTH, generator=torch.Generator().manual_seed(0))
+MESHES = {
+    "ep": sw.Mesh(ep=4),
+    "dp x ep": sw.Mesh(dp=2, ep=2),
+    "ep x tp": sw.Mesh(ep=2, tp=2),
+    "dp x ep x tp": sw.Mesh(dp=2, ep=2, tp=2),
+}
+
+
+def exchanges(plan: Any) -> list[Any]:
+    return [collective for collective in plan.collectives() if collective.kind == "row_exchange"]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_comes_to_products_by_expert(form: str) -> None:
+    kind, products = FORMS[form]
+    graph = capture(kind(), (X,)).graph
+    found = [op for op in graph.ops if op.target is grouped_mm._opoverload]
+    assert len(found) == products, graph
+    assert len({op.operands[2] for op in found}) == 1, "one exchange"
+    rows = X.numel() // WIDTH * 2
+    assert max(value.numel for value in graph.values) <= rows * 12, "no matrix per row"
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_experts_of_transformers_are_products_in_every_setting(name: str, implementation: str) -> None:
+    torch.manual_seed(0)
+    tiny = mixtral() if name == "mixtral" else tiny_of(name)
+    module: Any = tiny.build().eval()
+    module.set_experts_implementation(implementation)
+    graph = check_against_eager(module, **tiny.inputs(2), tolerance=1e-9).graph
+    found = [op for op in graph.ops if op.target is grouped_mm._opoverload]
+    assert len(found) == 4, "two per layer"
+    assert module.config._experts_implementation == implementation
+
+
+def test_products_have_the_dtype_of_autocast() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        graph = capture(Batched(), (X,)).graph
+    found = [op for op in graph.ops if op.target is grouped_mm._opoverload]
+    assert [graph.by_name[op.results[0]].dtype for op in found] == [torch.bfloat16] * 2, graph
+    assert len({op.operands[2] for op in found}) == 1, "one exchange"
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("experts", [4, pytest.param(6, marks=pytest.mark.long)])
+def test_tokens_of_every_form_travel(form: str, mesh: str, experts: int) -> None:
+    module, tp = FORMS[form][0](experts), "tp" in mesh
+    plan = sw.plan(
+        module, (X,), MESHES[mesh].num_devices, mesh=MESHES[mesh], strategies={"": "e@ep n@tp" if tp else "e@ep"}
+    )
+    sent = exchanges(plan)
+    expected = 2 + (form == "batched")  # tokens, a bias, and results
+    assert len(sent) >= expected if tp else len(sent) == expected, plan
+    report = sw.verify(module, (X,), plan)
+    assert report.is_equal, report
+
+
+class Chosen(nn.Module):
+    """Products with the matrices of experts that the caller names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(4, WIDTH, 3))
+
+    def forward(self, x: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(x[:, None], self.weight[experts]).square().sum()
+
+
+@pytest.mark.parametrize("strategy", ["e@ep", "s@ep"])
+def test_numbers_of_experts_are_those_of_an_index(strategy: str) -> None:
+    module, x = Chosen(), torch.randn(6, WIDTH)
+    plan = sw.plan(module, (x, torch.arange(6) % 4), 2, mesh=sw.Mesh(ep=2), strategies={"": strategy})
+    assert sw.verify(module, (x, torch.tensor([0, 1, -1, 3, -4, 2])), plan).is_equal
+    for wrong in (4, -5):
+        with raises(IndexError, wrong, "out of bounds"):
+            sw.verify(module, (x, torch.tensor([0, 1, wrong, 3, 2, 2])), plan)
