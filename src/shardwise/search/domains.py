@@ -23,7 +23,7 @@ from shardwise.costs.kernels import is_view
 from shardwise.costs.prices import Prices
 from shardwise.costs.pricing import Fragments, Router, overlap_windows, owners_call
 from shardwise.costs.saved_for_backward import saved_for_backward
-from shardwise.graph.grouped import order_by_owner
+from shardwise.graph.grouped import most_keys, order_by_owner
 from shardwise.graph.ir import Arg, Graph, Op, Ref, Value, map_refs
 from shardwise.layouts.choice import (
     BY_KEY,
@@ -448,12 +448,12 @@ class Domains:
         groups = zip(self.axes.groups, choices, strict=True)
         axes = tuple(part for group, choice in groups if choice == BY_KEY for part in group)
         owners, keys = self.axes.mesh.size_of(axes), self.graph.by_name[keyed.keys]
-        ends = tuple((i + 1) * keyed.num_keys // owners for i in range(owners))
-        way = Op("", order_by_owner._opoverload, (Ref(keys.name), ends), (), ("order", "sent"), "")
-        made = [Value("order", keys.shape, torch.int64), Value("sent", (num_slices, owners), torch.int64)]
+        counts = owners, most_keys(keyed.num_keys, owners)
+        way = Op("", order_by_owner._opoverload, (Ref(keys.name), keyed.num_keys, owners), (), ("order", "sent"), "")
+        made = [Value("order", keys.shape, torch.int64), Value("sent", (num_slices, *counts), torch.int64)]
         slice_of_keys = (-(-keys.numel // num_slices),)
-        sorting = self.prices.forward(way, [keys], made, ([slice_of_keys], [slice_of_keys, (1, owners)]))
-        return sorting, self.prices.links.seconds("all_to_all", axes, owners * torch.int64.itemsize)
+        sorting = self.prices.forward(way, [keys], made, ([slice_of_keys], [slice_of_keys, (1, *counts)]))
+        return sorting, self.prices.links.seconds("all_to_all", axes, prod(counts) * torch.int64.itemsize)
 
     def _kept(
         self,
