@@ -181,13 +181,24 @@ class Dense(nn.Module):
         return torch.stack([own.sum() * (i + 1) for i, own in enumerate(found)]).sum()
 
 
+def counted_messages(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+    """The problems that message passing solves from now on."""
+    solved: list[Problem] = []
+
+    def solve_wide(problem: Problem) -> Solution:
+        solved.append(problem)
+        return message_passing.solve_wide(problem)
+
+    monkeypatch.setattr(solving, "solve_wide", solve_wide)
+    return solved
+
+
 def test_a_graph_that_is_too_wide_is_solved_by_message_passing_and_is_the_same(monkeypatch):
     cost = cost_of_model(Dense(), {"x": torch.randn(8, 4)}, sw.Mesh(x=2), cluster_of(1, 2))
     exact = run_search(cost, "dynamic_programming", None).outcome
     cost = cost_of_model(Dense(), {"x": torch.randn(8, 4)}, sw.Mesh(x=2), cluster_of(1, 2))  # which remembers nothing
-    solved = []
     monkeypatch.setattr(solving, "MAX_JOINT_COMBINATIONS", 100)
-    monkeypatch.setattr(solving, "solve_wide", lambda problem: solved.append(0) or message_passing.solve_wide(problem))
+    solved = counted_messages(monkeypatch)
     found = run_search(cost, "dynamic_programming", None).outcome
     assert solved, "it is too wide"
     assert found.seconds == pytest.approx(exact.seconds, rel=1e-9)
@@ -204,9 +215,8 @@ def test_what_else_solves_a_graph_that_is_too_wide_does_so_by_message_passing(mo
         return [step_seconds(completed), run_search(cost, "recursive_programming", None).outcome.seconds]
 
     exact = found()
-    solved = []
     monkeypatch.setattr(solving, "MAX_JOINT_COMBINATIONS", 30)
-    monkeypatch.setattr(solving, "solve_wide", lambda problem: solved.append(0) or message_passing.solve_wide(problem))
+    solved = counted_messages(monkeypatch)
     assert found() == pytest.approx(exact, rel=1e-9)
     assert len(solved) >= 2, "two completions are too wide"
 

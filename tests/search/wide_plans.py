@@ -68,7 +68,8 @@ class Scanned(nn.Module):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss: Tensor = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        return loss
 
 
 def _states(model: Callable[[], nn.Module], width: int) -> Callable[[int], tuple[nn.Module, Tensor]]:
