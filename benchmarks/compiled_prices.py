@@ -21,7 +21,8 @@ import networkx as nx
 import torch
 from torch import Tensor, fx
 
-from shardwise.costs.kernels import PRODUCTS, KernelCall, KernelWork, work_of
+from shardwise.costs.cluster import PRODUCTS
+from shardwise.costs.kernels import KernelCall, KernelWork, work_of
 from shardwise.graph.ir import Ref
 from shardwise.programs.forms import Form
 

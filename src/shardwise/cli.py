@@ -25,7 +25,6 @@ from shardwise.costs.cluster import Cluster
 from shardwise.costs.cluster_file import families, format_cluster
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.hosts import Host, find_host, read_hostfile, read_rank_table
-from shardwise.launch.calibrate import calibrate
 from shardwise.launch.launcher import launch
 from shardwise.launch.restart_policy import ElasticConfig
 from shardwise.progress import show_progress
@@ -227,6 +226,8 @@ def _add_calibrate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _calibrate(chosen: argparse.Namespace) -> int:
+    from shardwise.launch.calibrate import calibrate
+
     with show_progress("measuring this machine"):
         cluster, lines = calibrate(
             chosen.output, num_ranks=chosen.ranks, points=chosen.points, like=chosen.like, tiny=chosen.tiny

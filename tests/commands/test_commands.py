@@ -428,3 +428,14 @@ def test_the_limit_of_a_plan_is_the_one_that_was_given(folder: Path, capsys: pyt
         assert said in str(sw.Plan.load("plan.json")).splitlines()[1]
     assert run("plan", "net.py:build", "--cluster", "2", "-o", "plan.json") == 0  # devices with the memory it takes
     assert " of " not in capsys.readouterr().out.splitlines()[1]
+
+
+def test_help_and_clusters_need_no_torch():
+    script = (
+        "import sys\nsys.modules['torch'] = sys.modules['numpy'] = None  # importing it would raise\n"
+        "from shardwise.cli import main\nmain(sys.argv[1:])"
+    )
+    for arguments in (["--help"], ["plan", "--help"], ["clusters"]):
+        done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout

@@ -8,7 +8,7 @@ import pytest
 from raising import raises
 from search.cost_graphs import all_values, random_problem
 from shardwise.errors import ShardwiseError
-from shardwise.search import conditioning, ilp
+from shardwise.search import conditioning, elimination, ilp, message_passing
 from shardwise.search.elimination import Interner, Problem, TooWide, fix_variables, solve
 
 
@@ -158,14 +158,16 @@ def test_variables_of_one_value_in_a_long_chain_are_all_eliminated() -> None:
 
 
 @pytest.mark.parametrize("max_joint", [10, 50, 300])
-def test_conditioning_has_a_bound_and_an_assignment_on_both_sides_of_the_least_value(max_joint, monkeypatch):
-    monkeypatch.setattr(conditioning, "MAX_CONDITIONED_COMBINATIONS", max_joint)
+def test_message_passing_has_a_bound_and_an_assignment_on_both_sides_of_the_least_value(max_joint, monkeypatch):
+    for module in (conditioning, message_passing):
+        monkeypatch.setattr(module, "MAX_CONDITIONED_COMBINATIONS", max_joint)
+    monkeypatch.setattr(elimination, "MAX_NARROW_COMBINATIONS", max_joint)
     reached = 0
     for seed in range(150):
         problem = random_problem(seed)
         least = all_values(problem).min()
         try:
-            found = conditioning.solve_conditioned(problem)
+            found = message_passing.solve_wide(problem)
         except ShardwiseError:  # of the allowed assignments none was found
             assert np.isfinite(least), seed
             continue

@@ -19,6 +19,17 @@ from typing import Any
 from shardwise.costs.units import Figures, format_quantity
 from shardwise.errors import ShardwiseError
 
+# Kinds whose figure is a part of the peak FLOP/s, and those whose figure is a part of the memory bandwidth.
+PRODUCTS = (
+    "attention", "attention_backward", "masked_attention", "masked_attention_backward",
+    "convolution", "convolution_backward",
+)  # fmt: skip
+MOVES = (
+    "reduction", "column_reduction", "fused_reduction", "softmax", "softmax_backward", "log_softmax_backward",
+    "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward", "batch_norm", "batch_norm_backward",
+    "random", "scatter", "pool", "pool_backward", "update",
+)  # fmt: skip
+
 # A dtype without a figure of its own runs at that of the next one (converted, as V100 runs bfloat16 through float32).
 _RUNS_AS = {"f8": "f16", "bf16": "f32", "f16": "f32", "tf32": "f32", "f64": "f32", "f32": "f64"}
 

@@ -18,9 +18,8 @@ from math import inf, prod
 from pathlib import Path
 from typing import Any
 
-from shardwise.costs.cluster import Cluster, Device, Level, rate_dtype, slowest_device
+from shardwise.costs.cluster import MOVES, PRODUCTS, Cluster, Device, Level, rate_dtype, slowest_device
 from shardwise.costs.collectives import KINDS
-from shardwise.costs.kernels import MOVES, PRODUCTS
 from shardwise.costs.units import RANGES, Figures, format_quantity, parse_quantity
 from shardwise.errors import ShardwiseError, page
 from shardwise.hosts import read_hostfile, read_rank_table

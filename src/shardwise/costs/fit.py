@@ -16,10 +16,10 @@ from math import log
 from statistics import median
 from typing import Any
 
-from shardwise.costs.cluster import Cluster, Device, Level
+from shardwise.costs.cluster import PRODUCTS, Cluster, Device, Level
 from shardwise.costs.cluster_file import family
 from shardwise.costs.collectives import Span, affine_terms, num_steps, share_sent
-from shardwise.costs.kernels import PRODUCTS, ROWS_BACKWARD, KernelWork, kernel_seconds
+from shardwise.costs.kernels import ROWS_BACKWARD, KernelWork, kernel_seconds
 from shardwise.costs.units import Figures, format_quantity
 
 _MOST_POINTS = 40  # that a line is fitted to

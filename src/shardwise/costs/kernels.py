@@ -3,7 +3,7 @@
 A kernel takes the longer of its arithmetic and its memory traffic (Williams, Waterman and Patterson, "Roofline", CACM
 52(4), 2009), after what it takes to start. *Products* (matmuls, convolutions, attention) have arithmetic, everything
 else moves memory. A device's file says what part of its peaks a kind of kernel reaches, where that is less than a large
-matmul or a large element-wise operator (``Device.kernels``); the kinds are ``PRODUCTS`` and ``MOVES``.
+matmul or a large element-wise operator (``Device.kernels``); the kinds are ``cluster.PRODUCTS`` and ``MOVES``.
 
 Element by element, and so at a rate of its own, goes what reads an operand of another size (a bias), what writes wider
 numbers than it reads (a cast to float32), and what reads along another dim than it writes (a transposed copy): kernels
@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch._ops import OpOverload
 
-from shardwise.costs.cluster import Device
+from shardwise.costs.cluster import MOVES, Device
 from shardwise.costs.flops import kernel_flops
 from shardwise.graph.ir import Arg, Ref
 from shardwise.graph.schema import arguments, operator_name
@@ -34,16 +34,6 @@ DTYPE_NAMES = {
     torch.float8_e4m3fn: "f8", torch.float8_e5m2: "f8", torch.complex64: "f32", torch.complex128: "f64",
 }  # fmt: skip
 
-# Kinds whose figure is a part of the peak FLOP/s, and those whose figure is a part of the memory bandwidth.
-PRODUCTS = (
-    "attention", "attention_backward", "masked_attention", "masked_attention_backward",
-    "convolution", "convolution_backward",
-)  # fmt: skip
-MOVES = (
-    "reduction", "column_reduction", "fused_reduction", "softmax", "softmax_backward", "log_softmax_backward",
-    "layer_norm", "layer_norm_backward", "rms_norm", "rms_norm_backward", "batch_norm", "batch_norm_backward",
-    "random", "scatter", "pool", "pool_backward", "update",
-)  # fmt: skip
 # Query rows of attention's backward take so many times those of forward (fitted with ``Device.attention_row``).
 ROWS_BACKWARD = 4.0
 

@@ -7,9 +7,21 @@ CACHE_BLOCK_ELEMENTS = 65_536
 # Larger joint tables are refused: 2 billion additions take about a second.
 MAX_JOINT_COMBINATIONS = 4_000_000_000
 # Bytes of all results of an elimination, which are kept until the way back.
-MAX_ELIMINATION_BYTES = 2 * 2**30
-# Joint table of a conditioned search, solved in a few hundredths of a second.
-MAX_CONDITIONED_COMBINATIONS = 20_000_000
+MAX_ELIMINATION_BYTES = 2**30
+# Joint tables of the eliminations that come before message passing: the results are tables over two variables.
+MAX_NARROW_COMBINATIONS = 50_000_000
+# Sweeps of message passing, in both directions, at most; it has settled where the bound rose by less than this share of
+# the gap while their number doubled.
+MAX_SWEEPS = 127
+SETTLED_GAP_SHARE = 0.05
+# Gap of one solve at which message passing ends: a fifth of what the multipliers leave (``BOUND_TOLERANCE``).
+WIDE_GAP = 1e-4
+# Tables of message passing that are not shared between equal steps.
+MAX_MESSAGE_BYTES = 2**28
+# Price of a forbidden combination in message passing, in times all that others can differ by.
+FORBIDDEN_FACTOR = 4.0
+# Joint table of a conditioned search, solved in milliseconds; there may be hundreds.
+MAX_CONDITIONED_COMBINATIONS = 2_000_000
 CONDITIONING_ROUNDS = 3
 # Seconds after which HiGHS returns the best solution it has.
 ILP_SECONDS = 60.0

@@ -23,12 +23,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shardwise.search.constants import CACHE_BLOCK_ELEMENTS, MAX_ELIMINATION_BYTES, MAX_JOINT_COMBINATIONS
+from shardwise.search.constants import (
+    CACHE_BLOCK_ELEMENTS,
+    MAX_ELIMINATION_BYTES,
+    MAX_JOINT_COMBINATIONS,
+    MAX_NARROW_COMBINATIONS,
+)
 
 Table = NDArray[np.float64]
 Scope = tuple[int, ...]
-# Of a problem: the sizes of its variables, and its factors.
-Shape = tuple[tuple[int, ...], tuple[tuple[Scope, int], ...]]
+# Of a problem: the sizes of its variables, and its factors; whether only narrow joint tables are eliminated.
+Shape = tuple[tuple[int, ...], tuple[tuple[Scope, int], ...], bool]
 
 
 class TooWide(Exception):
@@ -105,6 +110,7 @@ class _Least:
     parts: tuple[tuple[int, tuple[int, ...]], ...]
 
 
+LARGEST_JOINT = 10**300  # that a float holds
 OWN = -1  # the place of the variable itself
 
 
@@ -117,20 +123,25 @@ class _Class:
     joint: int
     members: dict[int, None] = field(default_factory=dict)
 
+    @property
+    def is_narrow(self) -> bool:
+        return len(self.step.shape) <= 2 and self.joint <= MAX_NARROW_COMBINATIONS
+
     def work_per_member(self) -> tuple[float, int]:
-        return self.joint / len(self.members), next(iter(self.members))
+        return min(self.joint, LARGEST_JOINT) / len(self.members), next(iter(self.members))
 
 
 class Elimination:
     """The order in which the variables of a problem are eliminated, and the tables that are computed for that. The next
     variables are always those with the smallest joint table per variable of the same signature.
 
-    ``widest``, ``largest``: the variables of the largest joint table, and its combinations; ``num_bytes``: of all
-    tables that are computed.
+    ``last``: a variable that is left; ``narrow``: leave all variables whose joint table has over three variables or
+    ``MAX_NARROW_COMBINATIONS``. ``widest``, ``largest``: the variables of the largest joint table, and its
+    combinations; ``num_bytes``: of all tables that are computed.
     """
 
-    def __init__(self, problem: Problem, last: int | None = None) -> None:
-        self.sizes, self.last = problem.sizes, last
+    def __init__(self, problem: Problem, last: int | None = None, *, narrow: bool = False) -> None:
+        self.sizes, self.last, self.narrow = problem.sizes, last, narrow
         self.num_tables = 1 + max((number for _, number in problem.factors), default=-1)
         # What is computed, in order: sums of two tables and minima; results are numbered from ``num_tables``.
         self.steps: list[tuple[int, int] | _Least] = []
@@ -141,7 +152,8 @@ class Elimination:
         self._at: list[dict[Scope, int]] = [{} for _ in problem.sizes]
         self._known: dict[object, int] = {}
         for scope, number in problem.factors:
-            self._insert(scope, number)
+            # Variables of one value are left out: a joint table of numpy has at most 64 axes.
+            self._insert(tuple([v for v in scope if problem.sizes[v] > 1]), number)
         self._eliminate_all()
 
     def _computed(self, step: tuple[int, int] | _Least, scope: Scope) -> int:
@@ -199,10 +211,15 @@ class Elimination:
             if variable != self.last:
                 sign(variable)
         while class_of:
-            best = min(classes.values(), key=_Class.work_per_member)
+            allowed = [group for group in classes.values() if not self.narrow or group.is_narrow]
+            if not allowed:
+                break
+            best = min(allowed, key=_Class.work_per_member)
             if best.joint > self.largest:
                 variable = next(iter(best.members))
                 self.widest, self.largest = (variable, *class_of[variable][1]), best.joint
+                if self.largest > MAX_JOINT_COMBINATIONS:  # it is refused: what follows takes longer and longer
+                    break
             dirty: set[int] = set()
             for variable in sorted(best.members):
                 if variable not in dirty:
@@ -220,7 +237,7 @@ class Elimination:
 
     def tables(self, problem: Problem) -> list[Table]:
         """Return the tables of a problem, and all that are computed from them."""
-        tables = problem.interner.tables[: self.num_tables]
+        tables = [table.squeeze() for table in problem.interner.tables[: self.num_tables]]
         for step in self.steps:
             tables.append(_minimum(step, tables) if isinstance(step, _Least) else tables[step[0]] + tables[step[1]])
         return tables
@@ -233,12 +250,20 @@ class Elimination:
             least = least + tables[number]
         return least
 
-    def assignment(self, tables: Sequence[Table], last_value: int | None = None) -> list[int]:
-        """Return an assignment of least value, with ``last_value`` for the last variable if given. No arg-min is
-        kept: tables are minimised again on the way back, once for equal values of equal neighbours."""
+    def left(self) -> list[tuple[Scope, int]]:
+        """Return the scopes and numbers of the tables that are left."""
+        tables = {scope: number for at in self._at for scope, number in at.items()}
+        return [*tables.items(), *(((), number) for number in self.constants)]
+
+    def assignment(self, tables: Sequence[Table], left: Mapping[int, int] | None = None) -> list[int]:
+        """Return an assignment of least value; ``left``: the values of the variables that are left (by default the
+        best of ``last``). No arg-min is kept: tables are minimised again on the way back, once for equal values of
+        equal neighbours."""
         assignment = [0] * len(self.sizes)
-        if self.last is not None:
-            assignment[self.last] = int(self.marginal(tables).argmin()) if last_value is None else last_value
+        if left is None and self.last is not None:
+            left = {self.last: int(self.marginal(tables).argmin())}
+        for variable, value in (left or {}).items():
+            assignment[variable] = value
         cached: dict[tuple[int, tuple[int, ...]], int] = {}
         for variable, number, step, neighbours in reversed(self.order):
             key = number, tuple([assignment[v] for v in neighbours])
@@ -258,13 +283,15 @@ def eliminated_minimum(step: _Least, tables: Sequence[Table], neighbours: Sequen
     return total
 
 
-def elimination_of(problem: Problem, last: int | None = None, max_joint: int = MAX_JOINT_COMBINATIONS) -> Elimination:
+def elimination_of(
+    problem: Problem, last: int | None = None, max_joint: int = MAX_JOINT_COMBINATIONS, *, narrow: bool = False
+) -> Elimination:
     """Return the elimination of a problem; those without ``last`` are cached. Raises TooWide when a joint table would
     have more than ``max_joint`` combinations, or all tables more than ``MAX_ELIMINATION_BYTES``."""
-    key = tuple(problem.sizes), tuple(problem.factors)
+    key = tuple(problem.sizes), tuple(problem.factors), narrow
     elimination = problem.known.get(key) if last is None else None
     if elimination is None:
-        elimination = Elimination(problem, last)
+        elimination = Elimination(problem, last, narrow=narrow)
         if last is None:
             problem.known[key] = elimination
     largest, scope, num_bytes = elimination.largest, elimination.widest, elimination.num_bytes

@@ -1,0 +1,33 @@
+"""Planning wide graphs takes bounded memory: unrolled recurrences, dense blocks and skips on meshes of three axes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+GIGABYTE = 1e9
+CASES = [
+    ("mamba-16", "a=2,b=2,c=2"),
+    *(
+        pytest.param(*case, marks=pytest.mark.long)
+        for case in (
+            ("mamba2-16", "a=2,b=2,c=2"),
+            ("cells-16", "a=2,b=2,c=2"),
+            ("gru-16", "a=2,b=2,c=2"),
+            ("rwkv-16", "a=2,b=2,c=2"),
+            ("hyper-6", "a=2,b=2,c=2"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "mesh"), CASES)
+def test_planning_a_wide_model_takes_bounded_memory_and_has_a_small_gap(model, mesh):
+    command = [sys.executable, "-m", "search.wide_plans", model, mesh]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    assert found["bytes"] < 2 * GIGABYTE
+    assert 0 < found["bound"] <= found["price"] * (1 + 1e-9)
+    assert found["gap"] < 0.02
