@@ -153,7 +153,7 @@ class _MicroBatchWriter:
             assert self.alone is not None, "there are terms"
             terms = TermOps.of(self.split, self.alone, self.size)
         of_terms = deque(() if terms is None else terms.placed)
-        order = {op.name: position for position, op in enumerate(self.split.whole_graph.ops)}
+        place = {op.name: position for position, op in enumerate(self.split.whole_graph.ops)}
         model = {name: op for op, names in lowered_by_model(self.split.whole_graph, graph).items() for name in names}
         held = tuple(source for source in graph.sources if source.kind != "activation")
         for source in held:
@@ -163,7 +163,7 @@ class _MicroBatchWriter:
         of_step.append(Value(FIRST, (), torch.int64))  # what the step supplies, in addition to the samples
         self.values |= {value.name: value for value in of_step}
         for op in graph.ops:
-            while of_terms and of_terms[0][0] < order[model[op.name]]:
+            while of_terms and of_terms[0][0] < place[model[op.name]]:
                 self._add_of_term(of_terms.popleft()[1], terms)
             self._add(op)
         if terms is not None:

@@ -267,10 +267,9 @@ class Elimination:
         cached: dict[tuple[int, tuple[int, ...]], int] = {}
         for variable, number, step, neighbours in reversed(self.order):
             key = number, tuple([assignment[v] for v in neighbours])
-            value = cached.get(key)
-            if value is None:
-                value = cached[key] = int(eliminated_minimum(step, tables, key[1]).argmin())
-            assignment[variable] = value
+            if key not in cached:
+                cached[key] = int(eliminated_minimum(step, tables, key[1]).argmin())
+            assignment[variable] = cached[key]
         return assignment
 
 

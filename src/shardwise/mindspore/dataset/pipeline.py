@@ -45,7 +45,7 @@ class Dataset:
     ) -> None:  # fmt: skip
         self._columns, self._passes = tuple(columns), 0
         self._rows_of, self._size, self._batch_size = rows_of, size, batch_size
-        self._source: Dataset | None = None  # that this one is made from
+        self._parent: Dataset | None = None  # that this one is made from
 
     def _derived(
         self, rows_of: RowsOf, columns: Sequence[str] | None = None, size: Callable[[], int] | None = None,
@@ -54,12 +54,12 @@ class Dataset:
         """Return a dataset made from this one's rows, by default with the same columns and number of rows."""
         names = self._columns if columns is None else columns
         derived = Dataset(names, rows_of, size or self.get_dataset_size, batch_size or self.get_batch_size)
-        derived._source = self
+        derived._parent = self
         return derived
 
     def get_class_indexing(self) -> dict[str, Any]:
         """Return class name -> class index of the files behind this dataset; of others nothing."""
-        return {} if self._source is None else self._source.get_class_indexing()
+        return {} if self._parent is None else self._parent.get_class_indexing()
 
     def rows(self, number: int) -> Iterator[Row]:
         """Return the rows of a pass; ``number`` counts passes, from 0."""

@@ -127,7 +127,8 @@ def _middle(image: torch.Tensor, central_fraction: float) -> torch.Tensor:
 # Cells and losses that compute a function of ``ops.functions`` (``ops.simple.of_functions``).
 def _range(start: Any, limit: Any, delta: Any) -> torch.Tensor:
     """Return numbers from 0, or ``start``, up to ``limit``: int32, or float32 if one of them is a float."""
-    numbers = torch.arange(*((0, start) if limit is None else (start, limit)), delta)
+    first, end = (0, start) if limit is None else (start, limit)
+    numbers = torch.arange(first, end, delta)
     return numbers.to(torch.float32 if numbers.is_floating_point() else torch.int32)
 
 
