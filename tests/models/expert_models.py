@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import shardwise as sw
+
 EXPERTS, WIDTH, HIDDEN, EACH = 4, 8, 12, 2
 
 
@@ -53,3 +55,74 @@ class Einsum(Mixture):
         gate = F.silu(torch.einsum("ti,taoi->tao", tokens, self.gate[chosen]))
         hidden = gate * torch.einsum("ti,taio->tao", tokens, self.up[chosen])
         return torch.einsum("tai,ta->ti", torch.einsum("tao,taoi->tai", hidden, self.down[chosen]), weights)
+
+
+class Loop(Mixture):
+    """Rows of each expert by ``torch.where``, added where they came from: Mixtral's reference."""
+
+    def mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(tokens)
+        masks = F.one_hot(chosen, self.num_experts).permute(2, 1, 0)
+        for expert in range(self.num_experts):
+            choice, token = torch.where(masks[expert])
+            hidden = F.gelu(tokens[None, token].reshape(-1, WIDTH) @ self.up[expert])
+            out.index_add_(0, token, hidden @ self.down[expert] * weights[token, choice, None])
+        return out
+
+
+class Expert(nn.Module):
+    """A gated layer with a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Modules(Mixture):
+    """A module per expert: litgpt."""
+
+    def __init__(self, experts: int = EXPERTS) -> None:
+        super().__init__(experts)
+        del self.up, self.down
+        self.experts = nn.ModuleList(Expert() for _ in range(experts))
+
+    def mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(tokens)
+        masks = (chosen.unsqueeze(-1) == torch.arange(self.num_experts)).permute(2, 0, 1)
+        for mask, expert in zip(masks, self.experts, strict=True):
+            token, choice = torch.where(mask)
+            out = out.index_add(0, token, weights[token, choice, None] * expert(tokens[token]))
+        return out
+
+
+class Assigned(Modules):
+    """Rows of each expert by a mask, written where they came from: DeepSeek's training."""
+
+    def mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        rows, of_rows = tokens.repeat_interleave(EACH, dim=0), chosen.view(-1)
+        out = torch.empty_like(rows)
+        for number, expert in enumerate(self.experts):
+            out[of_rows == number] = expert(rows[of_rows == number])
+        return (out.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+
+class ExpertChoice(Mixture):
+    """Every expert takes the tokens with its highest scores."""
+
+    def mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        scores, taken = self.router(tokens).softmax(-1).t().topk(len(tokens) // self.num_experts)
+        results = sw.shard(torch.bmm, "b@ep")(F.gelu(sw.shard(torch.bmm, "b@ep")(tokens[taken], self.up)), self.down)
+        return torch.zeros_like(tokens).index_add(0, taken.flatten(), (results * scores.unsqueeze(-1)).flatten(0, 1))
+
+
+class Dense(Mixture):
+    """All tokens to all experts: Llama 4."""
+
+    def mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        gates = torch.zeros(len(tokens), self.num_experts, dtype=weights.dtype).scatter(1, chosen, weights)
+        rows = tokens.repeat(self.num_experts, 1).view(self.num_experts, -1, WIDTH)
+        results = sw.shard(torch.bmm, "b@ep")(F.gelu(sw.shard(torch.bmm, "b@ep")(rows, self.up)), self.down)
+        return (results * gates.t().unsqueeze(-1)).sum(0)

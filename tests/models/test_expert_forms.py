@@ -11,13 +11,19 @@ from torch import nn
 import shardwise as sw
 from graph.against_eager import check_against_eager
 from models.breadth import tiny_of
-from models.expert_models import WIDTH, Batched, Einsum
+from models.expert_models import WIDTH, Assigned, Batched, Dense, Einsum, ExpertChoice, Loop, Mixture, Modules
 from models.zoo_transformers import mixtral
 from raising import raises
 from shardwise.graph.capture import capture
 from shardwise.graph.grouped import grouped_mm
 
-FORMS: dict[str, tuple[type[nn.Module], int]] = {"batched": (Batched, 2), "einsum": (Einsum, 3)}  # products
+FORMS: dict[str, tuple[type[Mixture], int]] = {  # products
+    "batched": (Batched, 2),
+    "einsum": (Einsum, 3),
+    "loop": (Loop, 2),
+    "modules": (Modules, 3),
+    "assigned": (Assigned, 3),
+}
 X = torch.randn(4, 8, WIDTH, generator=torch.Generator().manual_seed(0))
 MESHES = {
     "ep": sw.Mesh(ep=4),
@@ -34,12 +40,13 @@ def exchanges(plan: Any) -> list[Any]:
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_comes_to_products_by_expert(form: str) -> None:
     kind, products = FORMS[form]
-    graph = capture(kind(), (X,)).graph
+    graph = check_against_eager(kind(), X.double()).graph
     found = [op for op in graph.ops if op.target is grouped_mm._opoverload]
     assert len(found) == products, graph
     assert len({op.operands[2] for op in found}) == 1, "one exchange"
     rows = X.numel() // WIDTH * 2
     assert max(value.numel for value in graph.values) <= rows * 12, "no matrix per row"
+    assert len(graph.ops) < 50, "no operators per expert"
 
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
@@ -63,8 +70,10 @@ def test_products_have_the_dtype_of_autocast() -> None:
     assert len({op.operands[2] for op in found}) == 1, "one exchange"
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize(
+    ("form", "mesh"),
+    [(form, mesh) for form in FORMS for mesh in MESHES if mesh == "ep" or FORMS[form][0] not in (Modules, Assigned)],
+)
 @pytest.mark.parametrize("experts", [4, pytest.param(6, marks=pytest.mark.long)])
 def test_tokens_of_every_form_travel(form: str, mesh: str, experts: int) -> None:
     module, tp = FORMS[form][0](experts), "tp" in mesh
@@ -72,10 +81,70 @@ def test_tokens_of_every_form_travel(form: str, mesh: str, experts: int) -> None
         module, (X,), MESHES[mesh].num_devices, mesh=MESHES[mesh], strategies={"": "e@ep n@tp" if tp else "e@ep"}
     )
     sent = exchanges(plan)
-    expected = 2 + (form == "batched")  # tokens, a bias, and results
+    expected = {"batched": 3, "modules": 5, "assigned": 4}.get(form, 2)  # tokens, biases and results
     assert len(sent) >= expected if tp else len(sent) == expected, plan
     report = sw.verify(module, (X,), plan)
     assert report.is_equal, report
+
+
+@pytest.mark.parametrize("kind", [ExpertChoice, Dense])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_experts_to_which_nothing_travels_are_split(kind: type[Mixture], mesh: str) -> None:
+    module = kind()
+    plan = sw.plan(module, (X,), MESHES[mesh].num_devices, mesh=MESHES[mesh])
+    assert str(plan.layouts["up"]).startswith("[4@ep"), plan.layouts
+    assert not exchanges(plan)
+    report = sw.verify(module, (X,), plan)
+    assert report.is_equal, report
+
+
+class OneOdd(Modules):
+    """The first expert computes something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts[0].register_forward_hook(lambda own, args, out: out.tanh())
+
+
+class OneMissing(Loop):
+    """The last expert computes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts -= 1
+
+    def mix(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(tokens)
+        for expert in range(self.num_experts):
+            token, choice = torch.where(chosen == expert)
+            out.index_add_(0, token, tokens[token] @ self.up[expert] @ self.down[expert] * weights[token, choice, None])
+        return out
+
+
+class Shared(OneMissing):
+    """All experts have the weights of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts += 1
+        self.up = nn.Parameter(self.up.detach().flip(0))
+
+    def mix(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(tokens)
+        for expert in range(self.num_experts):
+            token, choice = torch.where(chosen == expert)
+            of_last = tokens[token] @ self.up[self.num_experts - 1 - expert] @ self.down[expert]
+            out.index_add_(0, token, of_last * weights[token, choice, None])
+        return out
+
+
+@pytest.mark.parametrize("kind", [OneOdd, OneMissing, Shared])
+def test_loops_that_are_no_product_stay_and_are_exact(kind: type[Mixture]) -> None:
+    module = kind()
+    graph = check_against_eager(module, X.double()).graph
+    assert not any(op.target is grouped_mm._opoverload for op in graph.ops)
+    plan = sw.plan(kind(), (X,), 2, mesh=sw.Mesh(dp=2))
+    assert sw.verify(kind(), (X,), plan).is_equal
 
 
 class Chosen(nn.Module):

@@ -2,6 +2,7 @@
 
     trace           the call, exported on fake tensors                                    tracing.py
     functionalize   values instead of memory                                              functionalize.py
+    merge_expert_loops        loops over experts as products by expert             expert_loops.py
     simplify        no-op casts, copies and views dropped                                 simplify.py
     fold_masks      attention with known masks, repeated heads grouped                    attention_masks.py
     normalize       forms whose factors can all be split                                  normalize.py
@@ -41,6 +42,7 @@ from shardwise.graph.code_reachability import empty_tensor_caches, reachable_cod
 from shardwise.graph.composites import EMITTED
 from shardwise.graph.dead_code import eliminate_dead_code
 from shardwise.graph.emitter import Emitter, rewrite_graph
+from shardwise.graph.expert_loops import merge_expert_loops
 from shardwise.graph.expert_sort_elimination import eliminate_expert_sorts
 from shardwise.graph.functionalize import BETWEEN, Functionalizer, region_mark
 from shardwise.graph.graph_invariants import verify_graph
@@ -246,6 +248,7 @@ def _to_graph(
     """Return the finished graph, its constants, the scope of every region ("" if it covers no operator), the memories
     of its outputs, and its segments."""
     raw, constants, functionalizer, memories = _functional_graph(traced, module, inputs, precision)
+    raw = merge_expert_loops(raw, functionalizer.selections.rows, functionalizer.selections.accumulations)
     # Unused random calls stay until ``normalize`` has counted them.
     _announce_dense(raw)
     drawing = {op.name for op in raw.ops if is_random(op.target)} - functionalizer.initial

@@ -108,7 +108,7 @@ class Functionalizer:
         self._handed_on: dict[Node, dict[int, AliasedOperand]] = {}  # so that a repeated layer's are called once
         self._inlining: Inlining | None = None
         self._storages: dict[int, int] = {}  # of the results of repeats
-        self._selections = Selections(emitter)
+        self.selections = Selections(emitter)
         self._val: Any = None  # the traced result of the present call
 
     def bind(self, node: Node, source: Source) -> None:
@@ -122,7 +122,7 @@ class Functionalizer:
 
     def ref_of(self, node: Node) -> Ref:
         """Return the current value of a tensor node that the call returns."""
-        return self._selections.check_fixed(self.read(self._tensor(node)), self._origin(node))
+        return self.selections.check_fixed(self.read(self._tensor(node)), self._origin(node))
 
     def memory_of(self, node: Node) -> tuple[str, tuple[tuple[int, ...], tuple[int, ...], int] | None]:
         """Return a name for the memory of a tensor node, its source or a name shared by its views, and its location in
@@ -191,14 +191,14 @@ class Functionalizer:
         self._val = node.meta.get("val")
         if is_size(target, self._val):
             return self._val
-        if not (self._selections.takes(target, self._val) and isinstance(target, OpOverload)):
+        if not (self.selections.takes(target, self._val) and isinstance(target, OpOverload)):
             reject_unsupported(target, self._val, origin)
         kwargs = tuple((key, self._argument(value)) for key, value in node.kwargs.items() if key != "pin_memory")
         op = replace(origin, target=target, args=self._argument(node.args), kwargs=kwargs)
         written = written_arguments(target)
         if written:
             return self._write(node, op, written)
-        if target is aten.batch_norm.default and arguments(op)["training"] and not self._selections.concern(op):
+        if target is aten.batch_norm.default and arguments(op)["training"] and not self.selections.concern(op):
             return self._batch_norm(node, op)
         if target is aten.instance_norm.default:
             args = arguments(op)
@@ -237,7 +237,7 @@ class Functionalizer:
     def _read_call(self, node: Node, op: Op) -> Any:
         val = node.meta["val"]
         if node not in self._handed_on:
-            self._handed_on[node] = {} if self._selections.concern(op) else aliased_operands(node)
+            self._handed_on[node] = {} if self.selections.concern(op) else aliased_operands(node)
         handed_on = self._handed_on[node]
         single = returns_one_tensor(op.target)
         if single and handed_on and handed_on[0].is_whole:
@@ -293,7 +293,7 @@ class Functionalizer:
     def read(self, tensor: ProgramTensor) -> Ref:
         """Return the current value, recomputed if the memory was written since."""
         if tensor.base is not None and tensor.version != tensor.root.version:
-            self._selections.check_unchanged(tensor.ref, self.emitter.origin)
+            self.selections.check_unchanged(tensor.ref, self.emitter.origin)
             before, self._grad = self._grad, tensor.grad
             tensor.ref = self._apply(_on_base(tensor, self.read(tensor.base)))[tensor.index]
             self._grad = before
@@ -303,12 +303,12 @@ class Functionalizer:
     def _apply(self, op: Op) -> tuple[Ref, ...]:
         """Emit an operator. In a gradient-free region all operands are detached; else only those that get no gradient
         from autograd, so that every form of the operator gives them none."""
-        computes_rows = self._selections.concern(op)
-        op = self._selections.sized(op) if computes_rows else op
+        computes_rows = self.selections.concern(op)
+        op = self.selections.sized(op) if computes_rows else op
         without = self.emitter.without_gradient(op) if self._grad else self.emitter.values
         op = map_operands(op, lambda name: self._detach(name) if name in without else Ref(name))
         if computes_rows:
-            return tuple(self._selections.apply(op, self._val))
+            return tuple(self.selections.apply(op, self._val))
         return tuple(self.emitter.apply(op))
 
     def _cast(self, op: Op) -> Op:
@@ -322,7 +322,7 @@ class Functionalizer:
         if not self.emitter.values[name].requires_grad:
             return Ref(name)
         if name not in self._detached:
-            self._detached[name] = self._selections.copied(name, self.emitter.emit(aten.detach.default, Ref(name)))
+            self._detached[name] = self.selections.copied(name, self.emitter.emit(aten.detach.default, Ref(name)))
         return self._detached[name]
 
     def _tensor(self, node: Node) -> ProgramTensor:
@@ -366,17 +366,17 @@ class Functionalizer:
             what = "a value that carries a gradient is changed in place under no_grad"
             raise _write_error(what, origin, "make a new tensor")
         before = self.read(root)
-        self._store_at(tensor, self._selections.copied(tensor.ref.name, new), root.version + 1)
+        self._store_at(tensor, self.selections.copied(tensor.ref.name, new), root.version + 1)
         if self._grad and self.emitter.value(before).requires_grad and not self.emitter.is_reached(before, root.ref):
             zero = self.emitter.with_zero_gradient((before.name,), root.ref)
-            root.ref = self._selections.copied(root.ref.name, zero)
+            root.ref = self.selections.copied(root.ref.name, zero)
             if root is not tensor:
                 root.version += 1  # so that ``tensor`` and other views are recomputed from it
 
     def _store_at(self, tensor: ProgramTensor, new: Ref, version: int) -> None:
         if tensor.base is not None:
             assert tensor.view is not None
-            self._selections.check_unchanged(tensor.ref, self.emitter.origin)
+            self.selections.check_unchanged(tensor.ref, self.emitter.origin)
             base = self.read(tensor.base)
             if tensor.view.target is aten.detach.default and self.emitter.value(base).requires_grad:
                 what = "a value that carries a gradient is changed through .detach()"

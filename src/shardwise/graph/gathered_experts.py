@@ -71,7 +71,7 @@ def of_expert(op: Op, emitter: Emitter) -> tuple[Arg, ...] | None:
     keys = _keys(emitter, index, tuple(range(len(shape))), count, emits=has_matrices)
     if keys is None or has_matrices:
         return None
-    return (_reshaped(emitter, emitter.emit(op.target, x, (keys,)), (*shape, *rest)),)
+    return (reshaped(emitter, emitter.emit(op.target, x, (keys,)), (*shape, *rest)),)
 
 
 def _terms(op: Op, emitter: Emitter) -> tuple[tuple[Ref, Ref], tuple[str, str, str]] | None:
@@ -157,15 +157,15 @@ def _product(emitter: Emitter, x: Ref, term: str, gathered: _Gathered, output: s
     count, width, wide = (prod(sizes[letter] for letter in letters) for letters in (ordered, summed, columns))
     keys = _keys(emitter, gathered.experts, tuple(rows.index(letter) for letter in ordered), weight.shape[0])
     assert keys is not None, "they are emitted"
-    flat = _flat(emitter, _in_order(emitter, x, term, [*tokens, *ones, *summed]), (count, width))
-    matrices = _in_order(emitter, gathered.weight, ("", *dims), ["", *summed, *columns])
-    matrices = _reshaped(emitter, matrices, (weight.shape[0], width, wide))
+    flat = _flat(emitter, in_order(emitter, x, term, [*tokens, *ones, *summed]), (count, width))
+    matrices = in_order(emitter, gathered.weight, ("", *dims), ["", *summed, *columns])
+    matrices = reshaped(emitter, matrices, (weight.shape[0], width, wide))
     experts = (weight.shape[0],)
     product = emit(grouped_mm._opoverload, flat, matrices, keys, experts, (0,), experts)
     of_rows = [*ordered, *columns]
-    result = _reshaped(emitter, product, tuple(sizes[letter] for letter in of_rows))
-    result = _in_order(emitter, result, of_rows, [letter for letter in output if letter not in ones])
-    return _reshaped(emitter, result, tuple(sizes[letter] for letter in output))
+    result = reshaped(emitter, product, tuple(sizes[letter] for letter in of_rows))
+    result = in_order(emitter, result, of_rows, [letter for letter in output if letter not in ones])
+    return reshaped(emitter, result, tuple(sizes[letter] for letter in output))
 
 
 def _keys(emitter: Emitter, experts: Ref, order: tuple[int, ...], count: int, *, emits: bool = True) -> Ref | None:
@@ -192,7 +192,7 @@ def _flat(emitter: Emitter, x: Ref, shape: tuple[int, int]) -> Ref:
     before = emitter.value(x).shape
     producer = emitter.producer.get(x.name)
     if emitter.value(x).numel < rows * width or producer is None or len(before) == 2:
-        return _unrepeated(emitter, _reshaped(emitter, x, (emitter.value(x).numel // width, width)))
+        return unrepeated(emitter, reshaped(emitter, x, (emitter.value(x).numel // width, width)))
     if producer.target is aten.reshape.default and emitter.values[producer.operands[0]].shape == shape:
         return Ref(producer.operands[0])
     is_pointwise = torch.Tag.pointwise in producer.target.tags or producer.target is aten.to.dtype
@@ -200,7 +200,7 @@ def _flat(emitter: Emitter, x: Ref, shape: tuple[int, int]) -> Ref:
     if is_pointwise and all(emitter.values[name].shape == before for name in producer.operands):
         (result,) = emitter.apply(map_operands(producer, lambda name: _flat(emitter, Ref(name), shape)))
         return _ref(result)
-    return _unrepeated(emitter, _reshaped(emitter, x, shape))
+    return unrepeated(emitter, reshaped(emitter, x, shape))
 
 
 def _ref(arg: Arg) -> Ref:
@@ -208,28 +208,31 @@ def _ref(arg: Arg) -> Ref:
     return arg
 
 
-def _unrepeated(emitter: Emitter, rows: Ref) -> Ref:
+def unrepeated(emitter: Emitter, rows: Ref) -> Ref:
     """Return the tokens of which ``rows`` are neighbouring copies; a product by expert reads each of them once."""
     shape, ref = emitter.value(rows).shape, rows
-    while (producer := emitter.producer.get(ref.name)) is not None:
-        before = emitter.values[producer.operands[0]].shape if producer.operands else ()
+    while (producer := emitter.producer.get(ref.name)) is not None and producer.operands:
+        x, below = producer.operands[0], emitter.producer.get(producer.operands[0])
+        before = emitter.values[x].shape
         if producer.target is aten.repeat_interleave.self_int and arguments(producer)["dim"] in (0, -len(before)):
-            return Ref(producer.operands[0]) if len(before) == 2 else rows
-        if producer.target not in _WITH_DIMS or tuple(size for size in before if size != 1) != tuple(
-            size for size in shape if size != 1
-        ):
+            return Ref(x) if len(before) == 2 else rows
+        if producer.target is aten.reshape.default and below is not None and below.target is aten.expand.default:
+            tokens, *middle = emitter.values[below.operands[0]].shape
+            is_copied = middle == [1, shape[1]] and before[:1] == (tokens,) and before[2:] == shape[1:]
+            return reshaped(emitter, Ref(below.operands[0]), (tokens, shape[1])) if is_copied else rows
+        if producer.target not in _WITH_DIMS or [n for n in before if n != 1] != [n for n in shape if n != 1]:
             return rows
-        ref = Ref(producer.operands[0])
+        ref = Ref(x)
     return rows
 
 
-def _in_order(emitter: Emitter, ref: Ref, found: Sequence[str], wanted: Sequence[str]) -> Ref:
+def in_order(emitter: Emitter, ref: Ref, found: Sequence[str], wanted: Sequence[str]) -> Ref:
     """Permute dims from the order of the letters ``found`` to ``wanted``."""
     dims = tuple(list(found).index(letter) for letter in wanted)
     return ref if dims == tuple(range(len(dims))) else emitter.emit(aten.permute.default, ref, dims)
 
 
-def _reshaped(emitter: Emitter, ref: Ref, shape: tuple[int, ...]) -> Ref:
+def reshaped(emitter: Emitter, ref: Ref, shape: tuple[int, ...]) -> Ref:
     """Return a value in another shape. A dim of size 1 comes and goes by operators that rows at their experts allow."""
     before, producer = emitter.value(ref).shape, emitter.producer.get(ref.name)
     if before == shape:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -198,9 +199,11 @@ class Selections(SelectedRows):
         if op.target is aten.index.Tensor and op.operands[0] not in self.rows:
             indices = arguments(op)["indices"]
             places = [place for place, index in enumerate(indices) if index is not None]
-            mask = self._mask_at([indices[place] for place in places])
-            if mask is not None and places == list(range(places[0], places[0] + len(places))):
-                return (self._rows_of(op, Ref(op.operands[0]), mask, places[0], val),)
+            at = self._dims_at([indices[place] for place in places])
+            if at is not None and places == list(range(places[0], places[0] + len(places))):
+                x = self._at_all_elements(Ref(op.operands[0]), *at, places[0])
+                if x is not None:
+                    return (self._rows_of(op, x, at[0], places[0], val),)
         ranges = self.ranges.intersection(selected)
         is_pointwise = self._is_pointwise(op)
         if ranges and not (op.target is aten.index.Tensor and self._picks_by_row(op)):
@@ -325,9 +328,10 @@ class Selections(SelectedRows):
             return self._put_back(op, args)
         if op.target in LOSS_NORMALIZATIONS and "target" in args:
             return self._loss(op, args)
-        if op.target is aten.index_add.default and self._adds_in_place(op, args):
-            rows = self._masked(args["source"])
-            return emit(aten.add.Tensor, args["self"], rows, alpha=args["alpha"])
+        if op.target is aten.index_add.default and (at := self._adds_in_place(op, args)) is not None:
+            rows, place = self._masked(args["source"]), args["dim"] % len(self.emitter.value(args["self"]).shape)
+            add = partial(emit, aten.add.Tensor, args["self"], alpha=args["alpha"])
+            return self._accumulated(at[0], args["self"], lambda: add(self._summed_to(rows, *at, place)))
         if op.target in _SUMS or self._sums(op, args):
             (result,) = self.emitter.apply(map_operands(op, lambda n: self._masked(Ref(n))))
             return result
@@ -356,13 +360,15 @@ class Selections(SelectedRows):
             return at == [None, 0, args["dim"] % ranks[0]]
         return op.target is aten.scatter_add.default and at[0] is None and at[1] == at[2] == args["dim"] % ranks[0]
 
-    def _adds_in_place(self, op: Op, args: dict[str, Any]) -> bool:
-        """Return whether rows of a vector's mask are added where they came from."""
-        mask = None if args["self"].name in self.rows else self._mask_at([args["index"]])
-        if mask is None or args["source"].name not in self.rows:
-            return False
-        shape, source = self.emitter.value(args["self"]).shape, self.emitter.value(args["source"]).shape
-        return shape == source and self.rows[args["source"].name].dim == args["dim"] % len(shape)
+    def _adds_in_place(self, op: Op, args: dict[str, Any]) -> tuple[Ref, tuple[int, ...]] | None:
+        """Return the mask and its dim where rows came from, if they are added there."""
+        at, source = self._dims_at([args["index"]]), args["source"].name
+        if at is None or args["self"].name in self.rows or source not in self.rows:
+            return None
+        shape, place = self.emitter.value(args["self"]).shape, args["dim"] % len(self.emitter.values[source].shape)
+        (mask, (dim,)) = at
+        is_whole = shape[place] == self.emitter.value(mask).shape[dim] and self.rows[source].dim == place
+        return at if is_whole and self.rows[source].copies == 1 else None
 
     def _mean(self, op: Op, x: Ref, dims: Any = None, keepdim: bool = False, dtype: Any = None) -> Ref:
         emit, value, rows = self.emitter.emit, self.emitter.value(x), self.rows[x.name]
@@ -439,14 +445,17 @@ class Selections(SelectedRows):
             raise self._refusal(op)
         if "indices" not in args and rows.dim != 0:
             raise self._refusal(op)
-        values = self._masked(values)
-        if self.emitter.value(values).numel == prod(whole):
-            values = self._reshaped(values, whole)
-        values = emit(aten.expand.default, values, whole)
-        if args.get("accumulate"):
-            return emit(aten.add.Tensor, x, self._reshaped(values, shape))
-        opened = self._reshaped(mask, (*dims, *(1,) * len(behind)))
-        return emit(aten.where.self, opened, self._reshaped(values, shape), x)
+        hidden = self._masked(values)
+
+        def put() -> Ref:
+            is_whole = self.emitter.value(hidden).numel == prod(whole)
+            expanded = emit(aten.expand.default, self._reshaped(hidden, whole) if is_whole else hidden, whole)
+            result = self._reshaped(expanded, shape)
+            if args.get("accumulate"):
+                return emit(aten.add.Tensor, x, result)
+            return emit(aten.where.self, self._reshaped(mask, (*dims, *(1,) * len(behind))), result, x)
+
+        return self._accumulated(mask, x, put)
 
     def _unexpanded(self, mask: Ref) -> Ref:
         """Return a mask without trailing dims of size 1 and without those to which they were expanded."""

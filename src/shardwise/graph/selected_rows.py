@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,6 +43,17 @@ class Rows:
     copies: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Accumulation:
+    """Rows that were added to a value, or put into it, where a mask selected them: ``after`` was computed from
+    ``before`` and from rows of ``mask``, with zeros in place of the others, by the operators named ``ops``."""
+
+    mask: str
+    before: str
+    after: str
+    ops: frozenset[str]
+
+
 @dataclass
 class SelectedRows:
     """The values with selected rows of a graph under construction. ``counts``: the symbol of a number of rows -> their
@@ -58,6 +69,7 @@ class SelectedRows:
     numbers: dict[str, int] = field(default_factory=dict)
     calls: dict[object, int] = field(default_factory=dict)
     num_numbered: int = 0
+    accumulations: list[Accumulation] = field(default_factory=list)
 
     # -- numbers of rows -----------------------------------------------------------------------------------------------
 
@@ -133,6 +145,47 @@ class SelectedRows:
             if copies.is_Integer:
                 return Rows(self.counts[symbols[0]], symbolic[0][0], int(copies))
         raise self._refusal(op)
+
+    # -- coordinates ---------------------------------------------------------------------------------------------------
+
+    def _dims_at(self, indices: Sequence[Ref]) -> tuple[Ref, tuple[int, ...]] | None:
+        """Return the mask, and its dims, whose rows' coordinates the indices are; else None."""
+        found = [self.positions.get(index.name, (index, None)) for index in indices]
+        mask, dims = found[0][0], tuple(dim for _, dim in found if dim is not None)
+        is_distinct = len(found) == len(dims) == len(set(dims))
+        return (mask, dims) if is_distinct and all(at == mask for at, _ in found) else None
+
+    def _at_all_elements(self, x: Ref, mask: Ref, dims: Sequence[int], place: int) -> Ref | None:
+        """Emit ``x``, whose dims from ``place`` on are these of the mask, with all dims of the mask there; None if they
+        have other sizes."""
+        shape, sizes = self.emitter.value(x).shape, self.emitter.value(mask).shape
+        behind = shape[place + len(dims) :]
+        if shape[place : place + len(dims)] != tuple(sizes[dim] for dim in dims):
+            return None
+        order = [place + dims.index(dim) for dim in sorted(dims)]
+        if list(dims) != sorted(dims):
+            x = self.emitter.emit(
+                aten.permute.default, x, (*range(place), *order, *range(place + len(dims), len(shape)))
+            )
+        opened = tuple(size if dim in dims else 1 for dim, size in enumerate(sizes))
+        opened_x = self._reshaped(x, (*shape[:place], *opened, *behind))
+        return self.emitter.emit(aten.expand.default, opened_x, (*shape[:place], *sizes, *behind))
+
+    def _summed_to(self, rows: Ref, mask: Ref, dims: Sequence[int], place: int) -> Ref:
+        """Emit the sums of masked rows, in dim ``place``, over the mask's other dims."""
+        shape, sizes = self.emitter.value(rows).shape, self.emitter.value(mask).shape
+        opened = self._reshaped(rows, (*shape[:place], *sizes, *shape[place + 1 :]))
+        others = tuple(place + dim for dim in range(len(sizes)) if dim not in dims)
+        return self.emitter.emit(aten.sum.dim_IntList, opened, others) if others else opened
+
+    def _accumulated(self, mask: Ref, before: Ref, added: Callable[[], Ref]) -> Ref:
+        """Emit rows added to a value, or put into it, and note it (``graph.expert_loops``)."""
+        start = len(self.emitter.ops)
+        after = added()
+        self.accumulations.append(
+            Accumulation(mask.name, before.name, after.name, frozenset(op.name for op in self.emitter.ops[start:]))
+        )
+        return after
 
     # -- masks ---------------------------------------------------------------------------------------------------------
 

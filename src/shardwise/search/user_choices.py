@@ -150,7 +150,9 @@ def annotated_ops(graph: Graph, factored: Factored, annotation: Annotation) -> l
         names = named_factors(annotation.strategy)
         working = [op for op in working if names <= _factor_names(factored.rules[op.name])] or working
         working = [op for op in working if _owners(op, graph, factored)] or working
-    if len({(op.target, _owners(op, graph, factored) or op.name) for op in working}) > 1:
+    keyed = {op.name: factored.rules[op.name].keyed for op in working}
+    by_key = {name: at.keys for name, at in keyed.items() if at is not None and at.owned}  # products of one mixture
+    if len({(op.target, by_key.get(op.name) or _owners(op, graph, factored) or op.name) for op in working}) > 1:
         listed = ", ".join(op.name for op in working[:6]) + (", ..." if len(working) > 6 else "")
         fix = "annotate the operator it is meant for: a smaller submodule, or the call inside forward"
         if "/scaled_dot_product_attention" in annotation.scope and any(op.target == DROPOUT for op in inside):

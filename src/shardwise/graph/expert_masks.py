@@ -1,0 +1,111 @@
+"""Masks of the rows of one expert, recognised in a graph: ``chosen == expert``, or a class of ``one_hot(chosen)``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.graph.ir import Graph, Op
+from shardwise.graph.schema import arguments
+
+aten = torch.ops.aten
+_SAME = (aten.to.dtype, aten.alias.default, aten.detach.default, aten.clone.default, aten.contiguous.default)
+_TOP = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
+_SHAPES = (aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.expand.default, aten.alias.default)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMask:
+    """The places where ``chosen``, its dims in ``order``, is ``expert``."""
+
+    chosen: str
+    order: tuple[int, ...]
+    expert: int
+
+
+def expert_mask(producers: Mapping[str, Op], ranks: Mapping[str, int], name: str) -> ExpertMask | None:
+    """Return the expert whose rows a mask selects, with its shape disregarded; None for another mask.
+
+    ``producers``: by value; ``ranks``: the number of dims of a value.
+    """
+    while (op := producers.get(name)) is not None:
+        args = arguments(op)
+        if op.target is aten.eq.Scalar and isinstance(args["other"], int):
+            return ExpertMask(op.operands[0], tuple(range(ranks[op.operands[0]])), args["other"])
+        if op.target in (aten.ne.Scalar, aten.gt.Scalar) and args["other"] == 0:
+            return _class_of(producers, ranks, op.operands[0])
+        found = _class_of(producers, ranks, name)
+        if found is not None:
+            return found
+        if op.target not in _SHAPES:
+            return None
+        name = op.operands[0]
+    return None
+
+
+def hides_others(graph: Graph, ranks: Mapping[str, int], name: str) -> ExpertMask | None:
+    """Return the expert whose rows a mask leaves out, if it selects all others."""
+    while (op := graph.producer.get(name)) is not None and op.target in _SHAPES:
+        name = op.operands[0]
+    negates = op is not None and op.target is aten.logical_not.default
+    return expert_mask(graph.producer, ranks, op.operands[0]) if op is not None and negates else None
+
+
+def num_choices(producers: Mapping[str, Op], shapes: Mapping[str, tuple[int, ...]], name: str) -> int | None:
+    """Return how many numbers, from 0 on, indices of the largest of scores may be; None of other values."""
+    while (op := producers.get(name)) is not None and op.target in (*_SAME, *_SHAPES):
+        name = op.operands[0]
+    if op is None or op.target not in _TOP or name != op.results[-1]:
+        return None
+    shape = shapes[op.operands[0]]
+    return shape[arguments(op)["dim"]] if shape else None
+
+
+def _class_of(producers: Mapping[str, Op], ranks: Mapping[str, int], name: str) -> ExpertMask | None:
+    """Return the expert of ``classes.select(dim, expert)`` or ``classes.unbind(dim)[expert]``."""
+    op = producers.get(name)
+    while op is not None and op.target in _SAME:
+        name = op.operands[0]
+        op = producers.get(name)
+    if op is None or op.target not in (aten.select.int, aten.unbind.int):
+        return None
+    args, (classes,) = arguments(op), op.operands
+    order = _dims_of_classes(producers, ranks, classes)
+    dim = args["dim"] % ranks[classes]
+    if order is None or order[1][dim] != -1:
+        return None
+    expert = args["index"] if op.target is aten.select.int else op.results.index(name)
+    return ExpertMask(order[0], tuple(d for d in order[1] if d != -1), expert) if expert >= 0 else None
+
+
+def _dims_of_classes(
+    producers: Mapping[str, Op], ranks: Mapping[str, int], name: str
+) -> tuple[str, tuple[int, ...]] | None:
+    """Return numbers of experts, and which of its dims each dim of their classes is (-1: the classes)."""
+    op = producers.get(name)
+    if op is None:
+        return None
+    args = arguments(op)
+    if op.target is aten.one_hot.default:
+        return op.operands[0], (*range(ranks[op.operands[0]]), -1)
+    if op.target is aten.eq.Tensor and len(op.operands) == 2:
+        opened, counting = (producers.get(operand) for operand in op.operands)
+        is_range = counting is not None and counting.target is aten.arange.default and len(counting.args) == 1
+        if opened is not None and is_range and opened.target is aten.unsqueeze.default:
+            rank = ranks[opened.operands[0]]
+            at_end = arguments(opened)["dim"] in (-1, rank)
+            return (opened.operands[0], (*range(rank), -1)) if at_end else None
+        return None
+    if op.target in _SAME:
+        return _dims_of_classes(producers, ranks, op.operands[0])
+    if op.target not in (aten.permute.default, aten.transpose.int, aten.movedim.int):
+        return None
+    below = _dims_of_classes(producers, ranks, op.operands[0])
+    if below is None:
+        return None
+    rest = [value for key, value in args.items() if key != "self"]
+    moved = torch.empty(tuple(range(2, ranks[name] + 2)), device="meta")
+    sizes = op.target(moved, *rest).shape
+    return below[0], tuple(below[1][size - 2] for size in sizes)
