@@ -14,6 +14,7 @@
 #   make museum-page  the list in docs/museum.md, written anew
 #   make golden     the printed plans of tests/golden, written anew: for a change of decisions that is meant
 #   make bench-step seconds of a training step beside hand-written ones (BENCH_ARGS='--ranks 2 --profile')
+#   make bench-experts  seconds of a training step of experts beside expert parallelism by hand, gathering and data parallelism (BENCH_ARGS='--ranks 2 --experts 8')
 #   make bench-pipeline  seconds of a step of a pipeline beside stages cut by hand on torch's schedules, bubbles measured and simulated (BENCH_ARGS='--ranks 2')
 #   make bench-gpu  seconds of training steps of transformers models on one GPU, eager and compiled, beside plain PyTorch's (BENCH_ARGS='--models llama'; without a GPU: '--device cpu --tiny')
 #   make bench-auto seconds of a training step under the plans of every search, predicted and measured (BENCH_ARGS='--models reid')
@@ -52,7 +53,11 @@
 SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE  # each of the thousand processes of the tests would compile the package anew
 .DEFAULT_GOAL := test
+<<<<<<< HEAD
 .PHONY: checked-plans demo test test-quick test-long test-emulated-gpu test-oldest test-newest docs docs-images package golden museum museum-page operator-database operators commands dialect-reference names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints bench-generation sweep sweep-redistribution sweep-search sweep-pipelines sweep-memory sweep-trainer lint install format clean openmpi
+=======
+.PHONY: checked-plans demo test test-quick test-long test-oldest test-newest docs docs-images package golden museum museum-page operator-database operators commands names zoo zoo-breadth bench-step bench-experts bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints bench-generation sweep sweep-redistribution sweep-search sweep-pipelines sweep-memory sweep-trainer lint install format clean openmpi
+>>>>>>> fast
 
 TORCH := torch==2.13.0
 REFERENCE := build/reference
@@ -107,6 +112,9 @@ bench-pipeline: install
 
 bench-step: install
 	$(BIN)/python benchmarks/step_time.py $(BENCH_ARGS)
+
+bench-experts: install
+	$(BIN)/python benchmarks/experts.py $(BENCH_ARGS)
 
 bench-compile: install
 	$(BIN)/python benchmarks/compile.py $(BENCH_ARGS)

@@ -5,8 +5,8 @@ on the losses, and take turns. The first is expert parallelism as a careful engi
 the experts; rows sorted by expert go to the ranks of their experts (``all_to_all_single``), where the blocks that
 arrive are put into the order of the experts; results return the same way. What is no expert is data parallel. Ours is
 that plan (``K@ep``), the plan that gathers all tokens and adds up the results, and data parallelism, where every rank
-has all experts. ``sent / bound``: the elements that the exchanges of rows sent to other ranks in a step, over those
-that must go there and back in forward and in backward.
+has all experts. ``sent / by hand``: the elements of rows that a step sends to other ranks, over the least: the first
+contender sends every row that leaves its rank, times the width, there and back, in forward and in backward.
 
 One rank is one process without a plan's exchanges. Its baseline is the module itself, which computes as transformers'
 mixtures do.
@@ -46,6 +46,7 @@ import shardwise as sw
 from shardwise.launch.ranks import keep_freed_memory
 
 TOP = 2  # experts of a token
+VOCAB = 1024
 TARGET = 1.05
 
 TrainStep = Callable[[Tensor, Tensor], Tensor]
@@ -118,14 +119,18 @@ class Mixture(nn.Module):
 
 
 class Model(nn.Module):
+    """Layers between an embedding and a head."""
+
     def __init__(self, job: Job) -> None:
         super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, job.width), nn.Linear(job.width, VOCAB)
         self.layers = nn.ModuleList(Mixture(job.width, job.experts) for _ in range(job.layers))
 
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embedding(ids)
         for layer in self.layers:
             x = layer(x)
-        return F.mse_loss(x, target)
+        return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
 # -- by hand -----------------------------------------------------------------------------------------------------------
@@ -169,7 +174,7 @@ class _SplitExperts(Experts):
 
 def by_hand(model: Model, job: Job, batch: tuple[Tensor, Tensor]) -> TrainStep:
     rank, size = dist.get_rank(), job.num_ranks
-    split = [layer.experts for layer in model.layers]
+    split = [module for module in model.modules() if isinstance(module, Experts)]
     for experts in split:
         experts.__class__ = _SplitExperts
         for name, parameter in list(experts.named_parameters()):
@@ -179,8 +184,8 @@ def by_hand(model: Model, job: Job, batch: tuple[Tensor, Tensor]) -> TrainStep:
     buckets, share = Buckets(dense, dist.group.WORLD), torch.tensor(1 / size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    def step(x: Tensor, target: Tensor) -> Tensor:
-        loss = model(x.chunk(size)[rank], target.chunk(size)[rank])
+    def step(ids: Tensor, labels: Tensor) -> Tensor:
+        loss = model(ids.chunk(size)[rank], labels.chunk(size)[rank])
         mean = loss.detach() * share
         work = dist.all_reduce(mean, async_op=True)
         loss.backward(share)
@@ -203,11 +208,11 @@ def plain(model: Model, job: Job, batch: tuple[Tensor, Tensor]) -> TrainStep:
 def _train(module: Any, of: nn.Module) -> TrainStep:
     optimizer = torch.optim.AdamW(of.parameters(), lr=1e-4)
 
-    def step(x: Tensor, target: Tensor) -> Tensor:
+    def step(ids: Tensor, labels: Tensor) -> Tensor:
         if isinstance(module, sw.Parallel):
-            loss = module.step(x, target)
+            loss = module.step(ids, labels)
         else:
-            loss = module(x, target)
+            loss = module(ids, labels)
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -268,7 +273,7 @@ def rank_main(rank: int, job: Job, folder: str) -> None:
     )
     torch.manual_seed(0)
     whole = Model(job)
-    batch = torch.randn(job.batch, job.time, job.width), torch.randn(job.batch, job.time, job.width)
+    batch = torch.randint(VOCAB, (job.batch, job.time)), torch.randint(VOCAB, (job.batch, job.time))
     contenders = ALONE if job.num_ranks == 1 else ON_RANKS
     steps = {name: build(copy.deepcopy(whole), job, batch) for name, build in contenders.items()}
     losses = {name: [step(*batch).item() for _ in range(LOSS_STEPS)] for name, step in steps.items()}

@@ -14,7 +14,9 @@ import shardwise as sw
 from models.breadth import tiny_of
 from raising import raises
 from shardwise.layouts.text import parse_layout
+from shardwise.programs.instructions import Depart
 from shardwise.programs.keyed_rows import RowCounts
+from shardwise.proof.virtual import VirtualCluster
 
 EP = sw.Mesh(ep=4)
 CUBE = sw.Mesh(dp=2, ep=2, tp=2)
@@ -169,6 +171,24 @@ def test_the_host_reads_sizes_once_a_layer_when_all_is_recomputed_too(monkeypatc
     assert counts[0], "rows travel"
     assert counts[0] % layers_and_ranks == 0
     assert counts[1] == counts[0], "forward tells backward"
+
+
+def test_cotangents_travel_while_the_gradient_of_the_weight_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists: list[list[Any]] = []
+    original = VirtualCluster.execute
+
+    def noted(cluster: VirtualCluster, programs: Any, values: Any) -> None:
+        lists.append(list(programs[0]))
+        original(cluster, programs, values)
+
+    monkeypatch.setattr(VirtualCluster, "execute", noted)
+    module, batch, plan = planned("qwen3_moe", sw.Mesh(ep=2))
+    assert sw.verify(module, batch, plan).is_equal
+    backward = next(each for each in lists if any(getattr(item, "backward", False) for item in each))
+    departs = [i for i, item in enumerate(backward) if isinstance(item, Depart) and item.conversions[0].ways]
+    assert len(departs) == 2, "one a layer: of the tokens; the results' cotangents wait for no weight"
+    for i in departs:
+        assert str(backward[i + 1].target) == "shardwise.grouped_mm_of_weight.default", backward[i + 1]
 
 
 def test_tokens_travel_in_stages() -> None:

@@ -124,8 +124,9 @@ def grouped_mm(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *he
         return _by_expert(x, weight, ends)
     order, num_rows = _computed_here(order, ends, x, weight), experts.shape[0]
     products = _by_expert(x.index_select(0, _tokens(order, num_rows, x)), weight, ends)
-    result = products.new_empty if order.shape[0] == num_rows else products.new_zeros
-    return result(num_rows, weight.shape[2]).index_copy_(0, order, products)
+    shape = num_rows, weight.shape[2]
+    result = products.new_empty(shape) if order.shape[0] == num_rows else products.new_zeros(shape)
+    return result.index_copy_(0, order, products)
 
 
 def _computed_here(order: torch.Tensor, ends: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -144,38 +145,24 @@ def _(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *here: Any) 
 
 
 @torch.library.custom_op(
-    "shardwise::grouped_mm_backward",
+    "shardwise::grouped_mm_of_weight",
     mutates_args=(),
-    schema=f"(Tensor gradient, Tensor x, Tensor weight, Tensor experts, {_PARTS}) -> (Tensor, Tensor)",
+    schema=f"(Tensor gradient, Tensor x, Tensor weight, Tensor experts, {_PARTS}) -> Tensor",
 )
-def _grouped_mm_backward(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    experts: torch.Tensor,
-    *here: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _grouped_mm_of_weight(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *here: Any
+) -> torch.Tensor:
     order, ends = _sorted_rows(experts, *here)
     if order is None:
-        return _by_expert(gradient, weight.transpose(1, 2), ends), _of_weight(x, gradient, weight, ends)
-    order, num_rows = _computed_here(order, ends, x, weight), experts.shape[0]
-    tokens, of_rows = _tokens(order, num_rows, x), gradient.index_select(0, order)
-    of_weight = _of_weight(x.index_select(0, tokens), of_rows, weight, ends)
-    of_tokens = _by_expert(of_rows, weight.transpose(1, 2), ends)
-    if x.shape[0] == num_rows == order.shape[0]:
-        return torch.empty_like(x).index_copy_(0, tokens, of_tokens), of_weight
-    return torch.zeros_like(x).index_add_(0, tokens, of_tokens), of_weight
+        return _of_weight(x, gradient, weight, ends)
+    order = _computed_here(order, ends, x, weight)
+    rows = x.index_select(0, _tokens(order, experts.shape[0], x))
+    return _of_weight(rows, gradient.index_select(0, order), weight, ends)
 
 
-@_grouped_mm_backward.register_fake
-def _(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    experts: torch.Tensor,
-    *here: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
+@_grouped_mm_of_weight.register_fake
+def _(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *here: Any) -> torch.Tensor:
+    return torch.empty_like(weight)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
@@ -184,7 +171,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
 
 
 def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    of_x, of_weight = torch.ops.shardwise.grouped_mm_backward.default(gradient, *ctx.saved_tensors, *ctx.here)
+    # Two operators: the gradient of the weight is computed while that of the rows returns to where they came from.
+    x, weight, experts = ctx.saved_tensors
+    of_x = of_weight = None
+    if ctx.needs_input_grad[0]:
+        of_x = grouped_mm._opoverload(gradient, weight.transpose(1, 2), experts, *ctx.here)
+        if x.shape[0] != experts.shape[0]:
+            of_x = of_x.view(x.shape[0], -1, x.shape[1]).sum(1)
+    if ctx.needs_input_grad[1]:
+        of_weight = torch.ops.shardwise.grouped_mm_of_weight.default(gradient, x, weight, experts, *ctx.here)
     return of_x, of_weight, *[None] * 5
 
 

@@ -381,14 +381,15 @@ class _StepWriter:
         """Write backward, from the last entry to the first.
 
         Of the conversions before a call, those of values come before those of parameters (``_in_backward_order``).
-        ``late`` holds the parameter gradients of the call visited last. They are written before the next call, or
-        between departure and arrival of a message.
+        ``late`` holds the parameter gradients of the call visited last. They are written before the next call that has
+        a backward, or between departure and arrival of a message.
         """
         late: list[Instruction] = []
         for entry in _in_backward_order(entries, self.spmd.steps):
             if isinstance(entry, _LocalCall):
-                self.backward += late
-                late = self._backward_of(entry)
+                if any(result in self.cotangents for result in entry.results):
+                    self.backward += late
+                    late = self._backward_of(entry)
                 continue
             travelling = self._travelling(entry, backward=True)
             if not travelling:

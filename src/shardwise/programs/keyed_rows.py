@@ -23,12 +23,12 @@ class RowCounts:
     def __init__(self, sent: torch.Tensor, received: torch.Tensor) -> None:
         devices, keys = received.shape[0], received.shape[-1]
         both = torch.cat((sent.flatten(), received.flatten())).view(2, devices, keys)
-        self._event = None
+        self._event: torch.cuda.Event | None = None
         if both.is_cuda:
             device, both = both, torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
             both.copy_(device, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
+            self._event = event = torch.cuda.Event()
+            event.record()
         self._both = both
 
     @cached_property
