@@ -53,11 +53,7 @@
 SHELL := /bin/bash
 unexport PYTHONDONTWRITEBYTECODE  # each of the thousand processes of the tests would compile the package anew
 .DEFAULT_GOAL := test
-<<<<<<< HEAD
-.PHONY: checked-plans demo test test-quick test-long test-emulated-gpu test-oldest test-newest docs docs-images package golden museum museum-page operator-database operators commands dialect-reference names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints bench-generation sweep sweep-redistribution sweep-search sweep-pipelines sweep-memory sweep-trainer lint install format clean openmpi
-=======
-.PHONY: checked-plans demo test test-quick test-long test-oldest test-newest docs docs-images package golden museum museum-page operator-database operators commands names zoo zoo-breadth bench-step bench-experts bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-known-answers bench-checkpoints bench-generation sweep sweep-redistribution sweep-search sweep-pipelines sweep-memory sweep-trainer lint install format clean openmpi
->>>>>>> fast
+.PHONY: checked-plans demo test test-quick test-long test-emulated-gpu test-oldest test-newest docs docs-images package golden museum museum-page operator-database operators commands dialect-reference names zoo zoo-breadth bench-step bench-pipeline bench-compile bench-gpu bench-auto bench-resnet-modes bench-redistribution bench-search bench-planning bench-collectives bench-memory bench-published-memory bench-kernel-prices bench-published-runs bench-experts bench-known-answers bench-checkpoints bench-generation sweep sweep-redistribution sweep-search sweep-pipelines sweep-memory sweep-trainer lint install format clean openmpi
 
 TORCH := torch==2.13.0
 REFERENCE := build/reference

@@ -226,8 +226,8 @@ def unrepeated(emitter: Emitter, rows: Ref) -> Ref:
     return rows
 
 
-def in_order(emitter: Emitter, ref: Ref, found: Sequence[str], wanted: Sequence[str]) -> Ref:
-    """Permute dims from the order of the letters ``found`` to ``wanted``."""
+def in_order(emitter: Emitter, ref: Ref, found: Sequence[str | int], wanted: Sequence[str | int]) -> Ref:
+    """Permute dims from the order ``found`` to ``wanted``, in letters or numbers of dims."""
     dims = tuple(list(found).index(letter) for letter in wanted)
     return ref if dims == tuple(range(len(dims))) else emitter.emit(aten.permute.default, ref, dims)
 
