@@ -103,8 +103,8 @@ def _grouped_mm(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     return 2 * rows * size * columns * experts // prod(op.args[3])
 
 
-def _grouped_mm_of_weight(op: AnyCall, operands: Shapes, results: Shapes) -> int:
-    """Every row of the gradient meets its row of ``x``."""
+def _grouped_mm_backward(op: AnyCall, operands: Shapes, results: Shapes) -> int:
+    """Every row of the gradient meets the matrix of its expert, or its row of ``x``."""
     (rows, columns), _, (experts, size, _) = operands[:3]
     return 2 * rows * size * columns * experts // prod(op.args[4])
 
@@ -143,5 +143,6 @@ FLOPS: dict[torch._ops.OpOverload, Flops] = {
     **dict.fromkeys(CONVOLUTIONS, _convolution),
     **dict.fromkeys((aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input), _recurrent),
     grouped_mm._opoverload: _grouped_mm,
-    torch.ops.shardwise.grouped_mm_of_weight.default: _grouped_mm_of_weight,
+    torch.ops.shardwise.grouped_mm_of_x.default: _grouped_mm_backward,
+    torch.ops.shardwise.grouped_mm_of_weight.default: _grouped_mm_backward,
 }

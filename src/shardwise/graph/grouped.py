@@ -145,6 +145,30 @@ def _(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *here: Any) 
 
 
 @torch.library.custom_op(
+    "shardwise::grouped_mm_of_x",
+    mutates_args=(),
+    schema=f"(Tensor gradient, Tensor x, Tensor weight, Tensor experts, {_PARTS}) -> Tensor",
+)
+def _grouped_mm_of_x(
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *here: Any
+) -> torch.Tensor:
+    order, ends = _sorted_rows(experts, *here)
+    if order is None:
+        return _by_expert(gradient, weight.transpose(1, 2), ends)
+    order, num_rows = _computed_here(order, ends, gradient, weight), experts.shape[0]
+    of_rows = _by_expert(gradient.index_select(0, order), weight.transpose(1, 2), ends)
+    tokens = _tokens(order, num_rows, x)
+    if x.shape[0] == num_rows == order.shape[0]:
+        return torch.empty_like(x).index_copy_(0, tokens, of_rows)
+    return torch.zeros_like(x).index_add_(0, tokens, of_rows)
+
+
+@_grouped_mm_of_x.register_fake
+def _(gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *here: Any) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op(
     "shardwise::grouped_mm_of_weight",
     mutates_args=(),
     schema=f"(Tensor gradient, Tensor x, Tensor weight, Tensor experts, {_PARTS}) -> Tensor",
@@ -175,9 +199,7 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
     x, weight, experts = ctx.saved_tensors
     of_x = of_weight = None
     if ctx.needs_input_grad[0]:
-        of_x = grouped_mm._opoverload(gradient, weight.transpose(1, 2), experts, *ctx.here)
-        if x.shape[0] != experts.shape[0]:
-            of_x = of_x.view(x.shape[0], -1, x.shape[1]).sum(1)
+        of_x = torch.ops.shardwise.grouped_mm_of_x.default(gradient, x, weight, experts, *ctx.here)
     if ctx.needs_input_grad[1]:
         of_weight = torch.ops.shardwise.grouped_mm_of_weight.default(gradient, x, weight, experts, *ctx.here)
     return of_x, of_weight, *[None] * 5
