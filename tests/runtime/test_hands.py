@@ -75,3 +75,14 @@ def test_who_asks_about_a_later_call_is_known_when_the_others_come_to_it(ranks: 
         ranks.of(0).wait(Late(3))
     ranks.of(0).ask("an evaluation")
     ranks.of(0).wait(Late(3))  # both ask, and wait for each other
+
+
+def test_a_rank_whose_host_is_a_call_ahead_of_the_watched_one_has_agreed_on_it(ranks: Ranks) -> None:
+    """A GPU may still be in a call on which both ranks agreed when this rank asks about the next one."""
+    for rank in (0, 1):
+        ranks.of(rank).call = 5
+        ranks.of(rank).ask("another batch")
+    ranks.of(0).call = 6
+    ranks.of(0).ask("yet another batch")
+    assert ranks.of(0).explained(5) is None
+    assert ranks.of(1).explained(5) is None

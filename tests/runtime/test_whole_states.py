@@ -211,7 +211,7 @@ def read_whole(options: dict[str, Any]) -> dict[str, Any]:
         if own.grad is not None:
             read.append(sw.full_tensor(parameter.grad))
             want.append(own.grad)
-        if "exp_avg" in plain.state.get(own, {}) and optimizer.state[parameter]["exp_avg"].numel():
+        if "exp_avg" in plain.state.get(own, {}):
             want.append(plain.state[own]["exp_avg"])
             read.append(sw.full_tensor(optimizer.state[parameter]["exp_avg"]))
         found[name] = all(torch.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(read, want, strict=True))

@@ -188,3 +188,16 @@ def test_an_elimination_whose_tables_together_are_too_large_is_refused(monkeypat
     monkeypatch.setattr("shardwise.search.elimination.MAX_ELIMINATION_BYTES", 8 * 5**4)
     with raises(TooWide, 5000, "tables"):
         solve(clique(6, 5))
+
+
+def test_message_passing_leaves_what_its_tables_have_no_memory_for(monkeypatch):
+    monkeypatch.setattr(elimination, "MAX_ELIMINATION_BYTES", 1000)
+    rng = np.random.default_rng(0)
+    interner = Interner()
+    factors = [((i, i + 1), interner.add(rng.random((4, 4)))) for i in range(39)]
+    problem = Problem([4] * 40, factors, interner)
+    with raises(TooWide, 1000, "tables"):
+        solve(problem)
+    found = message_passing.solve_wide(Problem([4] * 40, factors, interner))
+    monkeypatch.undo()
+    assert found.value == pytest.approx(solve(Problem([4] * 40, factors, interner)).value)

@@ -188,7 +188,7 @@ def full(memory: str) -> None:
 
 def slow() -> int:
     """On a rank: rank 1 takes its time."""
-    rounds = Rounds(torch.device("cpu"))
+    rounds = Rounds()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(25):
@@ -231,7 +231,7 @@ def test_a_straggler_is_slower_than_the_others_most_of_the_time() -> None:
 
 
 def test_a_stage_with_more_work_is_no_straggler_and_a_rank_slower_than_its_own_stage_is() -> None:
-    rounds = Rounds(torch.device("cpu"), [(0, 1, 2), (3, 4, 5)])
+    rounds = Rounds([(0, 1, 2), (3, 4, 5)])
     rounds._busy.extend([[0.1, 0.1, 0.1, 0.3, 0.3, 0.4]] * 20)
     with pytest.warns(
         StragglerWarning, match=r"rank 5 is 33% slower .* 0\.4000 s of each, the others for 0\.3000 s"

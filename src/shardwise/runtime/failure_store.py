@@ -36,13 +36,13 @@ class FailureStore:
 
     def __init__(self) -> None:
         self.call = 0
-        self._asked_call = 0  # the latest call that this rank asked the others to agree on
+        self._asked: set[int] = set()  # the calls that this rank asked the others to agree on
         self._num_read = 0  # number of published statuses at the last read
         self._statuses: list[tuple[int, RankStatus]] = []  # (rank, its latest status), possibly of a later call
 
     def ask(self, text: str) -> None:
         """Ask all ranks to agree on the current call; the caller then waits for them."""
-        self._asked_call = self.call
+        self._asked.add(self.call)
         self._raise(RankStatus(self.call, "asks", text))
 
     def leave(self, error: BaseException) -> None:
@@ -95,7 +95,7 @@ class FailureStore:
                 fix = f"see the error of rank {rank}; it does not take part in this call"
                 return CollectiveError(problem(f"rank {rank} has left this call: {status.text}", fix=fix), [rank])
         for rank, status in self._statuses:
-            if status.call == call != self._asked_call and status.kind == "asks":
+            if status.call == call and call not in self._asked and status.kind == "asks":
                 return ShardwiseError(
                     f"ranks make different calls: rank {rank} changed its call, but rank {dist.get_rank()} "
                     f"repeats its last one: {status.text}",

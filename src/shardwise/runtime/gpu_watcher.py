@@ -5,7 +5,7 @@ does not arrive, the host blocks later, where it first needs a number of the dev
 process when the collective times out. Here an event marks the end of every collective of a program. A thread polls the
 oldest one. If it stays open, the thread looks whether another rank has left the call and, shortly before NCCL would
 time out, which ranks did not arrive. It then aborts the communicators, which releases the host, and raises the
-CollectiveError in the main thread.
+CollectiveError in the thread that made the call.
 """
 
 from __future__ import annotations
@@ -49,12 +49,15 @@ class GpuWatcher:
     def __init__(self) -> None:
         self._open: deque[_Started] = deque()
         self._thread: threading.Thread | None = None
+        self._caller = 0  # the thread that trains
+        self._ended_at = 0.0  # when a collective was last seen to have ended
 
     def started(self, explain: Explain) -> None:
         """Watch the collective for which the current stream waits from here on."""
         done = torch.cuda.Event()
         done.record()
         self._open.append(_Started(done, explain, failure_store.call, time.monotonic()))
+        self._caller = threading.get_ident()
         if self._thread is None:
             device = torch.cuda.current_device()
             self._thread = threading.Thread(target=self._watch, args=(device,), daemon=True, name="shardwise-watcher")
@@ -62,19 +65,22 @@ class GpuWatcher:
 
     def _watch(self, device: int) -> None:
         torch.cuda.set_device(device)  # of this thread
-        while dist.is_initialized():
-            time.sleep(_POLL_SECONDS)
-            while self._open and self._open[0].done.query():
-                self._open.popleft()
-            if self._open and (error := self._failure(self._open[0])) is not None:
-                self._open.clear()
-                abort_communicators()
-                raise_in_main_thread(error)
-        self._thread = None
+        try:
+            while dist.is_initialized():
+                time.sleep(_POLL_SECONDS)
+                while self._open and self._open[0].done.query():
+                    self._open.popleft()
+                    self._ended_at = time.monotonic()
+                if self._open and (error := self._failure(self._open[0])) is not None:
+                    self._open.clear()
+                    abort_communicators()
+                    raise_in_thread(self._caller, error)
+        finally:
+            self._thread = None
 
     def _failure(self, oldest: _Started) -> ShardwiseError | None:
         """Return why the oldest collective cannot end, if that is known or it has waited too long."""
-        waited = time.monotonic() - oldest.since
+        waited = time.monotonic() - max(oldest.since, self._ended_at)  # the device may be behind the host
         if waited < _POLL_SECONDS:
             return None
         if (left := failure_store.explained(oldest.call)) is not None:
@@ -94,8 +100,8 @@ def abort_communicators() -> None:
                 backend.abort()
 
 
-def raise_in_main_thread(error: ShardwiseError) -> None:
-    """Raise ``error`` where the main thread is: in a call of C, once that returns."""
+def raise_in_thread(thread: int, error: ShardwiseError) -> None:
+    """Raise ``error`` where a thread is: in a call of C, once that returns."""
 
     class Raised(type(error)):  # type: ignore[misc]  # the interpreter makes the exception, without arguments
         def __init__(self) -> None:
@@ -104,9 +110,7 @@ def raise_in_main_thread(error: ShardwiseError) -> None:
 
     Raised.__name__ = Raised.__qualname__ = type(error).__name__
     Raised.__module__ = type(error).__module__
-    main = threading.main_thread().ident
-    assert main is not None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(Raised))
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Raised))
 
 
 # Not a cache: a process is one rank.

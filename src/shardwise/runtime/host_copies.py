@@ -96,7 +96,10 @@ class Arrivals:
         if self.device.type != "cuda" or tensor.device != HOST or tensor.requires_grad:
             return tensor.to(self.device)
         is_callers = tensor.is_contiguous() and tensor.is_pinned()
-        source = tensor if is_callers else _pinned_like(tensor).copy_(tensor)  # a copy from pageable memory blocks
+        try:
+            source = tensor if is_callers else _pinned_like(tensor).copy_(tensor)  # a copy from pageable memory blocks
+        except ShardwiseError:  # no memory can be pinned: the host waits, as a plain copy does
+            return tensor.to(self.device)
         stream, current = _stream(self.device, False), torch.cuda.current_stream(self.device)
         with torch.cuda.stream(stream):
             target = torch.empty_like(source, device=self.device)  # memory of that stream: no kernel used it before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from math import sqrt
 from typing import NamedTuple
 
@@ -11,7 +12,8 @@ from torch import Tensor
 
 from shardwise.errors import ShardwiseError
 from shardwise.runtime.collective_tracker import trail
-from shardwise.runtime.guards.dcp import ShardIndex
+from shardwise.runtime.communicator import rank_device
+from shardwise.runtime.guards.dcp import memory_place, optimizer_states
 from shardwise.runtime.guards.registry import held_tensors
 from shardwise.runtime.hooks import gather_whole
 from shardwise.runtime.parallel import Parallel
@@ -34,9 +36,9 @@ def full_tensor(tensor: Tensor) -> Tensor:
         ShardwiseError: If it is not known which part of which tensor it is.
     """
     held = list(held_tensors())
-    record = next((record for part, record in held if tensor is part or tensor is part.grad), None)
-    if record is None and tensor.numel():  # an empty part is known by its identity only
-        record = ShardIndex(held).of(tensor, ())
+    states = ((state, record) for state, record, is_part in optimizer_states(held) if is_part)
+    gradients = ((part.grad, record) for part, record in held if part.grad is not None)
+    record = next((record for part, record in chain(held, gradients, states) if _is_same(tensor, part)), None)
     if record is None and held and not isinstance(tensor, torch.nn.Parameter):
         raise ShardwiseError(
             f"a tensor of shape {list(tensor.shape)} is no parameter, buffer, gradient or optimizer state of a "
@@ -46,7 +48,13 @@ def full_tensor(tensor: Tensor) -> Tensor:
         )
     if record is None or not record.layout.positions:
         return tensor.detach().clone()
-    return gather_whole(tensor, record.layout, f"the whole of {record.name}", record.ranks)
+    part = tensor.detach().to(rank_device())  # NCCL has no messages of a tensor on the host
+    return gather_whole(part, record.layout, f"the whole of {record.name}", record.ranks).to(tensor.device)
+
+
+def _is_same(tensor: Tensor, part: Tensor) -> bool:
+    """Return whether two tensors are one, or entries of a state in the same memory. An empty part has none."""
+    return tensor is part or (tensor.numel() > 0 and memory_place(tensor) == memory_place(part))
 
 
 class Norms(NamedTuple):

@@ -136,8 +136,9 @@ class Elimination:
     variables are always those with the smallest joint table per variable of the same signature.
 
     ``last``: a variable that is left; ``narrow``: leave all variables whose joint table has over three variables or
-    ``MAX_NARROW_COMBINATIONS``. ``widest``, ``largest``: the variables of the largest joint table, and its
-    combinations; ``num_bytes``: of all tables that are computed.
+    ``MAX_NARROW_COMBINATIONS``, and all once the tables take half of ``MAX_ELIMINATION_BYTES``. ``widest``,
+    ``largest``: the variables of the largest joint table, and its combinations; ``num_bytes``: of all tables that are
+    computed.
     """
 
     def __init__(self, problem: Problem, last: int | None = None, *, narrow: bool = False) -> None:
@@ -212,7 +213,7 @@ class Elimination:
                 sign(variable)
         while class_of:
             allowed = [group for group in classes.values() if not self.narrow or group.is_narrow]
-            if not allowed:
+            if not allowed or (self.narrow and self.num_bytes > MAX_ELIMINATION_BYTES // 2):
                 break
             best = min(allowed, key=_Class.work_per_member)
             if best.joint > self.largest:
@@ -297,7 +298,7 @@ def elimination_of(
     if largest > max_joint:
         joined = f"eliminating a variable joins {largest} combinations over {len(scope)} variables"
         raise TooWide(scope, f"{joined}, more than {max_joint}")
-    if num_bytes > MAX_ELIMINATION_BYTES:
+    if num_bytes > MAX_ELIMINATION_BYTES and not narrow:
         raise TooWide(
             scope, f"eliminating the variables makes tables of {num_bytes} bytes, more than {MAX_ELIMINATION_BYTES}"
         )

@@ -195,7 +195,6 @@ class Messages:
             for (factor, position), leads_on in zip(factors, ahead, strict=True):
                 if leads_on:
                     factor.messages[position] = factor.messages[position] - share
-            self.received[variable] = total - share * sum(ahead)
 
     def update_bound(self) -> float:
         """Compute the bound of the messages, and keep the best."""

@@ -61,7 +61,7 @@ class Recovery:
         stages = (
             tuple({stage.placement.ranks: None for stage in par.plan.stages}) if isinstance(par, ParallelModule) else ()
         )
-        self._rounds = Rounds(next((p.device for p in par.parameters()), torch.device("cpu")), stages)
+        self._rounds = Rounds(stages)
         self._generation = current.generation
         self._structure: object = None
         self._failed = False  # to write the latest state

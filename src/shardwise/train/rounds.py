@@ -20,7 +20,8 @@ import torch.distributed as dist
 from shardwise.errors import StragglerWarning
 from shardwise.runtime.agree import rank_and_world_size
 from shardwise.runtime.collective_tracker import trail
-from shardwise.runtime.communicator import new_group
+from shardwise.runtime.communicator import new_group, rank_device
+from shardwise.runtime.failure_store import failure_store
 
 _WINDOW = 20  # steps that are compared together
 _SLOWER = 1.2  # busy time of a straggler, relative to the median of the other ranks
@@ -29,17 +30,14 @@ _LEAST_SECONDS = 0.001  # difference per step; less is noise
 
 
 class Rounds:
-    """Synchronizes the ranks of a run. ``device``: of the module; ``stages``: the ranks of each stage, if any."""
+    """Synchronizes the ranks of a run. ``stages``: the ranks of each stage, if any."""
 
-    def __init__(self, device: torch.device, stages: Sequence[Sequence[int]] = ()) -> None:
+    def __init__(self, stages: Sequence[Sequence[int]] = ()) -> None:
         self._stages = stages
-        self._on_host = device.type == "cpu"
+        self._on_host = rank_device().type == "cpu"
         # Flags are the host's: a message through the GPU would wait for its kernels.
-        self._group = (
-            new_group(range(dist.get_world_size()), "gloo")
-            if device.type == "cuda" and rank_and_world_size()[1] > 1
-            else None
-        )
+        has_group = not self._on_host and rank_and_world_size()[1] > 1
+        self._group = new_group(range(dist.get_world_size()), "gloo") if has_group else None
         self.skip()
         self._busy: deque[list[float]] = deque(maxlen=_WINDOW)  # per step, of every rank
         self._named: set[int] = set()
@@ -53,7 +51,7 @@ class Rounds:
             row = torch.tensor([busy, *map(float, flags)], dtype=torch.float64)
             rows = [torch.empty_like(row) for _ in range(num_ranks)]
             with trail.waiting(b"the ranks meet after a step"):
-                dist.all_gather(rows, row, group=self._group)
+                failure_store.wait(dist.all_gather(rows, row, group=self._group, async_op=True))
             seconds, *columns = torch.stack(rows).t().tolist()
             flags = tuple(any(column) for column in columns)
             self._busy.append(seconds)

@@ -358,16 +358,17 @@ def _is_equal(first: Any, second: Any) -> bool:
 
 
 class ShardIndex:
-    """The shards of this process at one moment: parameters, buffers, gradients and optimizer states. ``held``: the
-    parameters and buffers, by default those that are shards."""
+    """The shards of this process at one moment: parameters, buffers, gradients and optimizer states."""
 
-    def __init__(self, held: Iterable[tuple[Tensor, ShardRecord]] | None = None) -> None:
-        shards = list(held_shards() if held is None else held)
-        states = list(_optimizer_states(shards))
+    def __init__(self) -> None:
+        shards = list(held_shards())
+        states = list(optimizer_states(shards))
         every = [*shards, *_gradients(shards), *((state, record) for state, record, is_part in states if is_part)]
-        self._odd = {_place(x): record for x, record, is_part in states if not is_part and record.layout.positions}
+        self._odd = {
+            memory_place(x): record for x, record, is_part in states if not is_part and record.layout.positions
+        }
         self._owners = Owners(every)
-        self._exact = {_place(tensor): record for tensor, record in every if tensor.numel()}
+        self._exact = {memory_place(tensor): record for tensor, record in every if tensor.numel()}
         # An empty shard is recognized by shape and name.
         self._empty: dict[torch.Size, list[ShardRecord]] = defaultdict(list)
         for tensor, record in every:
@@ -419,7 +420,7 @@ class ShardIndex:
             candidates = self._empty.get(tensor.shape, [])
             named = [record for record in candidates if any(f".{record.name}." in f".{key}." for key in path)]
             return max(named or candidates, key=lambda record: len(record.name), default=None)
-        exact, odd = self._exact.get(_place(tensor)), self._odd.get(_place(tensor))
+        exact, odd = self._exact.get(memory_place(tensor)), self._odd.get(memory_place(tensor))
         if odd is not None:
             what = f"an optimizer keeps {list(tensor.shape)} for this rank's shard of {odd.name}; it is unknown which "
             fix = "use an optimizer whose states have the parameter's shape or are single numbers"
@@ -439,7 +440,7 @@ class ShardIndex:
         raise ShardwiseError(what, source=f"{record.name}: {format_layout(record.layout)}", fix=fix)
 
 
-def _place(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
+def memory_place(tensor: Tensor) -> tuple[int, torch.Size, tuple[int, ...]]:
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
@@ -447,7 +448,7 @@ def _gradients(shards: Iterable[tuple[Tensor, ShardRecord]]) -> Iterator[tuple[T
     return ((tensor.grad, record) for tensor, record in shards if tensor.grad is not None)
 
 
-def _optimizer_states(shards: Iterable[tuple[Tensor, ShardRecord]]) -> Iterator[tuple[Tensor, ShardRecord, bool]]:
+def optimizer_states(shards: Iterable[tuple[Tensor, ShardRecord]]) -> Iterator[tuple[Tensor, ShardRecord, bool]]:
     """Yield optimizer states of shards, and whether each has the shard's shape. Optimizers are found through ``gc``,
     because a new one has states as soon as it loads them, before its first step."""
     held_by_id = {id(tensor): record for tensor, record in shards}
