@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from graph.against_eager import check_against_eager
@@ -16,6 +17,7 @@ from models.zoo_transformers import mixtral
 from raising import raises
 from shardwise.graph.capture import capture
 from shardwise.graph.grouped import grouped_mm
+from shardwise.graph.ir import Ref
 
 FORMS: dict[str, tuple[type[Mixture], int]] = {  # products
     "batched": (Batched, 2),
@@ -145,6 +147,126 @@ def test_loops_that_are_no_product_stay_and_are_exact(kind: type[Mixture]) -> No
     assert not any(op.target is grouped_mm._opoverload for op in graph.ops)
     plan = sw.plan(kind(), (X,), 2, mesh=sw.Mesh(dp=2))
     assert sw.verify(kind(), (X,), plan).is_equal
+
+
+class Looped(Mixture):
+    """One expert per token, by a mask; variants change the ids, the start or the rows."""
+
+    ids: torch.dtype = torch.int64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square, self.bias = nn.Parameter(torch.randn(4, WIDTH, WIDTH)), nn.Parameter(torch.randn(4, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(-1).topk(1, -1)
+        return (self.loop(tokens, chosen.reshape(-1).to(self.ids)) * weights).square().mean()
+
+    def loop(self, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        out = self.start(tokens)
+        for expert in range(4):
+            mask = chosen == expert
+            out[mask] = self.rows(tokens[mask], expert)
+        return out
+
+    def start(self, tokens: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(tokens)
+
+    def rows(self, rows: torch.Tensor, expert: int) -> torch.Tensor:
+        return rows @ self.square[expert] + self.bias[expert]
+
+
+class SmallIds(Looped):
+    ids = torch.uint8
+
+
+class FloatIds(Looped):
+    ids = torch.float64
+
+
+class Overwritten(Looped):
+    """Every row of a start that has a gradient is overwritten: the gradient is zero, not None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.randn(WIDTH))
+
+    def start(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.base.expand(len(tokens), WIDTH).clone()
+
+
+class Pairs(Looped):
+    """Two rows have one choice."""
+
+    def loop(self, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        rows = tokens.unflatten(0, (-1, 2))
+        out = torch.zeros_like(rows)
+        for expert in range(4):
+            mask = (chosen[::2] == expert).unsqueeze(1).expand(-1, 2)
+            out[mask] = self.rows(rows[mask], expert)
+        return out.flatten(0, 1)
+
+
+class Checkpointed(Looped):
+    def rows(self, rows: torch.Tensor, expert: int) -> torch.Tensor:
+        result: torch.Tensor = checkpoint(super().rows, rows, expert, use_reentrant=False)
+        return result
+
+
+class Broadcast(Mixture):
+    """The tokens of the first sample meet the experts of all: a dim of size 1 is broadcast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.square = nn.Parameter(torch.randn(4, WIDTH, WIDTH))
+
+    def mix(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        rows = torch.einsum("tai,taio->tao", tokens[:2].unsqueeze(0), self.square[chosen])
+        return (rows * weights.unsqueeze(-1)).sum(1)
+
+
+class Mixed(Broadcast):
+    """Between two products, a value per row meets repeated tokens, and a chain of operators reads a value twice."""
+
+    def mix(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        rows, experts = tokens.repeat_interleave(2, 0).unsqueeze(1), chosen.reshape(-1)
+        hidden = torch.bmm(rows, self.square[experts]).tanh() * rows
+        for _ in range(12):
+            hidden = hidden * torch.sigmoid(hidden)
+        return torch.bmm(hidden, self.square[experts]).view(-1, 2, WIDTH).sum(1)
+
+
+@pytest.mark.parametrize("kind", [Looped, SmallIds, FloatIds, Overwritten, Pairs, Checkpointed, Broadcast, Mixed])
+def test_what_resembles_a_product_by_expert_has_the_numbers_of_eager(kind: type[Mixture]) -> None:
+    captured = check_against_eager(kind(), X.double())
+    products = [op for op in captured.graph.ops if op.target is grouped_mm._opoverload]
+    assert len(products) == {Pairs: 0, Broadcast: 0, Mixed: 2}.get(kind, 1), captured.graph
+    assert len(captured.graph.ops) < 120, "no operator is emitted twice for every reader"
+    assert bool(captured.segments) == (kind is Checkpointed), "the model's own recomputation is kept"
+
+
+class Scaled(Looped):
+    """The factor of an expert has another dtype than its rows, which stay as they are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        return self.loop(tokens.bfloat16(), self.router(tokens).topk(1, -1).indices.reshape(-1))
+
+    def rows(self, rows: torch.Tensor, expert: int) -> torch.Tensor:
+        return (rows @ self.square[expert].bfloat16()) * self.bias[expert, 0]
+
+
+def test_factors_of_experts_do_not_change_the_dtype_of_rows() -> None:
+    graph = capture(Scaled(), (X,)).graph
+    (output,) = graph.outputs
+    assert isinstance(output, Ref)
+    assert graph.by_name[output.name].dtype == Scaled()(X).dtype == torch.bfloat16
+
+
+def test_a_strategy_of_one_of_the_experts_names_where_to_write_it() -> None:
+    with raises(sw.errors.LayoutError, "n@dp", fix="loop"):
+        sw.plan(Modules(), (X,), 2, mesh=sw.Mesh(dp=2), strategies={"experts.*.up": "n@dp"})
 
 
 class Chosen(nn.Module):

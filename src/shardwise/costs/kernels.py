@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch._ops import OpOverload
 
-from shardwise.costs.cluster import MOVES, Device
+from shardwise.costs.cluster import MOVES, PRODUCTS, Device
 from shardwise.costs.flops import kernel_flops
 from shardwise.graph.ir import Arg, Ref
 from shardwise.graph.schema import arguments, operator_name
@@ -210,7 +210,9 @@ def kernel_seconds(device: Device, work: KernelWork) -> float:
     seconds = device.kernel_latency + work.written / bandwidth + device.fresh_seconds(work.made)
     if not work.flops:
         return seconds + moving
-    rate = device.peak_flops(work.dtype) * share if share else device.matmul_flops(work.dtype)
+    is_own = bool(device.products) and work.kind in PRODUCTS  # attention and convolutions have their own dtype
+    own_dtype = replace(device, products="") if is_own else device
+    rate = device.peak_flops(work.dtype) * share if share else own_dtype.matmul_flops(work.dtype)
     arithmetic = work.flops / rate * (_LEAST_CHANNELS / work.channels if share else 1.0)
     if work.rows and device.attention_row:
         arithmetic += work.rows * device.attention_row * (ROWS_BACKWARD if work.kind.endswith("backward") else 1.0)

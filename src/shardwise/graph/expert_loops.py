@@ -24,6 +24,7 @@ import torch
 
 from shardwise.graph.emitter import Emitter
 from shardwise.graph.expert_masks import ExpertMask, expert_mask, hides_others, num_choices
+from shardwise.graph.functionalize import BETWEEN
 from shardwise.graph.gathered_experts import in_order, reshaped, unrepeated
 from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.ir import Arg, Graph, Op, Ref, map_operands, map_refs
@@ -118,11 +119,18 @@ class _Merging:
         mask, emit = self.loop.mask, self.emitter
         chosen = in_order(emit, self._new(mask.chosen), range(len(mask.order)), mask.order)
         self.keys = reshaped(emit, chosen, (emit.value(chosen).numel,))
+        if emit.value(self.keys).dtype not in (torch.int32, torch.int64):
+            self.keys = emit.emit(aten.to.dtype, self.keys, torch.int64)
         self.count = len(self.loop.chain)
 
     def merged(self) -> Ref:
         """Return what the last iteration leaves. Raises _Differs."""
-        return self._value(tuple(item.after for item in self.loop.chain))
+        if self.emitter.value(self.keys).numel != self.graph.by_name[self.loop.chain[-1].mask].numel:
+            raise _Differs  # several rows have one choice
+        after, before = self._value(tuple(item.after for item in self.loop.chain)), self._new(self.befores[0])
+        if self.emitter.value(before).requires_grad and not self.emitter.is_reached(before, after):
+            return self.emitter.with_zero_gradient((before.name,), after)  # every row was overwritten
+        return after
 
     def _new(self, name: str) -> Ref:
         new = self.known[name]
@@ -147,6 +155,9 @@ class _Merging:
             self.merged_ops[key] = self._results(ops)
         result = self.merged_ops[key][ops[0].results.index(names[0])]
         assert isinstance(result, Ref), "an operator returns values"
+        old, new = self.graph.by_name[names[0]], self.emitter.value(result)
+        if (old.shape, old.dtype) != (new.shape, new.dtype):
+            raise _Differs
         return result
 
     def _is_same(self, names: Names) -> bool:
@@ -169,6 +180,17 @@ class _Merging:
         ) and all(self._is_same(column) for column in zip(*(op.operands for op in ops if op is not None), strict=True))
 
     def _results(self, ops: Sequence[Op]) -> tuple[Arg, ...]:
+        """Emit the operators of the iterations as one: in the region of the loop, which strategies name, and in the
+        segment of the first, which says what is recomputed."""
+        origin = self.emitter.origin
+        region, segment = origin.scope.partition(BETWEEN)[0], "".join(ops[0].scope.partition(BETWEEN)[1:])
+        self.emitter.origin = replace(origin, scope=region + segment)
+        try:
+            return self._emitted(ops)
+        finally:
+            self.emitter.origin = origin
+
+    def _emitted(self, ops: Sequence[Op]) -> tuple[Arg, ...]:
         calls = [arguments(op) for op in ops]
         first = ops[0]
         if first.target is aten.masked_fill.Scalar:  # every row has an expert

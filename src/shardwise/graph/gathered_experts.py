@@ -145,6 +145,8 @@ def _product(emitter: Emitter, x: Ref, term: str, gathered: _Gathered, output: s
     rows, dims = gathered.term[:rank], gathered.term[rank:]
     sizes = dict(zip(term, emitter.value(x).shape, strict=True))
     sizes |= dict(zip(gathered.term, (*emitter.value(gathered.experts).shape, *weight.shape[1:]), strict=True))
+    if any(sizes[letter] != size for letter, size in zip(term, emitter.value(x).shape, strict=True)):
+        return None  # a dim of size 1 is broadcast
     summed = [letter for letter in dims if letter in term and letter not in output]
     columns = [letter for letter in dims if letter in output and letter not in term]
     ones = [letter for letter in term if letter not in rows and letter not in summed]
@@ -157,7 +159,7 @@ def _product(emitter: Emitter, x: Ref, term: str, gathered: _Gathered, output: s
     count, width, wide = (prod(sizes[letter] for letter in letters) for letters in (ordered, summed, columns))
     keys = _keys(emitter, gathered.experts, tuple(rows.index(letter) for letter in ordered), weight.shape[0])
     assert keys is not None, "they are emitted"
-    flat = _flat(emitter, in_order(emitter, x, term, [*tokens, *ones, *summed]), (count, width))
+    flat = _flat(emitter, in_order(emitter, x, term, [*tokens, *ones, *summed]), (count, width), {})
     matrices = in_order(emitter, gathered.weight, ("", *dims), ["", *summed, *columns])
     matrices = reshaped(emitter, matrices, (weight.shape[0], width, wide))
     experts = (weight.shape[0],)
@@ -185,9 +187,16 @@ def _keys(emitter: Emitter, experts: Ref, order: tuple[int, ...], count: int, *,
     return shared(aten.index.Tensor, shared(aten.arange.default, count), (flat,))
 
 
-def _flat(emitter: Emitter, x: Ref, shape: tuple[int, int]) -> Ref:
+def _flat(emitter: Emitter, x: Ref, shape: tuple[int, int], flat: dict[str, Ref]) -> Ref:
     """Return ``x`` as rows, or as the tokens of which its rows are neighbouring copies. What is computed between two
-    products is emitted again on rows, for which tokens need not return from their experts in between."""
+    products is emitted again on rows, for which tokens need not return from their experts in between. ``flat``: the
+    values that were made flat already."""
+    if x.name not in flat:
+        flat[x.name] = _flattened(emitter, x, shape, flat)
+    return flat[x.name]
+
+
+def _flattened(emitter: Emitter, x: Ref, shape: tuple[int, int], flat: dict[str, Ref]) -> Ref:
     rows, width = shape
     before = emitter.value(x).shape
     producer = emitter.producer.get(x.name)
@@ -198,8 +207,11 @@ def _flat(emitter: Emitter, x: Ref, shape: tuple[int, int]) -> Ref:
     is_pointwise = torch.Tag.pointwise in producer.target.tags or producer.target is aten.to.dtype
     is_pointwise = is_pointwise and not is_random(producer.target)
     if is_pointwise and all(emitter.values[name].shape == before for name in producer.operands):
-        (result,) = emitter.apply(map_operands(producer, lambda name: _flat(emitter, Ref(name), shape)))
-        return _ref(result)
+        operands = {name: _flat(emitter, Ref(name), shape, flat) for name in producer.operands}
+        if all(emitter.value(operand).shape == shape for operand in operands.values()):
+            (result,) = emitter.apply(map_operands(producer, operands.__getitem__))
+            return _ref(result)
+        return reshaped(emitter, x, shape)
     return unrepeated(emitter, reshaped(emitter, x, shape))
 
 

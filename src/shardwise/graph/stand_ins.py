@@ -166,7 +166,9 @@ def grouped_experts() -> Iterator[None]:
 
     def get_interface(interface: Any, implementation: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
         loops = implementation in (None, "eager")
-        forward: Callable[..., Any] = original(interface, "grouped_mm" if loops else implementation, default)
+        # A loop multiplies by F.linear, which autocast casts; so does it the products of "batched_mm".
+        products = "batched_mm" if any(map(torch.is_autocast_enabled, ("cpu", "cuda"))) else "grouped_mm"
+        forward: Callable[..., Any] = original(interface, products if loops else implementation, default)
         return forward
 
     with patch.object(experts.ExpertsInterface, "get_interface", get_interface):

@@ -25,7 +25,8 @@ def keyed(copies: int, imbalance: float = IMBALANCE) -> str:
             them.
         imbalance: The rows that are planned for on the busiest device, over the mean.
     """
-    return f"K{copies}" if imbalance == IMBALANCE else f"K{copies}*{imbalance:g}"
+    text = f"{imbalance:g}"
+    return f"K{copies}" if float(text) == IMBALANCE else f"K{copies}*{text}"
 
 
 def copies_of(state: object) -> int:

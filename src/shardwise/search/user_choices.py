@@ -82,7 +82,10 @@ def fixed_choices(
 def no_operator_error(annotation: Annotation) -> LayoutError:
     """Return the error for a strategy of no operator."""
     what = f"the strategy {annotation.strategy!r} covers no operator: none runs in this call outside submodules"
-    fix = "annotate the submodule or the call that computes, or remove the strategy"
+    fix = (
+        "annotate the submodule or the call that computes, or remove the strategy; experts in a loop become one "
+        "product: annotate the module of the loop"
+    )
     return LayoutError(what, op=annotation.scope, source=annotation.source, fix=fix)
 
 
