@@ -52,12 +52,15 @@ class InFlight:
 def backend_of(group: Any = None) -> str:
     """Return the backend that carries the messages of a group (None: of the job): "nccl" if it carries those of GPUs,
     whatever the group has beside it ("cpu:gloo,cuda:nccl"), else that of CPUs."""
+    asked = str(dist.get_backend(group))
+    if asked in ("gloo", "nccl", "mpi"):
+        return asked
     group = group or dist.group.WORLD
     for device, names in (("cuda", ("nccl",)), ("cpu", ("gloo", "mpi"))):
         with suppress(RuntimeError):  # the group has no backend for the device
             if (name := str(group._get_backend(torch.device(device)).name())) in names:
                 return name
-    return str(dist.get_backend(group))
+    return asked
 
 
 def rank_device() -> torch.device:

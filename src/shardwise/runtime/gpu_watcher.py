@@ -5,7 +5,7 @@ does not arrive, the host blocks later, where it first needs a number of the dev
 process when the collective times out. Here an event marks the end of every collective of a program. A thread polls the
 oldest one. If it stays open, the thread looks whether another rank has left the call and, shortly before NCCL would
 time out, which ranks did not arrive. It then aborts the communicators, which releases the host, and raises the
-CollectiveError in the thread that made the call.
+CollectiveError in the main thread.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class GpuWatcher:
     def __init__(self) -> None:
         self._open: deque[_Started] = deque()
         self._thread: threading.Thread | None = None
-        self._caller = 0  # the thread that trains
         self._ended_at = 0.0  # when a collective was last seen to have ended
 
     def started(self, explain: Explain) -> None:
@@ -57,7 +56,6 @@ class GpuWatcher:
         done = torch.cuda.Event()
         done.record()
         self._open.append(_Started(done, explain, failure_store.call, time.monotonic()))
-        self._caller = threading.get_ident()
         if self._thread is None:
             device = torch.cuda.current_device()
             self._thread = threading.Thread(target=self._watch, args=(device,), daemon=True, name="shardwise-watcher")
@@ -74,7 +72,7 @@ class GpuWatcher:
                 if self._open and (error := self._failure(self._open[0])) is not None:
                     self._open.clear()
                     abort_communicators()
-                    raise_in_thread(self._caller, error)
+                    raise_in_main_thread(error)
         finally:
             self._thread = None
 
@@ -100,8 +98,9 @@ def abort_communicators() -> None:
                 backend.abort()
 
 
-def raise_in_thread(thread: int, error: ShardwiseError) -> None:
-    """Raise ``error`` where a thread is: in a call of C, once that returns."""
+def raise_in_main_thread(error: ShardwiseError) -> None:
+    """Raise ``error`` where the main thread is: in a call of C, once that returns. Backward starts its collectives in a
+    thread of autograd, so that the one that trains is not known."""
 
     class Raised(type(error)):  # type: ignore[misc]  # the interpreter makes the exception, without arguments
         def __init__(self) -> None:
@@ -110,7 +109,9 @@ def raise_in_thread(thread: int, error: ShardwiseError) -> None:
 
     Raised.__name__ = Raised.__qualname__ = type(error).__name__
     Raised.__module__ = type(error).__module__
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(Raised))
+    main = threading.main_thread().ident
+    assert main is not None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(main), ctypes.py_object(Raised))
 
 
 # Not a cache: a process is one rank.
