@@ -77,7 +77,9 @@ def test_flops_of_products_that_are_added_up_are_those_of_the_products():
 
 def test_every_contraction_convolution_and_attention_with_a_rule_is_counted():
     convolutions = {target for target in CONVOLUTION if "conv" in str(target)}
-    assert FLOPS.keys() == MATMUL.keys() | convolutions | ATTENTION.keys() | RECURRENT.keys() | EXPERTS.keys()
+    backward = {torch.ops.shardwise.grouped_mm_of_x.default, torch.ops.shardwise.grouped_mm_of_weight.default}
+    with_rules = MATMUL.keys() | convolutions | ATTENTION.keys() | RECURRENT.keys() | EXPERTS.keys()
+    assert FLOPS.keys() == with_rules | backward
 
 
 def test_flops_of_recurrent_layers_and_experts_are_those_of_their_products():
@@ -91,6 +93,10 @@ def test_flops_of_recurrent_layers_and_experts_are_those_of_their_products():
     assert flops_of(experts, ((6, 4), (3, 4, 7), (6,)), ()) == 2 * 6 * 4 * 7
     assert flops_of(experts, ((3, 4), (3, 4, 7), (6,)), ()) == 2 * 6 * 4 * 7  # two experts of each token
     assert flops_of(experts, ((6, 4), (1, 4, 7), (6,)), ()) == 2 * 2 * 4 * 7  # one of three experts
+    for part in ("of_x", "of_weight"):
+        target = getattr(torch.ops.shardwise, f"grouped_mm_{part}").default
+        backward = replace(op, target=target, args=(*map(Ref, "gxwe"), (3,), (0,), (3,)))
+        assert flops_of(backward, ((6, 7), (3, 4), (1, 4, 7), (6,)), ()) == 2 * 2 * 4 * 7
 
 
 class Pair(nn.Module):
