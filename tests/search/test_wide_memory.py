@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -27,7 +29,9 @@ CASES = [
 @pytest.mark.parametrize(("model", "mesh"), CASES)
 def test_planning_a_wide_model_takes_bounded_memory_and_has_a_small_gap(model, mesh):
     command = [sys.executable, "-m", "search.wide_plans", model, mesh]
-    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    run = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
+    found = json.loads(run.stdout.splitlines()[-1])
     assert found["bytes"] < 2 * GIGABYTE
     assert 0 < found["bound"] <= found["price"] * (1 + 1e-9)
     assert found["gap"] < 0.02

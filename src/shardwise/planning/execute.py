@@ -228,9 +228,8 @@ class Planning:
 def _check_imbalance(request: PlanRequest, graph: Graph) -> None:
     """Raise ShardwiseError if no device can have as many rows as the request plans for, or if no rows travel."""
     imbalance, stages = request.parallel.imbalance, request.parallel.stages
-    owners = request.cluster.num_devices // (
-        max(stages, 1) if isinstance(stages, int) else 1
-    )  # others are refused later
+    num_stages = max(stages, 1) if isinstance(stages, int) else 1  # wrong ones are refused later
+    owners = request.cluster.num_devices // num_stages
     if imbalance != IMBALANCE and not any(op.target == grouped_mm._opoverload for op in graph.ops):
         raise ShardwiseError(
             f"imbalance is {imbalance:g}, and the model has no product by expert: none of its rows travel",
