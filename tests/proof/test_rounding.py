@@ -79,28 +79,6 @@ def test_a_right_plan_is_equal_where_plain_comparison_sees_a_difference(seed: in
     assert "rounding: " in str(report)
 
 
-class BiasBeforeNorm(nn.Module):
-    """Its only noise is the gradient of a bias that the norm takes away."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm, self.head = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.norm(self.linear(x)))).square().mean()
-
-
-def test_the_headline_leaves_out_gradients_that_are_zero_up_to_rounding_and_names_them() -> None:
-    report = checked(BiasBeforeNorm, lambda: (torch.randn(8, 6),))
-    assert report.max_error > 1e-3  # the optimizer divides by the size of the noise
-    assert report.ok, str(report)
-    headline, *others = str(report).splitlines()
-    named = next(line for line in others if "zero up to rounding" in line)
-    assert float(headline.split()[4]) < report.tolerance, headline
-    assert named.endswith(": linear.bias"), named
-    assert report.gradient_sizes["linear.bias"] < 1e-12 < report.gradient_sizes["linear.weight"]
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_so_it_is_under_tensor_parallelism(seed: int) -> None:
     torch.manual_seed(seed)

@@ -29,7 +29,6 @@ class Substance:
         self.fault = ""  # why nothing is proven
         self.not_finite: dict[Key, tuple[int, int]] = {}  # of the first step: (infinite elements, nan elements)
         self.has_gradient = self.has_nonzero_gradient = False
-        self.gradient_sizes: dict[str, float] = {}
 
     def note(self, step: int, values: Values) -> None:
         """Record the values of one device after a step."""
@@ -39,7 +38,6 @@ class Substance:
                 continue
             if kind == "gradient":
                 self.has_gradient = True
-                self.gradient_sizes[name] = max(self.gradient_sizes.get(name, 0.0), sizes[kind, name])
                 self.has_nonzero_gradient |= sizes[kind, name] > ROUNDING * natural_gradient(sizes, name)
             if is_finite(tensor):
                 continue

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from shardwise.errors import ShardwiseError, listed
+from shardwise.errors import ShardwiseError
 from shardwise.graph.autocast import check_ambient
 from shardwise.graph.batch import batch_size
 from shardwise.graph.call_arguments import call_arguments
@@ -47,7 +46,6 @@ from shardwise.untrusted_text import is_number
 
 # The resolution of float64 is 2.2e-16; reordered sums of a few thousand terms stay below this through tens of layers.
 TOLERANCE = 1e-9
-ZERO = 1e-12  # of the largest gradient: below, a gradient is the rounding of its summands
 MOST_STEPS = 1_000_000
 
 
@@ -69,7 +67,6 @@ class Report:
         in_dtypes: The comparison in the plan's own dtypes, if the plan has a precision.
         not_proven: Why equal numbers prove nothing: a loss of nan, or gradients of zero.
         notes: Further remarks, such as elements that are not finite on both sides.
-        gradient_sizes: The largest magnitude of every gradient on one device.
     """
 
     differences: tuple[TensorError, ...]
@@ -85,7 +82,6 @@ class Report:
     in_dtypes: DtypeReport | None = None
     not_proven: str = ""
     notes: tuple[str, ...] = ()
-    gradient_sizes: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def max_error(self) -> float:
@@ -107,31 +103,14 @@ class Report:
         """Whether the plan is proven: all is equal, and the values can prove something."""
         return self.is_equal and not self.not_proven
 
-    def _zero_gradients(self) -> dict[str, float]:
-        """Return the sizes of the gradients that are zero up to rounding, of parameters whose differences it explains:
-        an optimizer that divides by a gradient's size makes whole steps of them."""
-        if self.rounding is None or self.rounding.unexplained:
-            return {}
-        names = dict.fromkeys([*(d.name for d, _ in self.rounding.explained), *self.rounding.by_gradient])
-        limit = ZERO * max(self.gradient_sizes.values(), default=0.0)
-        return {name: size for name in names if (size := self.gradient_sizes.get(name, inf)) <= limit}
-
     def __str__(self) -> str:
         lines = [f"NOT PROVEN: {self.not_proven}"] if self.not_proven else []
         verdict = "equal" if self.is_equal else "NOT EQUAL"
-        zero = self._zero_gradients()
-        shown = [d for d in self.differences if not (d.kind in ("gradient", "parameter") and d.name in zero)]
-        worst = shown[0].error if shown else 0.0
         lines.append(
-            f"{verdict}: worst relative error {worst:.2g} over {len(shown)} tensors (tolerance {self.tolerance:g})"
+            f"{verdict}: worst relative error {self.max_error:.2g} over {len(self.differences)} tensors "
+            f"(tolerance {self.tolerance:g})"
         )
-        lines += [f"  {d.kind} {d.name}: {d.error:.2g} on rank {d.rank}" for d in shown[:3]]
-        if zero:
-            largest, most = max(zero.values()), max(self.gradient_sizes.values())
-            lines.append(
-                f"  apart from these, {len(zero)} gradients are zero up to rounding (at most {largest:.2g}, and the "
-                f"largest gradient is {most:.2g}): {listed(list(zero))}"
-            )
+        lines += [f"  {d.kind} {d.name}: {d.error:.2g} on rank {d.rank}" for d in self.differences[:3]]
         lines += [] if self.rounding is None else [f"  {line}" for line in self.rounding.lines()]
         lines += [f"  first wrong: {self.first_wrong}"] if self.first_wrong else []
         lines += [] if self.in_dtypes is None else [f"  {line}" for line in self.in_dtypes.lines()]
@@ -277,7 +256,6 @@ class _Verification:
                 in_dtypes=in_own_dtypes,
                 not_proven=substance.not_proven,
                 notes=tuple(notes),
-                gradient_sizes=substance.gradient_sizes,
             )
 
     def _passes(self, models_default: torch.dtype) -> tuple[Passes, Passes]:

@@ -91,7 +91,7 @@ def _solve_core(core: Problem) -> tuple[list[int], float]:
 
 
 @dataclass
-class _Factor:
+class _FactorTable:
     """A table over several variables; ``messages``: what it sends each of them."""
 
     scope: Scope
@@ -152,8 +152,8 @@ class Messages:
         largest = max((float(np.abs(t[np.isfinite(t)]).max(initial=0.0)) for t in tables.values()), default=0.0)
         self.forbidden = FORBIDDEN_FACTOR * (spread + largest)
         self.most = self.constant + sum(float(t[np.isfinite(t)].max(initial=-np.inf)) for t in tables.values())
-        self.factors: list[_Factor] = []
-        self.at: list[list[tuple[_Factor, int]]] = [[] for _ in range(count)]
+        self.factors: list[_FactorTable] = []
+        self.at: list[list[tuple[_FactorTable, int]]] = [[] for _ in range(count)]
         finite: dict[object, Table] = {}  # equal steps share their tables
         for scope, table in tables.items():
             key = id(self._given[scope]), *(self.values[v].tobytes() for v in scope)
@@ -163,7 +163,7 @@ class Messages:
             if len(scope) == 1:
                 self.unary[scope[0]] += table
                 continue
-            factor = _Factor(scope, table, [np.zeros(size) for size in table.shape])
+            factor = _FactorTable(scope, table, [np.zeros(size) for size in table.shape])
             self.factors.append(factor)
             for position, variable in enumerate(scope):
                 self.at[variable].append((factor, position))
