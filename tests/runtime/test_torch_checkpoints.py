@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 import shardwise as sw
 from runtime.edges import batch, make, refusal
 from shardwise.layouts.layout import Layout
-from shardwise.runtime.guards.dcp import _optimizer_states
+from shardwise.runtime.guards.dcp import optimizer_states
 from shardwise.runtime.guards.registry import ShardRecord
 
 RunRanks = Callable[..., list[Any]]
@@ -235,7 +235,7 @@ def test_states_of_optimizers_are_found_in_mappings_of_any_class() -> None:
     optimizer.state[parameter] = OwnState(inner=[OwnState(average=average)], step=torch.tensor(1.0))
     ranks: Any = None  # nothing is exchanged
     record = ShardRecord("weight", Layout.whole(sw.Mesh(dp=1), (4,)), True, ranks)
-    ((state, owner, is_part),) = _optimizer_states([(parameter, record)])
+    ((state, owner, is_part),) = optimizer_states([(parameter, record)])
     assert state is average
     assert owner is record
     assert is_part
