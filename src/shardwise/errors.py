@@ -13,6 +13,7 @@
         CollectiveError   ranks do not complete a collective (a RuntimeError too)
         OutOfDeviceMemoryError   no memory for a converted value (a MemoryError and a RuntimeError too, as torch's own)
         ReplicaError      ranks that must hold the same bits do not
+        NotFiniteError    a loss or a gradient is NaN or infinite, where a check of it was asked for
         CheckpointError   a checkpoint is incomplete or damaged, or cannot be written
 
 Every message says what is wrong, where, the arithmetic and the fix; errors take these parts as ``problem`` does, which
@@ -154,6 +155,10 @@ class ReplicaError(ShardwiseError):
     def __init__(self, message: str, blames: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.blames = tuple(blames)
+
+
+class NotFiniteError(ShardwiseError):
+    """The loss, a gradient or a buffer is NaN or infinite."""
 
 
 class StragglerWarning(UserWarning):

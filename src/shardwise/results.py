@@ -18,6 +18,7 @@ from shardwise.report.expert_ways import ExpertWays
 from shardwise.report.explain import Explanation
 from shardwise.report.pipeline_ranking import PipelineRanking
 from shardwise.report.search_reports import MicroBatches, StageExplanation, StageWhatIf
+from shardwise.runtime.finite import NotFinite
 from shardwise.runtime.parallel import Parallel as Pipeline
 from shardwise.runtime.pipeline_profile import PipelineProfile
 from shardwise.runtime.step_profile import StepProfile
@@ -36,6 +37,7 @@ __all__ = [
     "MemoryEstimate",
     "MicroBatches",
     "Norms",
+    "NotFinite",
     "ParallelConfig",
     "Pipeline",
     "PipelineProfile",

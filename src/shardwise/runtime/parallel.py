@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
-from shardwise.errors import PlanWarning, ShardwiseError, warn_user
+from shardwise.errors import NotFiniteError, PlanWarning, ShardwiseError, warn_user
 from shardwise.graph.batch import num_samples
 from shardwise.graph.ir import Ref
 from shardwise.graph.normalize_random import SEED
 from shardwise.graph.trees import unflatten
 from shardwise.layouts.layout import Layout
 from shardwise.plans.bind_stages import delivered_layouts
+from shardwise.plans.schedule import schedule_of
 from shardwise.programs.micro_batches import Passes
 from shardwise.runtime.agree import show_progress_once
 from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.faults import refuse_create_graph
+from shardwise.runtime.finite import FiniteWatch, NotFinite, all_finite, first_of
 from shardwise.runtime.hooks import gather_whole
 from shardwise.runtime.host_copies import Arrivals
 from shardwise.runtime.lazy_gather import deliver_outputs
 from shardwise.runtime.local_shards import shard
 from shardwise.runtime.memory_of_outputs import alias_buffers, separate_memory, write_buffers
+from shardwise.runtime.observe import Half, observed
 from shardwise.runtime.parallel_module import ParallelModule, named_tensors, no_loss
 from shardwise.runtime.pipeline_profile import PipelineProfile, profile_pipeline
 from shardwise.runtime.program_cache import (
@@ -37,8 +41,12 @@ from shardwise.runtime.program_cache import (
 )
 from shardwise.runtime.signatures import Batch
 from shardwise.runtime.stage import BoundaryTensor, StageCall
+from shardwise.runtime.step import CallableStep, GradAccumStep, Observed
 from shardwise.runtime.step_profile import StepProfile, profile_step
 
+_GRADIENTS_WERE_BAD = (
+    "a gradient is not finite, although all values of this step are: the gradients to which the step was added were not"
+)
 CallResult = tuple[Executable, torch.Tensor | None, Sequence[Any]]  # program, loss, flattened outputs
 
 
@@ -69,7 +77,7 @@ class Parallel(ParallelModule):
             return self._evaluate(args, kwargs, predicts=False)
         if needs_gradients and self._is_in_passes(args, kwargs):
             self._say_whole()
-        compiled, _, outputs = self._call(args, kwargs, loss_only=False)
+        compiled, _, outputs = self._call(args, kwargs, loss_only=False, watch=self._watch_of_call())
         return unflatten(outputs, compiled.captured.out_spec)
 
     @overload
@@ -110,6 +118,86 @@ class Parallel(ParallelModule):
             raise ShardwiseError(
                 f'loss is "all" (every rank gets it) or "last" (those of the last stage), not {loss!r}'
             )
+        if not self._checks_finite():
+            return self._run_step(args, kwargs, loss, scaler)
+        restore = self._start()
+        with torch.autograd.set_detect_anomaly(False):
+            value = self._run_step(args, kwargs, loss, scaler)
+            gradients = () if scaler is not None and scaler.is_enabled() else self.parameters()
+            if all_finite(value, gradients, self.buffers(), self.device):
+                return value
+            restore()
+            first = self._find_not_finite(args, kwargs)
+        raise NotFiniteError(_GRADIENTS_WERE_BAD if first is None else str(first))
+
+    @in_plan_precision
+    def check_finite(self, *args: Any, **kwargs: Any) -> NotFinite | None:
+        """Run forward and backward of a batch and return where values that are not finite begin, None if the loss and
+        all gradients are finite. Every rank calls it.
+
+        Infinities that do not reach the loss or a gradient, as those of a mask, are no fault. Gradients, buffers and
+        random state are restored afterwards; optimizers are not run. It takes a step, and a second one, operator by
+        operator, if something is found.
+
+        Args:
+            args: Positional inputs of the module.
+            kwargs: Keyword inputs of the module.
+
+        Returns:
+            The parameter, buffer or input that is not finite before the step, else the first operator, forward or
+            backward, whose result is not, on any rank: its name, line, operands with their ranges, ranks. The same on
+            every rank; ``print`` shows it.
+        """
+        with torch.autograd.set_detect_anomaly(False):
+            with self._unchanged():
+                self.zero_grad()
+                loss = self._run_step(args, kwargs, "all", None)
+                if all_finite(loss, self.parameters(), self.buffers(), self.device):
+                    return None
+            return self._find_not_finite(args, kwargs)
+
+    def _find_not_finite(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NotFinite | None:
+        """Run a step that has run before again, operator by operator. Collective."""
+        replicas, self._replicas = self._replicas, None  # a checked step runs another program
+        try:
+            with self._unchanged(), ExitStack() as stack:
+                self.zero_grad()
+                watches = []
+                for number, step, others in self._steps_here():
+                    watches.append(FiniteWatch(number))
+                    stack.enter_context(observed(step, watches[-1], others))
+                self._run_step(args, kwargs, "all", None)
+            return first_of(watches)
+        finally:
+            self._replicas = replicas
+
+    def _steps_here(self) -> Iterator[tuple[int, CallableStep | GradAccumStep, list[Half]]]:
+        """Yield the programs of this rank's stages in the latest step: number of the stage, program, its halves of
+        backward by themselves."""
+        if isinstance(self._latest, Executable):
+            yield 0, self._latest.runs, []
+            return
+        splits = self.plan.is_pipeline and schedule_of(self.plan.schedule, self.plan.order).splits_backward
+        for worker in self._latest.workers:
+            for program in worker.programs.values():
+                split = []
+                if splits:
+                    split = [Half(module, own, own.backward, "backward", True) for own, module in program.halves]
+                yield worker.number, program.compiled.in_passes, split
+
+    def _checks_finite(self) -> bool:
+        """Return whether this training call is checked. Call it once in every training call."""
+        every = self._settings.check_finite
+        self._calls_so_far += 1
+        return torch.is_anomaly_enabled() or (every > 0 and (self._calls_so_far - 1) % every == 0)
+
+    def _watch_of_call(self) -> FiniteWatch | None:
+        """Return what watches a call whose backward the caller runs, if it is checked."""
+        return FiniteWatch() if self.training and torch.is_grad_enabled() and self._checks_finite() else None
+
+    def _run_step(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: str, scaler: GradScaler | None
+    ) -> torch.Tensor | None:
         if not (self.plan.is_pipeline or self._is_in_passes(args, kwargs)):
             result = self._loss(args, kwargs)
             (result if scaler is None else scaler.scale(result)).backward()
@@ -135,10 +223,10 @@ class Parallel(ParallelModule):
         pass over the whole batch, whatever the plan's micro-batch. Raises PlanError under a plan of stages."""
         if not self.plan.is_pipeline and self.training and torch.is_grad_enabled() and self._is_in_passes(args, kwargs):
             self._say_whole()
-        return self._loss(args, kwargs)
+        return self._loss(args, kwargs, self._watch_of_call())
 
-    def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        _, loss, _ = self._call(args, kwargs, loss_only=True)
+    def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: FiniteWatch | None = None) -> torch.Tensor:
+        _, loss, _ = self._call(args, kwargs, loss_only=True, watch=watch)
         if loss is None:
             raise no_loss()
         return loss
@@ -189,11 +277,17 @@ class Parallel(ParallelModule):
     # -- a call under a plan without stages ----------------------------------------------------------------------------
 
     def _call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, loss_only: bool, predicts: bool = False
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        loss_only: bool,
+        predicts: bool = False,
+        watch: FiniteWatch | None = None,
     ) -> CallResult:
         if torch.compiler.is_compiling():
             called: CallResult = torch.compiler.disable(self._call)(
-                args, kwargs, loss_only=loss_only, predicts=predicts
+                args, kwargs, loss_only=loss_only, predicts=predicts, watch=watch
             )
             return called
         self.plan.only_stage  # noqa: B018 - raises PlanError for several
@@ -213,12 +307,13 @@ class Parallel(ParallelModule):
         if compiled.seed is not None:
             tensors[compiled.seed] = seed
         if check is None:
-            delivered, written = compiled.step(tensors)
+            seen = None if watch is None else watch.observed(compiled.step.emitted)
+            delivered, written = compiled.step(tensors, seen)
         else:
             batch = [x.to(self.device) for x in flat if isinstance(x, torch.Tensor)] if self._parts is None else ()
-            emitted = compiled.step.emitted
-            delivered, written = compiled.step(tensors, check.observed(emitted, batch))
-            check.watch(emitted.program.spmd, tensors)
+            seen = Observed(check.observed(compiled.step.emitted, batch))
+            delivered, written = compiled.step(tensors, seen)
+            check.watch(compiled.spmd, tensors)
         arrivals.finish()
         loss, outputs = compiled.results(delivered)
         buffers = [tensors[position] for position in compiled.written]

@@ -267,6 +267,7 @@ class ParallelModule(ShardedModule):
         not draw the same numbers one call later."""
         self._seed = splitmix64(torch.tensor(seed or 0, dtype=torch.int64, device=device))
         self._failed = False  # whether the last call failed on this rank: other ranks may still be in it
+        self._calls_so_far = 0  # training calls of this process, for ``check_finite``
         self._draws = False  # whether a call has drawn random numbers, here or before a checkpoint was loaded
         self._signatures: dict[Any, Signature] = {}
         self._last_kind: tuple[object, ...] | None = None
@@ -274,20 +275,28 @@ class ParallelModule(ShardedModule):
         self._last_circumstances: ParamFlags = ()
         self._seeds: dict[int, torch.Tensor] = {}  # of recent calls, by the number that identifies a recomputation
 
+    def _start(self) -> Callable[[], None]:
+        """Return a function that returns buffers and random state to what they are now."""
+        buffers, seed, draws = [buffer.clone() for buffer in self.buffers()], self._seed.clone(), self._draws
+
+        def restore() -> None:
+            with torch.no_grad():
+                for buffer, value in zip(self.buffers(), buffers, strict=True):
+                    buffer.copy_(value)
+            self._seed, self._draws = seed, draws
+
+        return restore
+
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
         """Restore gradients, buffers and random state after trial steps."""
-        buffers = [buffer.clone() for buffer in self.buffers()]
-        gradients, seed, draws = [p.grad for p in self.parameters()], self._seed.clone(), self._draws
+        gradients, restore = [p.grad for p in self.parameters()], self._start()
         try:
             yield
         finally:
             for parameter, gradient in zip(self.parameters(), gradients, strict=True):
                 parameter.grad = gradient
-            with torch.no_grad():
-                for buffer, value in zip(self.buffers(), buffers, strict=True):
-                    buffer.copy_(value)
-            self._seed, self._draws = seed, draws
+            restore()
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

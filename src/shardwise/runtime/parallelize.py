@@ -48,6 +48,7 @@ def parallelize(
     device: torch.device | str | None = None,
     compile: Compile | None = None,
     check_replicas: int | None = None,
+    check_finite: int | None = None,
     randomness: Randomness = "same_as_one_device",
     host: Sequence[str] = (),
     outputs: Outputs | None = None,
@@ -82,6 +83,12 @@ def parallelize(
         check_replicas: Interval, in training calls from the first, at which ranks compare the values of which they hold
             copies (``runtime.replicas``). A ReplicaError names the first operator, parameter or input that differs.
             Such a call is not compiled. Rank 0's setting counts; 0 or None: never.
+        check_finite: Interval, in training calls from the first, at which the loss and the gradients are looked at. If
+            one is NaN or infinite on any rank, the step is run again operator by operator (``Parallel.check_finite``),
+            and every rank raises NotFiniteError, which names where that begins; nothing was updated. Beside such a
+            check a step pays for one pass over its gradients. A call whose backward you call yourself runs operator by
+            operator whenever it is checked. Rank 0's setting counts; 0 or None: never. A ``GradScaler`` looks for
+            infinite gradients itself: with one, only the loss is looked at.
         randomness: By default dropout and other random numbers are those of one device, whatever the plan. With
             ``"per_shard"`` every shard draws from its own generator, which is faster. Replicas still agree, shards
             differ, and a seed reproduces the numbers under this plan only.
@@ -136,13 +143,18 @@ def parallelize(
     require_memory(agreed, device)
     if compile is None:
         compile = "auto" if device.type == "cuda" else False
-    every, streams, on_host = from_rank_zero(
-        lambda: (checked_interval(check_replicas), randomness == "per_shard", matching_parameters(module, host))
+    replicas, finite, streams, on_host = from_rank_zero(
+        lambda: (
+            checked_interval("check_replicas", check_replicas),
+            checked_interval("check_finite", check_finite),
+            randomness == "per_shard",
+            matching_parameters(module, host),
+        )
     )
     announce_hooks(module)
     if dist.get_rank() == 0 and (sentence := only_priced(agreed)):
         warn_user(f"the plan was {sentence}", PlanWarning)
-    settings = RunSettings(loss, inputs, device, compile, every, streams, on_host, outputs)
+    settings = RunSettings(loss, inputs, device, compile, replicas, finite, streams, on_host, outputs)
     with show_progress_once("making the ranks' parts of the model"):
         return Parallel(module, agreed, settings, seed=seed, init=init, weights=weights)
 

@@ -78,15 +78,16 @@ def in_plan_precision(method: Callable[_P, _R]) -> Callable[_P, _R]:
 @dataclass(frozen=True)
 class RunSettings:
     """How a module runs under its plan, the same on every rank; see ``parallelize``. ``compile``: always, never, or
-    where a program compiles (``"auto"``); ``check_replicas``: 0 for never; ``streams``: every shard draws its own
-    random numbers; ``host``: names of the tables that stay on the CPU; ``outputs``: when outputs other than the loss
-    are gathered (None: large ones when they are read)."""
+    where a program compiles (``"auto"``); ``check_replicas``, ``check_finite``: 0 for never; ``streams``: every shard
+    draws its own random numbers; ``host``: names of the tables that stay on the CPU; ``outputs``: when outputs other
+    than the loss are gathered (None: large ones when they are read)."""
 
     loss: Callable[..., Any] | None
     inputs: Inputs
     device: torch.device
     compile: Compile
     check_replicas: int = 0
+    check_finite: int = 0
     streams: bool = False
     host: frozenset[str] = frozenset()
     outputs: Outputs | None = None

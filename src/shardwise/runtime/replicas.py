@@ -398,10 +398,10 @@ def _report(
     return problem(what, op=subject.op, source=subject.source, fix=_FIXES[subject.kind], facts=facts), differing
 
 
-def checked_interval(check_replicas: int | None) -> int:
-    """Return the setting as a number, 0 for never. Raises ShardwiseError for an invalid value."""
-    every = 0 if check_replicas is None else check_replicas
+def checked_interval(name: str, interval: int | None) -> int:
+    """Return the setting of a check as a number, 0 for never. Raises ShardwiseError for an invalid value."""
+    every = 0 if interval is None else interval
     if not isinstance(every, int) or isinstance(every, bool) or every < 0:
-        what = f"check_replicas is the number of training calls between checks, not {check_replicas!r}"
+        what = f"{name} is the number of training calls between checks, not {interval!r}"
         raise ShardwiseError(what, fix="pass an integer; 0 or None for no checks")
     return every

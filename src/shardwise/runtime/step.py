@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,6 +29,14 @@ from shardwise.runtime.hoisted_constants import Constants
 Forward = Callable[..., tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Any, ...]]]
 # Flags of the delivered values that get a cotangent -> the program whose backward takes these.
 EmitFor = Callable[[tuple[bool, ...]], Emitted]
+
+
+class Observed(NamedTuple):
+    """What runs the halves of a call in place of the program's own: ``backward``: (emitted, saved, cotangents) ->
+    gradients."""
+
+    forward: Forward
+    backward: Callable[[Emitted, list[Any], Sequence[Tensor]], Any] | None = None
 
 
 @dataclass
@@ -60,15 +68,15 @@ class CallableStep:
         self._backward[self.differentiable] = self.emitted
 
     def __call__(
-        self, tensors: Sequence[Tensor], observed: Forward | None = None
+        self, tensors: Sequence[Tensor], observed: Observed | None = None
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Return (delivered, mutations). ``observed``: runs forward in place of the program's own."""
+        """Return (delivered, mutations). ``observed``: runs the call in place of the program's own halves."""
         needs = torch.is_grad_enabled() and any(tensors[i].requires_grad for i in self.positions.values())
         if not needs:
             if observed is None and self._alone is None:
                 self._alone = self.forward_only()
             emitted = self.emitted if observed is not None else self._alone
-            delivered, written, _ = self.forward(tensors, emitted, observed)
+            delivered, written, _ = self.forward(tensors, emitted, observed and observed.forward)
         else:
             # Within saved-tensor hooks backward may run the step again, eager if it is checked, and must save the same.
             compiles = self.compiling and observed is None and not (self.compiling.falls_back and _is_hooked())
@@ -76,7 +84,8 @@ class CallableStep:
             # Detach the others: autograd would call their hooks with None.
             reached = set(self.positions.values())
             tensors = [x if i in reached or not x.requires_grad else x.detach() for i, x in enumerate(tensors)]
-            results = _StepFunction.apply(step, observed, *tensors)  # type: ignore[no-untyped-call]
+            with torch.autograd.set_detect_anomaly(False):  # its traces are of this package; calls have their own
+                results = _StepFunction.apply(step, observed, *tensors)  # type: ignore[no-untyped-call]
             delivered, written = results[: self.num_delivered], results[self.num_delivered :]
         return tuple(delivered), tuple(written)
 
@@ -181,11 +190,11 @@ class GradAccumState:
 
 class _StepFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, step: CallableStep, observed: Forward | None, *tensors: Tensor) -> tuple[Tensor, ...]:
-        delivered, written, saved = step.forward(tensors, observed=observed)
+    def forward(ctx: Any, step: CallableStep, observed: Observed | None, *tensors: Tensor) -> tuple[Tensor, ...]:
+        delivered, written, saved = step.forward(tensors, observed=observed and observed.forward)
         if step.overwritten:  # the end of the call overwrites what backward reads
             saved = tuple(x.clone() if i in step.overwritten else x for i, x in enumerate(saved))
-        ctx.step, ctx.num_tensors = step, len(tensors)
+        ctx.step, ctx.num_tensors, ctx.observed = step, len(tensors), observed
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *(value for value, flows in zip(delivered, step.differentiable, strict=True) if not flows), *written
@@ -208,7 +217,11 @@ class _StepFunction(torch.autograd.Function):
         delivered = cotangents[: step.num_delivered]
         emitted = step.backward_for(tuple(cotangent is not None for cotangent in delivered))
         taken = _in_order(step.emitted, emitted, saved)
-        results = emitted.backward.forward(taken, *(cotangent for cotangent in delivered if cotangent is not None))
+        present = [cotangent for cotangent in delivered if cotangent is not None]
+        if ctx.observed is not None and ctx.observed.backward is not None:
+            results = ctx.observed.backward(emitted, taken, present)
+        else:
+            results = emitted.backward.forward(taken, *present)
         gradients: list[Tensor | None] = [None] * ctx.num_tensors
         for value, gradient in zip(emitted.program.gradients, results, strict=True):
             if ctx.needs_input_grad[2 + step.positions[value]]:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,15 +21,16 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.costs.collectives import Links
 from shardwise.costs.kernels import KernelCall, work_of
-from shardwise.costs.timeline import ONCE, Event, accumulation_name, simulate_program
+from shardwise.costs.timeline import Event, accumulation_name, simulate_program
 from shardwise.costs.trace import Track, write_trace
 from shardwise.layouts.mesh import Mesh
 from shardwise.plans.plan import Plan
 from shardwise.plans.price_scope import prices_of
 from shardwise.plans.quantities import format_bytes, format_seconds
-from shardwise.programs.instructions import Compute, Instruction, sent_by
+from shardwise.programs.instructions import Compute, sent_by
 from shardwise.programs.rank_program import RankProgram
 from shardwise.runtime.agree import gather_values
+from shardwise.runtime.observe import Half, observed
 from shardwise.runtime.step import CallableStep, GradAccumStep
 from shardwise.runtime.transit import Converting, Departing
 
@@ -120,7 +119,7 @@ def profile_step(
     is_compiled = emitted_step.compiling is not None and emitted_step.compiling.variant is not None
     clocks = [_Clock(emitted_step.program, device, state) for _ in range(steps)]
     for clock in clocks:
-        with _timed(emitted_step, clock):
+        with observed(emitted_step, clock):
             step()
     prices = prices_of(plan)
     predicted = simulate_program(emitted_step.program, prices)
@@ -205,7 +204,16 @@ class _Clock:
     events: list[Event] = field(default_factory=list)
     figures: dict[tuple[str, str], tuple[float, str]] = field(default_factory=dict)
 
-    def time(self, node: fx.Node, target: Any, part: str, instructions: Sequence[Instruction], call: Any) -> Any:
+    def begin(self, half: Half) -> None:
+        self.num_passes += half.part == "forward"
+
+    def run(self, node: fx.Node, half: Half, values: Mapping[fx.Node, Any], call: Callable[[], Any]) -> Any:
+        result = self._timed(node, half, call)
+        self.count((*values.values(), result))
+        return result
+
+    def _timed(self, node: fx.Node, half: Half, call: Callable[[], Any]) -> Any:
+        target, part = half.target(node), half.part
         _finish(self.device)
         start = time.perf_counter()
         result = call()
@@ -215,7 +223,7 @@ class _Clock:
         _finish(self.device)
         seconds = time.perf_counter() - start
         if "index" in node.meta:
-            instruction = instructions[node.meta["index"]]
+            instruction = half.instructions[node.meta["index"]]
             assert isinstance(instruction, Compute), f"{node} is not an operator"
             is_cast = instruction.origin.part == "cast"
             name = f"cast of {instruction.results[0]}" if is_cast else instruction.origin.op
@@ -261,49 +269,6 @@ class _Clock:
         if work.kind:
             return f"device.kernels.{work.kind}"
         return f"device.matmul_efficiency.{work.dtype}" if work.flops else "device.memory_efficiency"
-
-
-class _TimedHalf(fx.Interpreter):
-    """Runs a list of instructions on a clock. ``part``: the part name of their events."""
-
-    def __init__(self, module: fx.GraphModule, instructions: Sequence[Instruction], part: str, clock: _Clock) -> None:
-        super().__init__(module)
-        self.instructions, self.part, self.clock = instructions, part, clock
-
-    def run_node(self, n: fx.Node) -> Any:
-        target = self.fetch_attr(str(n.target)) if n.op == "call_module" else None
-        call = partial(super().run_node, n)
-        result = self.clock.time(n, target, self.part, self.instructions, call)
-        self.clock.count((*self.env.values(), result))
-        return result
-
-
-@contextmanager
-def _timed(step: CallableStep | GradAccumStep, clock: _Clock) -> Iterator[None]:
-    """Run all halves on a clock within the context, uncompiled."""
-    emitted, program = step.emitted, step.emitted.program
-    halves = [(emitted.forward, program.forward, "forward"), (emitted.backward, program.backward, "backward")]
-    if isinstance(step, GradAccumStep):
-        ahead, behind = step.ahead, step.behind
-        halves += [(ahead.forward, ahead.program.forward, ONCE), (behind.backward, behind.program.backward, ONCE)]
-
-    def run(module: fx.GraphModule, instructions: Sequence[Instruction], part: str, *args: Any) -> Any:
-        clock.num_passes += part == "forward"
-        return _TimedHalf(module, instructions, part, clock).run(*args)
-
-    for half in halves:
-        vars(half[0])["forward"] = partial(run, *half)
-    before, step.compiling = step.compiling, None
-    if isinstance(step, GradAccumStep):
-        add, step.add = step.add, clock.add
-    try:
-        yield
-    finally:
-        for module, *_ in halves:
-            del vars(module)["forward"]
-        step.compiling = before
-        if isinstance(step, GradAccumStep):
-            step.add = add
 
 
 def _compared(

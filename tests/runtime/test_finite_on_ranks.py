@@ -1,0 +1,213 @@
+"""Where values that are not finite begin: ``par.check_finite``, ``parallelize(check_finite=n)``, anomaly detection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from raising import raises
+from shardwise.runtime.replicas import checked_interval
+
+RunRanks = Callable[..., list[Any]]
+
+HEIGHT, WIDTH = 8, 16
+
+
+class Net(nn.Module):
+    """Layers with masked scores (infinities on purpose) and one operator that ``how`` makes wrong."""
+
+    def __init__(self, how: str = "right") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how = how
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.norm, self.drop = nn.BatchNorm1d(WIDTH), nn.Dropout(0.25)
+        self.register_buffer("mask", torch.arange(WIDTH) > 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        hidden = self.up(x).relu()
+        scores = self.down(hidden).masked_fill(self.mask, float("-inf")).softmax(-1)
+        if self.how == "forward":
+            hidden = hidden + (y[:, :1] - 100).log()
+        if self.how == "backward":
+            hidden = hidden + (y[:, :1] * hidden).square().sum(-1, keepdim=True).sqrt()
+        return (self.norm(self.drop(x)) * scores).square().mean() + hidden.square().mean()
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(HEIGHT, WIDTH, generator=generator), 101 + torch.rand(HEIGHT, 1, generator=generator)
+
+
+def faulty(how: str) -> tuple[Net, Tensor, Tensor]:
+    net, (x, y) = Net(how), batch()
+    if how == "forward":
+        y[6] = -1.0  # the logarithm of a negative number, of one sample
+    if how == "backward":
+        y[6] = 0.0  # the root of a sum of squares that is 0: its gradient is 0 times infinity
+    if how == "input":
+        x[6, 3] = float("nan")
+    if how == "parameter":
+        with torch.no_grad():
+            net.down.weight[7, 2] = float("inf")
+    return net, x, y
+
+
+PLANS: dict[str, dict[str, Any]] = {
+    "data parallel": {"mode": "data_parallel"},
+    "tensor parallel": {"mesh": sw.Mesh(tp=2), "strategies": {"up": "n@tp", "down": "k@tp"}},
+    "micro-batches, ZeRO 3": {"mode": "data_parallel", "micro_batch": 4, "zero": 3},
+}
+
+
+def found_on_ranks(how: str) -> dict[str, tuple[Any, ...]]:
+    net, x, y = faulty(how)
+    found = {}
+    for name, options in PLANS.items():
+        par = sw.parallelize(net, sw.plan(net, (x, y), 2, **options), check_finite=2)
+        before = [p.detach().clone() for p in par.parameters()], par.state_dict()
+        first = par.check_finite(x, y)
+        after = [p.detach() for p in par.parameters()]
+        assert all(p.grad is None for p in par.parameters())
+        assert all(torch.equal(a, b) or not a.isfinite().all() for a, b in zip(before[0], after, strict=True))
+        assert torch.equal(before[1]["norm.running_mean"], par.state_dict()["norm.running_mean"])
+        text = ""
+        try:
+            par.step(x, y)
+        except sw.errors.NotFiniteError as error:
+            text = str(error)
+        par.step(x, y)  # the second call is not checked
+        own = ""
+        try:
+            with torch.autograd.set_detect_anomaly(True):
+                par(x, y).backward()
+        except sw.errors.NotFiniteError as error:
+            own = str(error)
+        found[name] = first, text, own
+    return found
+
+
+@pytest.mark.parametrize(
+    ("how", "kind", "name", "part"),
+    [
+        ("right", None, "", ""),
+        ("forward", "operator", "log", "forward"),
+        ("backward", "operator", "sqrt", "backward"),
+        ("input", "input", "args[0]", ""),
+        ("parameter", "parameter", "down.weight", ""),
+    ],
+)
+@pytest.mark.sampled(3)
+def test_the_first_value_is_named_on_all_ranks(
+    how: str, kind: str | None, name: str, part: str, run_ranks: RunRanks
+) -> None:
+    results = run_ranks(found_on_ranks, 2, how)
+    for plan in PLANS:
+        (first, text, own), *others = [found[plan] for found in results]
+        assert all(other == (first, text, own) for other in others), "the same on all ranks"
+        if kind is None:
+            assert (first, text, own) == (None, "", ""), "masks hold infinities on purpose"
+            continue
+        assert (first.kind, str(first)) == (kind, text)
+        assert name in first.name
+        assert own.splitlines()[0].partition(" of micro")[0] == text.splitlines()[0].partition(" of micro")[0]
+        if kind == "operator":
+            assert part in first.part
+            assert ("of micro-batch 2" in first.part) == ("micro" in plan)
+            assert first.source.startswith("test_finite_on_ranks.py:")
+            assert "in [" in first.operands[0]
+        if plan == "data parallel" and kind in ("operator", "input"):
+            assert first.ranks == (1,), "the rank that has the sample"
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x).tanh()
+            if number == 1:
+                x = x + (y - 100).log() + y.abs().sqrt() * 0
+        return x.square().mean()
+
+
+def found_in_stages(schedule: str, stages: int) -> list[Any]:
+    x, y = batch()
+    y[6] = -1.0
+    by_kind = [(x, y.clone()), (x, batch()[1] * 0)]
+    by_kind[1][1][:] = 101.0
+    net = Tower()
+    options: dict[str, Any] = {"stages": stages, "micro_batch": 2, "schedule": schedule}
+    par = sw.parallelize(net, sw.plan(net, (x, y), 2, **options))
+    assert par.plan.is_pipeline
+    return [par.check_finite(*args) for args in by_kind]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages"), [("1F1B", 2), pytest.param("ZBVZeroBubble", 4, marks=pytest.mark.long)]
+)
+def test_the_first_value_in_stages_is_named_with_its_micro_batch(
+    schedule: str, stages: int, run_ranks: RunRanks
+) -> None:
+    for first, none in run_ranks(found_in_stages, 2, schedule, stages):
+        assert none is None
+        assert "log" in first.name
+        assert first.part == "forward of micro-batch 4"
+        assert first.ranks == (0 if stages == 2 else 1,)
+
+
+class Halves(nn.Module):
+    """A product in float16 whose summands fit, and whose sum does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.product = nn.Linear(4, 4, bias=False, dtype=torch.float16)
+        nn.init.constant_(self.product.weight, 100.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x).relu().float().mean()
+
+
+def sum_over_ranks() -> Any:
+    net, x = Halves(), torch.full((2, 4), 200.0, dtype=torch.float16)  # 2 x 20,000 on each of two ranks
+    par = sw.parallelize(net, sw.plan(net, (x,), 2, mesh=sw.Mesh(tp=2), strategies={"product": "k@tp"}))
+    return par.check_finite(x)
+
+
+def test_a_sum_over_ranks_that_is_too_large_is_named(run_ranks: RunRanks) -> None:
+    for first in run_ranks(sum_over_ranks, 2):
+        assert (first.kind, first.ranks) == ("conversion", (0, 1)), first
+        assert "float32" in str(first)
+
+
+def trained(every: int | None) -> list[Tensor]:
+    net, (x, y) = Net(), batch()
+    par = sw.parallelize(net, sw.plan(net, (x, y), 2, **PLANS["micro-batches, ZeRO 3"]), check_finite=every)
+    optimizer = torch.optim.AdamW(par.parameters(), lr=0.01)
+    for _ in range(3):
+        par.step(x, y)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in par.parameters()] + list(par.buffers())
+
+
+def trained_both_ways() -> bool:
+    return all(torch.equal(a, b) for a, b in zip(trained(1), trained(None), strict=True))
+
+
+def test_checked_steps_train_as_others(run_ranks: RunRanks) -> None:
+    assert run_ranks(trained_both_ways, 2) == [True, True]
+
+
+@pytest.mark.parametrize("every", [-1, 0.5, True, "1"])
+def test_an_interval_that_is_no_number_of_calls_is_refused(every: Any) -> None:
+    with raises(sw.ShardwiseError, "check_finite", repr(every), fix="0 or None"):
+        checked_interval("check_finite", every)
