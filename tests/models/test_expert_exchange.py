@@ -62,6 +62,7 @@ MORE: dict[str, tuple[str, sw.Mesh, str, dict[str, Any]]] = {
 
 @pytest.mark.filterwarnings("ignore:no rule for shardwise.function")  # phimoe's router is an autograd.Function
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
+@pytest.mark.sampled(2)
 def test_tokens_travel_and_every_number_is_that_of_one_device(case: str) -> None:
     name, mesh, strategy, options = (CASES | MORE)[case]
     module, batch, plan = planned(name, mesh, strategy, **options)
@@ -124,6 +125,7 @@ ROUTINGS: dict[str, Callable[[int], tuple[int, int]]] = {
 
 @pytest.mark.parametrize("routing", ROUTINGS)
 @pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.sampled(4)
 def test_any_routing_is_exact(routing: str, devices: int) -> None:
     module, tokens = Routed(), range(32)
     batch = torch.randn(4, 8, 8), torch.tensor([ROUTINGS[routing](token) for token in tokens]).view(4, 8, 2)
@@ -142,6 +144,7 @@ UNEVEN = {  # samples, positions, devices
 
 
 @pytest.mark.parametrize("case", UNEVEN)
+@pytest.mark.sampled(2)
 def test_any_number_of_tokens_travels(case: str) -> None:
     samples, positions, devices = UNEVEN[case]
     module, generator = Routed(), torch.Generator().manual_seed(0)

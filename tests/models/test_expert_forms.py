@@ -53,6 +53,7 @@ def test_every_form_comes_to_products_by_expert(form: str) -> None:
 
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+@pytest.mark.sampled(2)
 def test_experts_of_transformers_are_products_in_every_setting(name: str, implementation: str) -> None:
     torch.manual_seed(0)
     tiny = mixtral() if name == "mixtral" else tiny_of(name)
@@ -77,6 +78,7 @@ def test_products_have_the_dtype_of_autocast() -> None:
     [(form, mesh) for form in FORMS for mesh in MESHES if mesh == "ep" or FORMS[form][0] not in (Modules, Assigned)],
 )
 @pytest.mark.parametrize("experts", [4, pytest.param(6, marks=pytest.mark.long)])
+@pytest.mark.sampled(5)
 def test_tokens_of_every_form_travel(form: str, mesh: str, experts: int) -> None:
     module, tp = FORMS[form][0](experts), "tp" in mesh
     plan = sw.plan(
@@ -91,6 +93,7 @@ def test_tokens_of_every_form_travel(form: str, mesh: str, experts: int) -> None
 
 @pytest.mark.parametrize("kind", [ExpertChoice, Dense])
 @pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.sampled(3)
 def test_experts_to_which_nothing_travels_are_split(kind: type[Mixture], mesh: str) -> None:
     module = kind()
     plan = sw.plan(module, (X,), MESHES[mesh].num_devices, mesh=MESHES[mesh])
