@@ -188,6 +188,28 @@ def test_a_sum_over_ranks_that_is_too_large_is_named(run_ranks: RunRanks) -> Non
         assert "float32" in str(first)
 
 
+def own_loss() -> list[str]:
+    """A loss outside of the module: its gradient is NaN; a masked output holds minus infinity."""
+    torch.manual_seed(0)
+    net = nn.Linear(WIDTH, WIDTH)
+    x, _ = batch()
+    par = sw.parallelize(net, sw.plan(net, (x,), 2, mode="data_parallel"), check_finite=1)
+    texts = []
+    for factor in (1.0, float("nan")):
+        try:
+            (par(x).square().mean() * factor).backward()
+            texts.append("")
+        except sw.errors.NotFiniteError as error:
+            texts.append(str(error))
+    return texts
+
+
+def test_a_gradient_from_outside_is_told_from_those_of_the_module(run_ranks: RunRanks) -> None:
+    for right, wrong in run_ranks(own_loss, 2):
+        assert right == ""
+        assert "outside of the module" in wrong
+
+
 def trained(every: int | None) -> list[Tensor]:
     net, (x, y) = Net(), batch()
     par = sw.parallelize(net, sw.plan(net, (x, y), 2, **PLANS["micro-batches, ZeRO 3"]), check_finite=every)

@@ -67,6 +67,7 @@ class NotFinite:
         return problem(what, op=self.name, source=self.source, facts=facts, fix=_FIXES[self.kind])
 
 
+_FROM_OUTSIDE = "the gradient of an output is not finite: it was when it came from the loss, outside of the module"
 # Of a value that is not finite: where it begins; or it came by a message, from a rank that knows; or its infinities are
 # on purpose, as those of a mask: an operator has one as an argument, or an input or a buffer holds them.
 Status = NotFinite | Literal["message", "on purpose"]
@@ -130,16 +131,18 @@ class FiniteWatch:
         return result
 
     def observed(self, emitted: Emitted) -> Observed:
-        """Return what runs the halves of a program and raises NotFiniteError on all ranks behind each."""
+        """Return what runs the halves of a program and raises NotFiniteError on all ranks behind each, if the loss or a
+        gradient is not finite or another output, which may be masked, holds a NaN."""
 
         def forward(*tensors: Tensor) -> Any:
             results = halves_of(emitted)[0].run(self, *tensors)
-            raise_if_found([self])
+            loss, outputs = emitted.program.spmd.loss, dict(zip(emitted.program.delivered, results[0], strict=True))
+            raise_if_found(self, bool(_holds(outputs.get(loss or ""))) or _holds(outputs) == "NaN")
             return results
 
         def backward(variant: Emitted, saved: list[Any], cotangents: Sequence[Tensor]) -> Any:
             gradients = halves_of(variant)[1].run(self, saved, *cotangents)
-            raise_if_found([self])
+            raise_if_found(self, bool(_holds(gradients)))
             return gradients
 
         return Observed(forward, backward)
@@ -222,11 +225,10 @@ def first_of(watches: Sequence[FiniteWatch]) -> NotFinite | None:
     return None
 
 
-def raise_if_found(watches: Sequence[FiniteWatch]) -> None:
-    """Raise NotFiniteError on all ranks if one has found a value that is not finite. Collective."""
-    first = first_of(watches)
-    if first is not None:
-        raise NotFiniteError(str(first))
+def raise_if_found(watch: FiniteWatch, is_bad: bool) -> None:
+    """Raise NotFiniteError on all ranks if a result is bad on one of them. Collective."""
+    if any(gather_values(is_bad)):
+        raise NotFiniteError(str(first_of([watch]) or _FROM_OUTSIDE))
 
 
 def _readable(x: Tensor) -> Tensor:

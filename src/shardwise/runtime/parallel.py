@@ -77,7 +77,7 @@ class Parallel(ParallelModule):
             return self._evaluate(args, kwargs, predicts=False)
         if needs_gradients and self._is_in_passes(args, kwargs):
             self._say_whole()
-        compiled, _, outputs = self._call(args, kwargs, loss_only=False, watch=self._watch_of_call())
+        compiled, _, outputs = self._call(args, kwargs, loss_only=False, has_own_backward=True)
         return unflatten(outputs, compiled.captured.out_spec)
 
     @overload
@@ -118,6 +118,9 @@ class Parallel(ParallelModule):
             raise ShardwiseError(
                 f'loss is "all" (every rank gets it) or "last" (those of the last stage), not {loss!r}'
             )
+        if torch.compiler.is_compiling():  # a torch.compile around this module: its programs are not for Dynamo
+            stepped: torch.Tensor | None = torch.compiler.disable(self.step)(*args, loss=loss, scaler=scaler, **kwargs)
+            return stepped
         if not self._checks_finite():
             return self._run_step(args, kwargs, loss, scaler)
         restore = self._start()
@@ -191,10 +194,6 @@ class Parallel(ParallelModule):
         self._calls_so_far += 1
         return torch.is_anomaly_enabled() or (every > 0 and (self._calls_so_far - 1) % every == 0)
 
-    def _watch_of_call(self) -> FiniteWatch | None:
-        """Return what watches a call whose backward the caller runs, if it is checked."""
-        return FiniteWatch() if self.training and torch.is_grad_enabled() and self._checks_finite() else None
-
     def _run_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: str, scaler: GradScaler | None
     ) -> torch.Tensor | None:
@@ -202,11 +201,7 @@ class Parallel(ParallelModule):
             result = self._loss(args, kwargs)
             (result if scaler is None else scaler.scale(result)).backward()
             return result.detach()
-        if torch.compiler.is_compiling():  # a torch.compile around this module: its programs are not for Dynamo
-            step: Callable[..., tuple[StageCall, torch.Tensor | None]] = torch.compiler.disable(self._step)
-            ready, total = step(args, kwargs, scaler)
-        else:
-            ready, total = self._step(args, kwargs, scaler)
+        ready, total = self._step(args, kwargs, scaler)
         if loss == "last" or not self.plan.is_pipeline:
             return total
         last, graph = self.plan.stages[-1].placement.ranks, ready.bound.cut.parts[-1]
@@ -223,10 +218,10 @@ class Parallel(ParallelModule):
         pass over the whole batch, whatever the plan's micro-batch. Raises PlanError under a plan of stages."""
         if not self.plan.is_pipeline and self.training and torch.is_grad_enabled() and self._is_in_passes(args, kwargs):
             self._say_whole()
-        return self._loss(args, kwargs, self._watch_of_call())
+        return self._loss(args, kwargs, has_own_backward=True)
 
-    def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any], watch: FiniteWatch | None = None) -> torch.Tensor:
-        _, loss, _ = self._call(args, kwargs, loss_only=True, watch=watch)
+    def _loss(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, has_own_backward: bool = False) -> torch.Tensor:
+        _, loss, _ = self._call(args, kwargs, loss_only=True, has_own_backward=has_own_backward)
         if loss is None:
             raise no_loss()
         return loss
@@ -283,11 +278,12 @@ class Parallel(ParallelModule):
         *,
         loss_only: bool,
         predicts: bool = False,
-        watch: FiniteWatch | None = None,
+        has_own_backward: bool = False,
     ) -> CallResult:
+        """Run a call under a plan without stages. ``has_own_backward``: the caller runs backward, if any."""
         if torch.compiler.is_compiling():
             called: CallResult = torch.compiler.disable(self._call)(
-                args, kwargs, loss_only=loss_only, predicts=predicts, watch=watch
+                args, kwargs, loss_only=loss_only, predicts=predicts, has_own_backward=has_own_backward
             )
             return called
         self.plan.only_stage  # noqa: B018 - raises PlanError for several
@@ -307,7 +303,8 @@ class Parallel(ParallelModule):
         if compiled.seed is not None:
             tensors[compiled.seed] = seed
         if check is None:
-            seen = None if watch is None else watch.observed(compiled.step.emitted)
+            is_watched = has_own_backward and self.training and torch.is_grad_enabled() and self._checks_finite()
+            seen = FiniteWatch().observed(compiled.step.emitted) if is_watched else None
             delivered, written = compiled.step(tensors, seen)
         else:
             batch = [x.to(self.device) for x in flat if isinstance(x, torch.Tensor)] if self._parts is None else ()

@@ -85,10 +85,10 @@ def parallelize(
             Such a call is not compiled. Rank 0's setting counts; 0 or None: never.
         check_finite: Interval, in training calls from the first, at which the loss and the gradients are looked at. If
             one is NaN or infinite on any rank, the step is run again operator by operator (``Parallel.check_finite``),
-            and every rank raises NotFiniteError, which names where that begins; nothing was updated. Beside such a
-            check a step pays for one pass over its gradients. A call whose backward you call yourself runs operator by
-            operator whenever it is checked. Rank 0's setting counts; 0 or None: never. A ``GradScaler`` looks for
-            infinite gradients itself: with one, only the loss is looked at.
+            and every rank raises NotFiniteError, which names where that begins; nothing was updated. Such a step pays
+            for one pass over its gradients. A call whose backward you call yourself runs operator by operator whenever
+            it is checked, unless its replicas are. With a ``GradScaler``, which looks for infinite gradients itself,
+            only the loss is looked at. Rank 0's setting counts; 0 or None: never.
         randomness: By default dropout and other random numbers are those of one device, whatever the plan. With
             ``"per_shard"`` every shard draws from its own generator, which is faster. Replicas still agree, shards
             differ, and a seed reproduces the numbers under this plan only.
