@@ -116,7 +116,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "ranks", "options"), CASES)
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 def test_predicted_memory_is_that_of_real_ranks(name: str, ranks: int, options: dict[str, Any], run_ranks: Any) -> None:
     model, inputs = _model(name)
     large = options.get("large", moves.LARGE)

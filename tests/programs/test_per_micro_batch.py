@@ -200,6 +200,7 @@ def made(name: str) -> tuple[nn.Module, tuple[Tensor, ...], list[str]]:
 @pytest.mark.filterwarnings("ignore:running statistics", "ignore:a batch of 1")
 @pytest.mark.parametrize("micro_batch", [2, pytest.param(1, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sampled(4)
 def test_terms_per_micro_batch_are_proven_beside_one_device(name: str, micro_batch: int) -> None:
     module, inputs, terms = made(name)
     if (name, micro_batch) == ("all of the loss", 1):

@@ -88,6 +88,7 @@ def on_ranks(make: Callable[[], nn.Module], dtype: torch.dtype) -> dict[str, Any
 
 
 @pytest.mark.parametrize(("make", "dtype"), [(gpt2, BF16), (bert, FP16)], ids=["gpt2", "bert"])
+@pytest.mark.sampled(1)
 def test_one_rank_has_the_bits_of_eager_autocast_and_two_differ_by_rounding(
     make: Callable[[], nn.Module], dtype: torch.dtype, run_ranks: RunRanks
 ) -> None:
