@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import shtab
 
-from shardwise.commands.command import Command, add_output
+from shardwise.commands.command import EXIT_USAGE, Command, Parser, add_output
 from shardwise.commands.json_output import cluster_data, show
 from shardwise.commands.models import BuildError
 from shardwise.commands.plans import PLAN_COMMANDS, run_rank_alone
@@ -84,7 +84,6 @@ def elastic_settings(chosen: argparse.Namespace) -> ElasticConfig | None:
     return ElasticConfig(**settings, preload=chosen.preload) if chosen.elastic else None
 
 
-EXIT_USAGE = 2
 EXIT_BUILD = 1
 EXIT_PIPE = 141  # the code that shells give a program ended by SIGPIPE
 EXIT_INTERRUPT = 130  # and by SIGINT
@@ -92,7 +91,7 @@ EXIT_INTERRUPT = 130  # and by SIGINT
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command ``shardwise`` and return its exit code, 2 for any error that the user can fix."""
-    parser = argparse.ArgumentParser(prog="shardwise", description="Trains an ordinary PyTorch model on many devices.")
+    parser = Parser(prog="shardwise", description="Trains an ordinary PyTorch model on many devices.")
     parser.add_argument("--version", action="version", version=_versions())
     shtab.add_argument_to(parser, "--print-completion", help="print a shell completion script")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)

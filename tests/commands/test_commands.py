@@ -439,3 +439,32 @@ def test_help_and_clusters_need_no_torch():
         done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what", "fix"),
+    [
+        ("paln", "invalid choice: 'paln'", "did you mean plan?"),
+        ("plan", "required: MODEL, --cluster", "shardwise plan --help"),
+        ("plan net.py:build --cluster 2 --precison=bf16", "unrecognized arguments: --precison=bf16", "--precision?"),
+        ("fits net.py:build --cluster 2 --mode data-parallel", "--mode: invalid choice", "did you mean data_parallel?"),
+        ("plan net.py:build --cluster 2 --zero 4", "invalid choice: 4 (choose from 1, 2, 3)", "shardwise plan --help"),
+    ],
+)
+def test_wrong_arguments_take_two_lines_with_the_nearest_word(
+    arguments: str, what: str, fix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        run(*arguments.split())
+    first, second = capsys.readouterr().err.splitlines()
+    assert what in first
+    assert second.startswith("  fix:    ")
+    assert second.endswith(fix)
+
+
+def test_a_dtype_alone_is_that_of_computing(folder: Path) -> None:
+    for text in ("bf16", "compute=bf16"):
+        assert run("plan", "net.py:build", "--cluster", "2", "--precision", text, "-o", f"{text}.json") == 0
+    plan = sw.Plan.load("bf16.json")
+    assert plan == sw.Plan.load("compute=bf16.json")
+    assert plan.precision.compute == torch.bfloat16

@@ -4,12 +4,38 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
+from typing import NoReturn
 
 from shardwise.errors import ShardwiseError
+
+EXIT_USAGE = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are two lines: what is wrong, and the nearest word that is known or where to look."""
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.search(r"invalid choice: '([^']*)'|unrecognized arguments: (\S+)", message)
+        word = next(filter(None, unknown.groups()), "").partition("=")[0] if unknown else ""
+        near = get_close_matches(word, self._words(), 1)
+        fix = f"did you mean {near[0]}?" if near else f"{self.prog} --help"
+        what = f"{message.partition(' (choose from')[0]}" if near else message
+        self.exit(EXIT_USAGE, f"{self.prog}: {what}\n  fix:    {fix}\n")
+
+    def _words(self) -> list[str]:
+        """Return options and choices, those of subcommands too."""
+        words = []
+        for action in self._actions:
+            words += [*action.option_strings, *map(str, action.choices or ())]
+            if isinstance(action, argparse._SubParsersAction):
+                words += [word for parser in action.choices.values() for word in parser._words()]
+        return words
 
 
 @dataclass(frozen=True, slots=True)

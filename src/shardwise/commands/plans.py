@@ -50,14 +50,19 @@ def add_settings(parser: argparse.ArgumentParser, *, cluster: bool = True) -> No
         metavar="CLUSTER",
         help="a bundled name, a file, or a number of devices like those here, without a memory limit",
     )
-    add("--mode", metavar="MODE", help="auto, semi_auto, data_parallel or stand_alone (auto)")
+    modes = ("auto", "semi_auto", "data_parallel", "stand_alone")
+    add("--mode", choices=modes, metavar="MODE", help="auto, semi_auto, data_parallel or stand_alone (auto)")
     add("--search", metavar="SEARCH", help="dynamic_programming, ilp, recursive_programming or sharding_propagation")
     add("--mesh", metavar="AXES", help="such as dp=16,tp=8 (chosen by the search)")
     add("--max-mesh-axes", type=int, default=2, metavar="N", help="largest number of axes of the tried meshes (2)")
     add("--global-batch", type=int, metavar="N", help="samples of an optimizer step (those of the example inputs)")
     add("--micro-batch", type=int, metavar="N", help="samples of a micro-batch (chosen by the search)")
     add("--per-micro-batch", action="append", metavar="NAME", help="term of the loss averaged over micro-batches")
-    add("--precision", metavar="DTYPES", help="such as compute=bf16,parameter=f32,reduce=f32 (the model's own)")
+    add(
+        "--precision",
+        metavar="DTYPES",
+        help="bf16 to compute in it, or compute=bf16,parameter=f32,reduce=f32 (the model's own)",
+    )
     add("--memory", metavar="BYTES", help='memory limit of a device, such as "60 GiB" (all but its reserve)')
     add("--optimizer", default="adamw", help="whose states count as memory (adamw); 'adamw on host': in host memory")
     add("--strategy", action="append", metavar="NAME=TEXT", help="of submodules: 'blocks.*.up=n@tp'; repeatable")
@@ -117,7 +122,7 @@ def _precision(text: str) -> Any:
 
     from shardwise.graph.step_precision import Precision
 
-    pairs = _pairs(text.split(","), "--precision")
+    pairs = {"compute": text} if text in _DTYPES or text in _DTYPES.values() else _pairs(text.split(","), "--precision")
     wrong = [f"{key}={value}" for key, value in pairs.items() if value not in _DTYPES and value not in _DTYPES.values()]
     if wrong or pairs.keys() - {"compute", "parameter", "reduce", "products"}:
         raise ShardwiseError(
