@@ -12,7 +12,7 @@ from dataclasses import replace
 from shardwise.graph.custom_operators import STREAMS
 from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.schema import is_random
+from shardwise.graph.schema import arguments, is_random
 from shardwise.rules.arguments import flat_pieces
 from shardwise.rules.binding import RuleTable, build, single
 from shardwise.rules.keyed_rows import IMBALANCE, KeyedRows, copies_of, keyed
@@ -31,7 +31,8 @@ def grouped_mm_rule(op: Op, graph: Graph) -> OpRule:
     kinds: dict[str, FactorKind] = {"k": "sum", "e": "sum"}
     rule = build(op, graph, operands, [(of_rows, ("n",))], kinds=kinds, linear=((0,), (1,)), localize=localize)
     copies, num_experts = max(rows // max(tokens, 1), 1), graph.by_name[op.operands[1]].shape[0]
-    return replace(rule, keyed=KeyedRows((f"K{copies}", "e", "K1"), ("K1",), op.operands[2], num_experts, copies))
+    follow = KeyedRows((f"K{copies}", "e", "K1"), ("K1",), op.operands[2], num_experts, arguments(op)["skips"], copies)
+    return replace(rule, keyed=follow)
 
 
 def with_keyed_rows(graph: Graph, rules: Mapping[str, OpRule], imbalance: float = IMBALANCE) -> dict[str, OpRule]:
@@ -62,6 +63,7 @@ def with_keyed_rows(graph: Graph, rules: Mapping[str, OpRule], imbalance: float 
             results=tuple(keyed(copies_of(at), imbalance) for at in follow.results),
             keys=first.keys,
             num_keys=first.num_keys,
+            skips=first.skips,
             copies=first.copies,
             imbalance=imbalance,
             is_first=rule.keyed is first,
