@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from models.expert_models import WIDTH, Loop
 from raising import raises
+
+RunRanks = Callable[..., list[Any]]
 
 
 class Counted(nn.Module):
@@ -65,3 +69,49 @@ def test_rows_that_the_model_drops_by_itself_are_dropped(strategy: str) -> None:
     module, x, chosen, plan = planned(Dropping, strategy)
     chosen[1:3, 2:, 1] = 4
     assert sw.verify(module, (x, chosen), plan).is_equal
+
+
+def step_with_an_expert_that_there_is_not() -> tuple[str, str]:
+    """On one of two ranks; the other one must not wait for ever."""
+    module, x, chosen, plan = planned(Counted, "K@ep")
+    par = sw.parallelize(module, plan)
+    chosen[3, 2, 1] = 9  # of the second rank's samples
+    try:
+        par(x, chosen)
+    except Exception as error:
+        return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return "", ""
+
+
+def test_ranks_end_with_an_expert_that_there_is_not(run_ranks: RunRanks) -> None:
+    first, second = run_ranks(step_with_an_expert_that_there_is_not, 2)
+    assert second[0] == "IndexError"
+    for part in ("expert 9", "/grouped_mm", "test_expert_keys.py"):
+        assert part in second[1], second
+    assert first[0] == "CollectiveError"
+    assert "rank 1" in first[1], first
+
+
+def step_with_another_router(check: bool) -> str:
+    """Rank 3, whose router is turned round, is one of two that have copies of it and of its tokens."""
+    module = Loop()
+    x = torch.randn(4, 8, WIDTH, generator=torch.Generator().manual_seed(0))
+    plan = sw.plan(module, (x,), 4, mesh=sw.Mesh(ep=2, tp=2), strategies={"": "e@ep n@tp"})
+    assert any(collective.kind == "row_exchange" for collective in plan.collectives()), plan
+    par = sw.parallelize(module, plan, check_replicas=1 if check else None)
+    if sw.rank() == 3:
+        with torch.no_grad():
+            par.router.weight.neg_()
+    try:
+        for _ in range(2):
+            par(x).backward()
+    except sw.errors.ShardwiseError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_routers_that_differ_hang_no_rank_and_are_named(run_ranks: RunRanks) -> None:
+    assert run_ranks(step_with_another_router, 4, False) == [""] * 4, "every rank sends what it told the others"
+    for text in run_ranks(step_with_another_router, 4, True):
+        for part in ("ReplicaError", "router", "rank 3"):
+            assert part in text, text

@@ -51,8 +51,8 @@ def _sorted_rows(
 
 
 def _refuse_unknown(experts: torch.Tensor, count: int, skips: bool) -> None:
-    """Raise IndexError for an expert that is none of ``count``; on a GPU, whose numbers the host does not wait for, fail
-    there. ``skips``: numbers from ``count`` on are allowed."""
+    """Raise IndexError for an expert that is none of ``count``; on a GPU, whose numbers the host does not wait for,
+    fail there. ``skips``: numbers from ``count`` on are allowed."""
     if not experts.shape[0]:
         return
     lowest, highest = experts.aminmax()
@@ -218,7 +218,9 @@ grouped_mm.register_autograd(_backward, setup_context=_setup)
 
 
 @torch.library.custom_op(
-    "shardwise::order_by_owner", mutates_args=(), schema="(Tensor keys, int num_keys, bool skips, int owners) -> (Tensor, Tensor)"
+    "shardwise::order_by_owner",
+    mutates_args=(),
+    schema="(Tensor keys, int num_keys, bool skips, int owners) -> (Tensor, Tensor)",
 )
 def order_by_owner(keys: torch.Tensor, num_keys: int, skips: bool, owners: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions of keys [rows] sorted by key, and how many rows have each key of each owner [1, owners,

@@ -58,12 +58,14 @@ class Accumulation:
 class SelectedRows:
     """The values with selected rows of a graph under construction. ``counts``: the symbol of a number of rows -> their
     mask; ``positions``: values that are coordinates of a mask's rows, with the mask and the dim (None: all dims, in
-    columns); ``ranges``: values that number the rows."""
+    columns); ``read_at``: rows that were read at coordinates -> the value, the mask and its dims; ``ranges``: values
+    that number the rows."""
 
     emitter: Emitter
     rows: dict[str, Rows] = field(default_factory=dict)
     counts: dict[Any, Ref] = field(default_factory=dict)
     positions: dict[str, tuple[Ref, int | None]] = field(default_factory=dict)
+    read_at: dict[str, tuple[str, tuple[Ref, tuple[int, ...]]]] = field(default_factory=dict)
     ranges: set[str] = field(default_factory=set)
     masked: dict[tuple[str, int], Ref] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)

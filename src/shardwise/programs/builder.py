@@ -229,7 +229,9 @@ class KeyedRowsWriter:
         devices, result = target.mesh.size_of(along), f"{received}.keys"
         self.values.append(Value(result, (num_rows,), torch.int64))
         args = Ref(rows[0]), Ref(ways[1]), keyed.num_keys, devices
-        way = self._added(op, f"{op}/arrived{received.rpartition('received')[2]}", keys_of_rows._opoverload, args, (result,))
+        way = self._added(
+            op, f"{op}/arrived{received.rpartition('received')[2]}", keys_of_rows._opoverload, args, (result,)
+        )
         factors = [[Factor(f"{x}{i}", n) for i, n in enumerate(each.shape)] for x, each in zip("rd", read, strict=True)]
         dims = tuple(tuple((factor.name,) for factor in each) for each in factors)
 

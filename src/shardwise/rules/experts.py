@@ -49,11 +49,16 @@ def with_keyed_rows(graph: Graph, rules: Mapping[str, OpRule], imbalance: float 
         assert follow is not None, "a product by expert"
         by_keys.setdefault(follow.keys, follow)
     follows = {keys: keys for keys in by_keys}  # value with one row per key -> the keys
+    behind: dict[str, tuple[str, str]] = {}  # value computed from such rows together -> the keys and the operator
     for op in graph.ops if products else ():
         rule = marked[op.name]
         keys = {follows[name] for name in op.operands if name in follows}
         first = by_keys[keys.pop()] if len(keys) == 1 else None
         follow = first and (rule.keyed or _row_by_row(op, rule, graph, follows))
+        mixed = [behind[name] for name in op.operands if name in behind]
+        if first is not None and follow is None:
+            mixed = [(first.keys, op.name)]
+        behind.update(dict.fromkeys(op.results, mixed[0]) if mixed else {})
         if first is None or follow is None:
             marked[op.name] = replace(rule, keyed=None)
             continue
@@ -67,6 +72,7 @@ def with_keyed_rows(graph: Graph, rules: Mapping[str, OpRule], imbalance: float 
             copies=first.copies,
             imbalance=imbalance,
             is_first=rule.keyed is first,
+            behind=next((name for keys, name in mixed if keys == first.keys), ""),
         )
         marked[op.name] = replace(rule, keyed=follow)
         follows.update(dict.fromkeys(op.results, first.keys))

@@ -62,6 +62,8 @@ class KeyedRows:
         copies: The keys of a token, neighbours among ``keys``. They are on the same device before their rows travel.
         imbalance: The rows that are planned for on the busiest owner, over the mean.
         is_first: Whether its operands are what travels: rows reach it before all others that follow these keys.
+        behind: Of a product by expert, the operator that mixes rows between it and the one before, for which rows
+            return.
     """
 
     operands: tuple[str, ...]
@@ -72,6 +74,7 @@ class KeyedRows:
     copies: int = 1
     imbalance: float = IMBALANCE
     is_first: bool = False
+    behind: str = field(default="", compare=False)
 
     @property
     def owned(self) -> str | None:

@@ -66,7 +66,9 @@ class _Emitted(fx.GraphModule):
             try:
                 return run(module, *args)
             except Exception as error:
-                if (origin := module.origin_of(error, run.__code__)) is not None and not isinstance(error, ShardwiseError):
+                if (origin := module.origin_of(error, run.__code__)) is not None and not isinstance(
+                    error, ShardwiseError
+                ):
                     error.add_note(f"in {origin}")
                 raise
 
