@@ -27,7 +27,6 @@ from typing import Any
 import torch
 
 from shardwise.errors import CaptureError
-from shardwise.graph.expert_masks import selects_once
 from shardwise.graph.ir import Arg, Op, Ref, map_operands
 from shardwise.graph.normalize_losses import LOSS_NORMALIZATIONS, MEAN, NONE, SUM
 from shardwise.graph.rejected import REJECTED
@@ -392,18 +391,6 @@ class Selections(SelectedRows):
         whole = shape[place : place + len(dims)] == tuple(sizes[dim] for dim in dims)
         of_rank = len(self.emitter.value(source).shape) == len(shape) - len(dims) + 1
         return (source, at, place) if whole and of_rank and (rows.dim, rows.copies) == (place, 1) else None
-
-    def _increment(self, x: Ref, at: tuple[Ref, tuple[int, ...]], values: Ref) -> Ref | None:
-        """Return the rows ``r`` of ``x[at] = x[at] + r``, if the mask selects no element of ``x`` twice."""
-        total, (mask, dims) = self.emitter.producer.get(values.name), at
-        if total is None or total.target is not aten.add.Tensor or arguments(total)["alpha"] != 1:
-            return None
-        read = [name for name in total.operands if self.read_at.get(name) == (x.name, at)]
-        added = [name for name in total.operands if name not in read]
-        if len(read) != 1 or len(added) != 1 or self.emitter.values[added[0]].shape != self.emitter.value(values).shape:
-            return None
-        shapes = {name: value.shape for name, value in self.emitter.values.items()}
-        return Ref(added[0]) if selects_once(self.emitter.producer, shapes, mask.name, dims) else None
 
     def _mean(self, op: Op, x: Ref, dims: Any = None, keepdim: bool = False, dtype: Any = None) -> Ref:
         emit, value, rows = self.emitter.emit, self.emitter.value(x), self.rows[x.name]
