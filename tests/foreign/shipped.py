@@ -1,8 +1,10 @@
-"""Every tensor-parallel plan that ships with the installed transformers, checked on small configurations.
+"""Every tensor-parallel and expert-parallel plan that ships with the installed transformers, checked on small
+configurations.
 
 ``make checked-plans``, or ``python -m foreign.shipped --write`` in tests/: each causal model (or masked, or pair of
-texts) whose class ships a tp plan, on 2 ranks and, where its heads divide, on 4. The page ``docs/checked-plans.md`` is
-written from what was found.
+texts) whose class ships a tp plan, on 2 ranks and, where its heads divide, on 4. With ``--experts`` those that ship an
+ep plan, beside their tp plan and beside FSDP2. The pages ``docs/checked-plans.md`` and
+``docs/checked-expert-plans.md`` are written from what was found.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import re
 import signal
 import sys
 import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,9 +30,8 @@ import shardwise as sw
 from models.breadth import ARCHITECTURES, FIELDS, OMITTED, _small_fields
 from models.tiny_models import VOCABULARY
 
-PAGE = Path(__file__).parents[2] / "docs/checked-plans.md"
+DOCS = Path(__file__).parents[2] / "docs"
 CPU_SECONDS, SECONDS = 90, 900  # of a check: what it takes, and where ranks wait for each other for ever
-RANKS = (2, 4)
 LIMIT = 7_000_000  # parameters of a small configuration
 
 # What SMALL makes inconsistent, for architectures that the breadth sweep does not have.
@@ -50,17 +52,35 @@ EXTRA: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
+class Shipped:
+    """Plans of a kind. ``field``: of the configurations that have one; ``plans``: what is passed to ``sw.check`` with
+    the number of ranks, by what the page calls it."""
+
+    field: str
+    page: str
+    head: str
+    plans: Mapping[str, tuple[int, Callable[[], Any]]]
+
+
+def _config(**sizes: int) -> Any:
+    from transformers.distributed import DistributedConfig
+
+    return DistributedConfig(**sizes)
+
+
+@dataclass(frozen=True)
 class Outcome:
-    """``verdict``: of ``sw.check``, or "not built" where no small configuration was found; ``said``: what it prints."""
+    """``plan``: what the page calls it; ``verdict``: of ``sw.check``, or "not built" where no small configuration was
+    found; ``said``: what it prints."""
 
     name: str
-    ranks: int
+    plan: str
     verdict: str
     said: str
 
 
-def architectures() -> list[str]:
-    """Types of models with a causal head and a tp plan, of the configuration or of the class."""
+def architectures(field: str) -> list[str]:
+    """Types of models with a causal head whose configuration has a plan."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     found = []
@@ -69,7 +89,7 @@ def architectures() -> list[str]:
             config = tf.AutoConfig.for_model(name)
         except Exception:  # it needs what is not installed
             continue
-        if getattr(config, "base_model_tp_plan", None):
+        if getattr(config, field, None):
             found.append(name)
     return found
 
@@ -94,7 +114,7 @@ def built(name: str) -> Any:
     return tf.AutoModelForCausalLM.from_config(config)
 
 
-def checked(name: str, ranks: int) -> Outcome:
+def checked(name: str, called: str, ranks: int, plan: Callable[[], Any]) -> Outcome:
     for timer, own, seconds in (
         (signal.ITIMER_PROF, signal.SIGPROF, CPU_SECONDS),
         (signal.ITIMER_REAL, signal.SIGALRM, SECONDS),
@@ -110,12 +130,12 @@ def checked(name: str, ranks: int) -> Outcome:
                 batch = {"input_ids": ids, "labels": ids}
                 copy.deepcopy(model)(**batch)  # on one device, without a plan
             except Exception as error:
-                return Outcome(name, ranks, "not built", f"{type(error).__name__}: {str(error)[:120]}")
+                return Outcome(name, called, "not built", f"{type(error).__name__}: {str(error)[:120]}")
             try:
-                found = sw.check(model, batch, "auto", ranks, beside=False)
+                found = sw.check(model, batch, plan(), ranks, beside=False)
             except Exception as error:
-                return Outcome(name, ranks, "not run", f"{type(error).__name__}: {str(error)[:200]}")
-            return Outcome(name, ranks, found.verdict, str(found))
+                return Outcome(name, called, "not run", f"{type(error).__name__}: {str(error)[:200]}")
+            return Outcome(name, called, found.verdict, str(found))
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -128,23 +148,36 @@ def _too_long(*_: Any) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")
-    parser.add_argument("--write", action="store_true", help="write docs/checked-plans.md")
+    parser.add_argument("--experts", action="store_true", help="plans of experts instead of tp plans")
+    parser.add_argument("--write", action="store_true", help="write the page")
     options = parser.parse_args()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     torch.set_num_threads(1)
     outcomes = []
-    for name in options.names or architectures():
-        for ranks in RANKS:
-            outcome = checked(name, ranks)
+    shipped = EXPERTS if options.experts else TENSORS
+    for name in options.names or architectures(shipped.field):
+        for called, (ranks, plan) in shipped.plans.items():
+            outcome = checked(name, called, ranks, plan)
             outcomes.append(outcome)
-            print(f"{name} on {ranks}: {outcome.said}", flush=True)
+            print(f"{name}, {called}: {outcome.said}", flush=True)
     if options.write:
-        PAGE.write_text(page(outcomes), encoding="utf-8")
+        (DOCS / shipped.page).write_text(page(shipped, outcomes), encoding="utf-8")
     counts = {v: sum(o.verdict == v for o in outcomes) for v in ("equal", "wrong", "not run", "not built")}
     print(counts, file=sys.stderr)
 
 
-HEAD = """# Checked plans
+WHAT = """transformers' own code applies its plan on virtual ranks, in float64; loss, outputs, every gradient, buffers
+and parameters after two steps are compared ([how](decisions/0025-plans-of-other-tools-run-their-own-code.md)).
+Configurations are small (two layers, width 32, four heads of keys as of queries); dropout is off. A verdict is about
+training: inference takes other paths in these layers.
+Where a plan stops at a size that does not divide, other sizes may do.
+
+{counts}
+"""
+TENSORS = Shipped(
+    "base_model_tp_plan",
+    "checked-plans.md",
+    """# Checked plans
 
 Which tensor-parallel plans that ship with transformers {version} compute what one device computes. Written by
 `make checked-plans`; every line can be had again:
@@ -154,25 +187,44 @@ model = transformers.AutoModelForCausalLM.from_config(small_config)
 print(sw.check(model, {{"input_ids": ids, "labels": ids}}, "auto", 2))
 ```
 
-transformers' own code applies its plan on virtual ranks, in float64; loss, outputs, every gradient, buffers and
-parameters after two steps are compared ([how](decisions/0025-plans-of-other-tools-run-their-own-code.md)).
-Configurations are small (two layers, width 32, four heads of keys as of queries); dropout is off. A verdict is about
-training: inference takes other paths in these layers.
-Where a plan stops at a size that does not divide, other sizes may do.
-
-{counts}
 """
+    + WHAT,
+    {"2 ranks": (2, lambda: "auto"), "4 ranks": (4, lambda: "auto")},
+)
+EXPERTS = Shipped(
+    "base_model_ep_plan",
+    "checked-expert-plans.md",
+    """# Checked plans of experts
+
+Which expert-parallel plans that ship with transformers {version} compute what one device computes: beside the
+tensor-parallel plan of the model, whose ranks have the same samples, and beside FSDP2, whose ranks have their own.
+Written by `make checked-plans`; every line can be had again:
+
+```text
+model = transformers.AutoModelForCausalLM.from_config(small_config)
+config = transformers.distributed.DistributedConfig(fsdp_size=2, ep_size=2)
+print(sw.check(model, {{"input_ids": ids, "labels": ids}}, config, 2))
+```
+
+"""
+    + WHAT,
+    {
+        "ep 2 beside tp 2": (2, lambda: _config(tp_size=2, ep_size=2)),
+        "ep 2 beside fsdp 2": (2, lambda: _config(fsdp_size=2, ep_size=2)),
+    },
+)
 
 
-def page(outcomes: list[Outcome]) -> str:
+def page(shipped: Shipped, outcomes: list[Outcome]) -> str:
     """The whole page: counts, what is wrong with its first wrong operator, and the names of the rest."""
     names = {v: sorted({o.name for o in outcomes if o.verdict == v}) for v in ("wrong", "not run", "not built")}
     bad = {name for group in names.values() for name in group}
     equal = sorted({o.name for o in outcomes} - bad)
     rows = [f"| {v} | {sum(o.verdict == v for o in outcomes)} |" for v in ("equal", "wrong", "not run", "not built")]
     lines = [
-        HEAD.format(
-            version=tf.__version__, counts="\n".join(["| verdict | checks (2 and 4 ranks) |", "|---|---|", *rows])
+        shipped.head.format(
+            version=tf.__version__,
+            counts="\n".join([f"| verdict | checks ({' and '.join(shipped.plans)}) |", "|---|---|", *rows]),
         )
     ]
     titles = {
@@ -183,12 +235,12 @@ def page(outcomes: list[Outcome]) -> str:
     for verdict, title in titles.items():
         lines.append(title + "\n")
         for name in names[verdict]:
-            said = {o.ranks: o.said for o in outcomes if o.name == name and o.verdict == verdict}
-            ranks, text = next(iter(said.items()))
-            on = " and ".join(map(str, said))
+            said = {o.plan: o.said for o in outcomes if o.name == name and o.verdict == verdict}
+            first, text = next(iter(said.items()))
+            on = " and ".join(said)
             shown = text if verdict == "wrong" else text.split("\n")[0]
             shown = "\n".join(line for line in shown.split("\n") if "rules that name nothing" not in line)
-            lines.append(f"`{name}` on {on} ranks (shown: {ranks}):\n\n```text\n{shown}\n```\n")
+            lines.append(f"`{name}`, {on} (shown: {first}):\n\n```text\n{shown}\n```\n")
     lines.append("## Equal\n\n" + ", ".join(f"`{name}`" for name in equal) + "\n")
     unused = {o.name: rules.group(1) for o in outcomes if (rules := re.search("rules that name nothing: (.*)", o.said))}
     lines.append(

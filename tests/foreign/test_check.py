@@ -148,6 +148,41 @@ def test_data_and_tensor_parallelism_together(config: str) -> None:
     assert any("output [1]: f64[4@" in line for line in report.layouts)
 
 
+def mixtral() -> Any:
+    import transformers as tf
+
+    torch.manual_seed(0)
+    fields = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 1, "use_cache": False}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    return tf.MixtralForCausalLM(tf.MixtralConfig(**fields, **heads))
+
+
+def config_of_experts(**settings: Any) -> Any:
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    return DistributedConfig(ep_size=2, **settings)
+
+
+def test_tokens_that_travel_between_fsdp_ranks_are_proven() -> None:
+    report = check(mixtral(), texts(), config_of_experts(fsdp_size=2), 2)
+    assert report.ok, report
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("implementation", ["all_to_all", "all_reduce", "no sum", "no gradient of the others"])
+def test_experts_of_transformers_beside_its_tp_plan(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.distributed import expert_parallel as ep
+
+    forgotten = {"no sum": "_AllReduceForward", "no gradient of the others": "_AllReduceBackward"}.get(implementation)
+    if forgotten:
+        monkeypatch.setattr(ep, forgotten, type("", (), {"apply": staticmethod(lambda x, group: x)}))
+    named = "all_reduce" if forgotten else implementation
+    report = check(mixtral(), texts(), config_of_experts(tp_size=2, ep_implementation=named), 2)
+    assert report.verdict == ("wrong" if forgotten else "equal"), report
+    if forgotten:
+        assert "model.layers.0.mlp" in report.first_wrong.what, report
+
+
 def test_plans_of_parallelize_module() -> None:
     assert check(net(), batch(), megatron(), 2).ok
     report = check(net(), batch(), megatron(), 4, mesh=sw.Mesh(dp=2, tp=2))  # nobody reduces over dp

@@ -23,7 +23,7 @@ READS = ("tolist", "item", "__int__", "__bool__", "__float__")  # of tensors, fo
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Take ``torch._grouped_mm`` on the CPU too, and no host's look at the experts; count what the host reads."""
     monkeypatch.setattr(grouped, "has_kernel", lambda x, weight: True)
-    monkeypatch.setattr(grouped, "_refuse_negative", lambda experts: None)
+    monkeypatch.setattr(grouped, "_refuse_unknown", lambda *_: None)
     reads: Counter[str] = Counter()
     for name in READS:
         monkeypatch.setattr(Tensor, name, _counted(name, getattr(Tensor, name), reads))
@@ -98,7 +98,7 @@ def test_sorted_rows_are_multiplied_where_they_are(kernel: Counter[str]) -> None
     found = {}
     kernel.clear()
     for is_sorted in (False, True):
-        result = grouped_mm(x, weight, experts, [2], [2], [2], is_sorted)
+        result = grouped_mm(x, weight, experts, [2], [2], [2], False, is_sorted)
         found[is_sorted] = (result, *torch.autograd.grad(result, (x, weight), outward))
     assert not kernel
     torch.testing.assert_close(found[True], found[False], rtol=1e-6, atol=1e-6)
@@ -109,7 +109,7 @@ def test_sorted_rows_are_multiplied_where_they_are(kernel: Counter[str]) -> None
 def test_owners_get_the_rows_of_their_keys_in_order_and_send_them_back(num_keys: int, owners: int) -> None:
     generator = torch.Generator().manual_seed(num_keys)
     keys = [torch.randint(num_keys + 2, (n,), generator=generator) for n in (9, 0, 17, 4)[:owners]]
-    orders, counts = zip(*(order_by_owner(each, num_keys, owners) for each in keys), strict=True)
+    orders, counts = zip(*(order_by_owner(each, num_keys, True, owners) for each in keys), strict=True)
     assert all(each.shape == (1, owners, most_keys(num_keys, owners)) for each in counts)
     by_device = [RowCounts(counts[i], torch.stack([c[0, i] for c in counts]).unsqueeze(1)) for i in range(owners)]
     sent = [list(k[order].split(each.sent)) for k, order, each in zip(keys, orders, by_device, strict=True)]
@@ -126,6 +126,12 @@ def test_owners_get_the_rows_of_their_keys_in_order_and_send_them_back(num_keys:
         assert each.by_device(in_order).tolist() == arrived.tolist()
 
 
-def test_a_negative_key_is_refused_before_rows_travel() -> None:
-    with raises(IndexError, -1):
-        order_by_owner(torch.tensor([0, -1]), 4, 2)
+@pytest.mark.parametrize("wrong", [-1, 4, 9])
+def test_a_key_of_no_expert_is_refused_before_rows_travel(wrong: int) -> None:
+    keys = torch.tensor([0, wrong])
+    with raises(IndexError, wrong, "0 to 3"):
+        order_by_owner(keys, 4, False, 2)
+    with raises(IndexError, wrong, "0 to 3"):
+        grouped_mm(torch.ones(2, 16), torch.ones(2, 16, 24), keys, [4], [0], [2])
+    if wrong > 0:
+        assert not grouped_mm(torch.ones(2, 16), torch.ones(2, 16, 24), keys, [4], [0], [2], True)[1].count_nonzero()

@@ -31,6 +31,13 @@ def llama() -> nn.Module:
     return tf.LlamaForCausalLM(tf.LlamaConfig(**WIDE, num_key_value_heads=2))
 
 
+def mixtral() -> nn.Module:
+    config = tf.MixtralConfig(
+        **WIDE, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, use_cache=False
+    )
+    return tf.MixtralForCausalLM(config)
+
+
 def adapted() -> nn.Module:
     """A language model of which only low-rank adapters are trained."""
     import peft

@@ -15,12 +15,13 @@ from safetensors.torch import load_file
 from torch.utils.data import IterableDataset
 
 import shardwise as sw
-from hf.runs import LENGTH, VOCABULARY, Script, Sentences, adapted, bert, classified, history, llama, t5
+from hf.runs import LENGTH, VOCABULARY, Script, Sentences, adapted, bert, classified, history, llama, mixtral, t5
 from raising import raises
 from shardwise.transformers import ShardwiseTrainer
 
 RunRanks = Callable[..., list[Any]]
 TP = {"mesh": sw.Mesh(tp=2), "search": "sharding_propagation"}
+EP = {"mesh": sw.Mesh(ep=2), "search": "sharding_propagation"}
 COLUMNS = {f"*.{name}": "n@tp" for name in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")}
 DP = {"mode": "data_parallel"}
 SCRIPTS = {
@@ -33,6 +34,7 @@ SCRIPTS = {
         samples=(16, 5),
     ),
     "bert, samples": Script(bert, DP, classified),
+    "mixtral, experts": Script(mixtral, {**EP, "strategies": {"model.layers.*.mlp.experts": "e@ep"}}, samples=(18, 6)),
 }
 MORE = {
     "t5, samples": Script(t5, DP),

@@ -70,6 +70,17 @@ class Loop(Mixture):
         return out
 
 
+class Added(Mixture):
+    """Rows of each expert added by an index on both sides: Mistral's reference."""
+
+    def mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        out = torch.zeros_like(tokens)
+        for expert in range(self.num_experts):
+            token, choice = torch.where(chosen == expert)
+            out[token] += weights[token, choice, None] * (F.gelu(tokens[token] @ self.up[expert]) @ self.down[expert])
+        return out
+
+
 class Expert(nn.Module):
     """A gated layer with a bias."""
 

@@ -28,8 +28,8 @@ def planned(name: str, mesh: sw.Mesh, strategy: str = "e@ep", **options: Any) ->
     torch.manual_seed(0)
     module, batch = tiny.build(), tiny.inputs(8)
     experts = {path for path, _ in module.named_modules() if path.endswith("experts") and "shared" not in path}
-    strategies = dict.fromkeys(experts, strategy)
-    return module, batch, sw.plan(module, batch, mesh.num_devices, mesh=mesh, strategies=strategies, **options)
+    strategies, devices = dict.fromkeys(experts, strategy), mesh.num_devices * options.get("stages", 1)
+    return module, batch, sw.plan(module, batch, devices, mesh=mesh, strategies=strategies, **options)
 
 
 def exchanges(plan: Any) -> list[Any]:
@@ -43,20 +43,12 @@ CASES: dict[str, tuple[str, sw.Mesh, str, dict[str, Any]]] = {
     "granitemoe, two axes": ("granitemoe", sw.Mesh(ep=2, node=2), "K@(ep,node)", {}),
     "qwen3, micro-batches": ("qwen3_moe", EP, "K@ep", {"micro_batch": 4}),
 }
+NAMES = (
+    "qwen2_moe", "qwen3_moe", "deepseek_v2", "deepseek_v3", "gpt_oss", "olmoe", "granitemoe", "phimoe", "jamba",
+)  # fmt: skip
+MESHES = (EP, sw.Mesh(dp=2, ep=2), sw.Mesh(ep=2, tp=2), CUBE)
 MORE: dict[str, tuple[str, sw.Mesh, str, dict[str, Any]]] = {
-    f"{name} {mesh}": (name, mesh, "e@ep", {})
-    for name in (
-        "qwen2_moe",
-        "qwen3_moe",
-        "deepseek_v2",
-        "deepseek_v3",
-        "gpt_oss",
-        "olmoe",
-        "granitemoe",
-        "phimoe",
-        "jamba",
-    )
-    for mesh in (EP, sw.Mesh(dp=2, ep=2), sw.Mesh(ep=2, tp=2), CUBE)
+    f"{name} {mesh}": (name, mesh, "e@ep", {}) for name in NAMES for mesh in MESHES
 }
 
 
@@ -194,11 +186,26 @@ def test_cotangents_travel_while_the_gradient_of_the_weight_is_computed(monkeypa
         assert str(backward[i + 1].target) == "shardwise.grouped_mm_of_weight.default", backward[i + 1]
 
 
-def test_tokens_travel_in_stages() -> None:
-    module, batch, _ = planned("qwen3_moe", EP)
-    strategies = {"model.layers.*.mlp.experts": "e@ep"}
-    plan = sw.plan(module, batch, 4, mesh=sw.Mesh(ep=2), strategies=strategies, stages=2, micro_batch=4)
-    assert "row_exchange" in str(plan)
+@pytest.mark.filterwarnings("ignore:no rule for shardwise.function")
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.long) for name in NAMES if name != "qwen3_moe")]
+)
+def test_tokens_travel_in_stages(name: str) -> None:
+    module, batch, plan = planned(name, sw.Mesh(ep=2), stages=2, micro_batch=4)
+    assert exchanges(plan), plan
+    assert sw.verify(module, batch, plan).is_equal
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", [*MESHES, "stages"], ids=str)
+def test_experts_that_compute_all_tokens_are_split(mesh: sw.Mesh | str) -> None:
+    if isinstance(mesh, sw.Mesh):
+        module, batch, plan = planned("llama4_text", mesh, "b@ep")
+    else:
+        module, batch, plan = planned("llama4_text", sw.Mesh(ep=2), "b@ep", stages=2, micro_batch=4)
+    layouts = {str(layout) for name, layout in plan.layouts.items() if name.endswith("experts.gate_up_proj")}
+    assert layouts
+    assert all("[4@ep" in layout for layout in layouts), layouts
     assert sw.verify(module, batch, plan).is_equal
 
 

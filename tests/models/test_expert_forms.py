@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from graph.against_eager import check_against_eager
 from models.breadth import tiny_of
-from models.expert_models import WIDTH, Assigned, Batched, Dense, Einsum, ExpertChoice, Loop, Mixture, Modules
+from models.expert_models import WIDTH, Added, Assigned, Batched, Dense, Einsum, ExpertChoice, Loop, Mixture, Modules
 from models.zoo_transformers import mixtral
 from raising import raises
 from shardwise.graph.capture import capture
@@ -23,6 +23,7 @@ FORMS: dict[str, tuple[type[Mixture], int]] = {  # products
     "batched": (Batched, 2),
     "einsum": (Einsum, 3),
     "loop": (Loop, 2),
+    "added": (Added, 2),
     "modules": (Modules, 3),
     "assigned": (Assigned, 3),
 }
@@ -75,7 +76,12 @@ def test_products_have_the_dtype_of_autocast() -> None:
 
 @pytest.mark.parametrize(
     ("form", "mesh"),
-    [(form, mesh) for form in FORMS for mesh in MESHES if mesh == "ep" or FORMS[form][0] not in (Modules, Assigned)],
+    [
+        (form, mesh)
+        for form in FORMS
+        for mesh in MESHES
+        if mesh == "ep" or FORMS[form][0] not in (Added, Modules, Assigned)
+    ],
 )
 @pytest.mark.parametrize("experts", [4, pytest.param(6, marks=pytest.mark.long)])
 @pytest.mark.sampled(5)
@@ -247,6 +253,105 @@ def test_what_resembles_a_product_by_expert_has_the_numbers_of_eager(kind: type[
     assert len(products) == {Pairs: 0, Broadcast: 0, Mixed: 2}.get(kind, 1), captured.graph
     assert len(captured.graph.ops) < 120, "no operator is emitted twice for every reader"
     assert bool(captured.segments) == (kind is Checkpointed), "the model's own recomputation is kept"
+
+
+class Put(Added):
+    """Rows added by ``index_put_``."""
+
+    def mix(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(tokens)
+        for expert in range(self.num_experts):
+            token, choice = torch.where(chosen == expert)
+            rows = tokens[token] @ self.up[expert] @ self.down[expert] * weights[token, choice, None]
+            out.index_put_((token,), rows, accumulate=True)
+        return out
+
+
+class Summed(Added):
+    """The sum is written out, from a start with a gradient, and the places of tokens have two dims."""
+
+    def mix(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        rows, out = tokens.unflatten(0, (4, -1)), tokens.unflatten(0, (4, -1)) * 2
+        weights, chosen = (x.unflatten(0, (4, -1)) for x in (weights, chosen))
+        for expert in range(self.num_experts):
+            i, j, choice = torch.where(chosen == expert)
+            out[i, j] = rows[i, j] @ self.up[expert] @ self.down[expert] * weights[i, j, choice, None] + out[i, j]
+        return out.flatten(0, 1)
+
+
+@pytest.mark.parametrize("kind", [Put, Summed])
+def test_rows_added_by_an_index_are_products_by_expert(kind: type[Mixture]) -> None:
+    graph = check_against_eager(kind(), X.double()).graph
+    assert sum(op.target is grouped_mm._opoverload for op in graph.ops) == 2, graph
+
+
+class Twice(Added):
+    """A token may have one expert twice: PyTorch adds one of the two rows, which one is not defined."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = x.flatten(0, 1)
+        weights, chosen = self.router(tokens).softmax(-1).topk(2, -1)
+        return self.mix(tokens, weights, (chosen * 2) % 4).square().mean()
+
+
+class IfRows(Added):
+    """Experts without rows are left out."""
+
+    def mix(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(tokens)
+        for expert in range(self.num_experts):
+            token, choice = torch.where(chosen == expert)
+            if token.numel() == 0:
+                continue
+            out.index_add_(0, token, tokens[token] @ self.up[expert] @ self.down[expert] * weights[token, choice, None])
+        return out
+
+
+class IfAny(Added):
+    def mix(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(tokens)
+        for expert in range(self.num_experts):
+            mask = (chosen == expert).any(-1)
+            if mask.any():
+                out[mask] += tokens[mask] @ self.up[expert] @ self.down[expert]
+        return out
+
+
+class Chunks(Added):
+    """DeepSeek's inference: rows sorted by expert, in chunks whose sizes the host reads."""
+
+    def mix(self, tokens: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        order = chosen.view(-1).argsort()
+        counts = self.counts(chosen.view(-1).bincount(minlength=self.num_experts))
+        chunks = zip(tokens[order // 2].split(counts), self.up, self.down, strict=True)
+        rows = torch.cat([chunk @ up @ down for chunk, up, down in chunks])
+        back = torch.empty_like(rows)
+        back[order] = rows
+        return (back.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(1)
+
+    def counts(self, counts: torch.Tensor) -> list[int]:
+        return counts.tolist()
+
+
+class NumpyChunks(Chunks):
+    def counts(self, counts: torch.Tensor) -> list[int]:
+        return [int(n) for n in counts.cpu().numpy()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "fix"),
+    [
+        (Twice, "index_add_"),
+        (IfRows, "leave the condition out"),
+        (IfAny, "leave the condition out"),
+        (Chunks, "F.grouped_mm"),
+        (NumpyChunks, "F.grouped_mm"),
+    ],
+)
+def test_what_fixed_shapes_do_not_hold_is_refused_with_its_line(kind: type[Mixture], fix: str) -> None:
+    file = "expert_models.py" if kind is Twice else "test_expert_forms.py"
+    with raises(sw.errors.CaptureError, source=file, fix=fix):
+        capture(kind(), (X,))
 
 
 class Scaled(Looped):

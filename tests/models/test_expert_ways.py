@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from models.expert_models import WIDTH, Batched
 from models.test_expert_imbalance import Wide
 from raising import raises
 from shardwise.commands.json_output import explanation_data
@@ -82,6 +83,28 @@ def test_a_way_costs_what_the_plan_with_that_strategy_costs(strategy: str) -> No
     assert way.price <= fixed.prediction.additive_price * (1 + 1e-6)
     (only,) = fixed.report.explain("experts").layers
     assert {way.strategy for way in only.ways} <= {strategy, "K@ep"}
+
+
+class Centred(Batched):
+    """Between its two products the rows of all experts lose their mean."""
+
+    def mix(self, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        of_rows = chosen.reshape(-1)
+        rows = torch.bmm(tokens.repeat_interleave(2, 0).unsqueeze(1), self.up[of_rows]).squeeze(1)
+        rows = torch.bmm((rows - rows.mean(0)).unsqueeze(1), self.down[of_rows]).squeeze(1)
+        return (rows * weights.reshape(-1, 1)).view(-1, 2, WIDTH).sum(1)
+
+
+def test_an_operator_that_mixes_rows_between_products_is_named_and_exact() -> None:
+    module, x = Centred(), torch.randn(4, 8, WIDTH)
+    plan = sw.plan(module, (x,), 4, mesh=sw.Mesh(ep=4), strategies={"": "e@ep"}, search="dynamic_programming")
+    (layer,) = plan.report.explain("experts").layers
+    assert layer.mixed_by == ("/mean",)
+    assert "/mean" in str(plan.report.explain("experts"))
+    assert sw.verify(module, (x,), plan).is_equal
+    travelling = sw.plan(module, (x,), 4, mesh=sw.Mesh(ep=4), strategies={"": "K@ep"})
+    assert sum(c.kind == "row_exchange" for c in travelling.collectives()) > 2, "rows return for the mean"
+    assert sw.verify(module, (x,), travelling).is_equal
 
 
 def test_stages_name_their_layers_as_the_plan_does() -> None:

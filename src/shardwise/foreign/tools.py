@@ -9,14 +9,17 @@ from __future__ import annotations
 import copy
 import importlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
+from unittest.mock import patch
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from shardwise.errors import ShardwiseError, listed
@@ -246,6 +249,21 @@ def _repeated(module: nn.Module) -> list[str]:
     paths = {re.sub(r"\.\d+(?=\.|$)", ".*", n) for n, part in module.named_modules() if type(part).__name__ in classes}
     lists = (n for n, part in module.named_modules() if isinstance(part, nn.ModuleList))
     return sorted(paths) or [f"{name}.*" for name in lists]
+
+
+@contextmanager
+def divided_once() -> Iterator[None]:
+    """Let FSDP2 divide the gradients of a group of one rank by their factor once, as in float32 and bfloat16. In other
+    dtypes, float64 among them, it divides them twice (torch 2.11, ``foreach_reduce``)."""
+    original = _fsdp_collectives._get_gradient_divide_factors
+
+    def factors(reduce_scatter_group: Any, all_reduce_group: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(reduce_scatter_group, all_reduce_group, *args, **kwargs)
+        is_alone = all_reduce_group is None and reduce_scatter_group is not None and reduce_scatter_group.size() == 1
+        return (None, None, *found[2:]) if is_alone else found
+
+    with patch.object(_fsdp_collectives, "_get_gradient_divide_factors", factors):
+        yield
 
 
 # -- torch -------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,8 @@ from shardwise.graph.schema import arguments
 aten = torch.ops.aten
 _SAME = (aten.to.dtype, aten.alias.default, aten.detach.default, aten.clone.default, aten.contiguous.default)
 _TOP = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable)
-_SHAPES = (aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.expand.default, aten.alias.default)
+_RESHAPES = (aten.reshape.default, aten.view.default, aten.unflatten.int, aten.flatten.using_ints)
+_SHAPES = (*_RESHAPES, aten.unsqueeze.default, aten.expand.default, aten.alias.default)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,27 @@ def num_choices(producers: Mapping[str, Op], shapes: Mapping[str, tuple[int, ...
         return None
     shape = shapes[op.operands[0]]
     return shape[arguments(op)["dim"]] if shape else None
+
+
+def selects_once(
+    producers: Mapping[str, Op], shapes: Mapping[str, tuple[int, ...]], name: str, dims: Sequence[int]
+) -> bool:
+    """Return whether a mask selects at most one element of its other dims for each of ``dims``: it is of one expert,
+    and a row has as many different experts as indices of the largest of its scores."""
+    mask = expert_mask(producers, {value: len(shape) for value, shape in shapes.items()}, name)
+    others = [dim for dim in range(len(shapes[name])) if dim not in dims]
+    if mask is None or len(mask.order) != len(shapes[name]) or len(others) != 1:
+        return False
+    name, dim = mask.chosen, mask.order[others[0]]
+    while (op := producers.get(name)) is not None and op.target in (*_SAME, *_RESHAPES):
+        before, after = shapes[op.operands[0]], shapes[name]
+        if op.target not in _SAME:
+            if dim != len(after) - 1 or before[-1:] != after[-1:]:
+                return False
+            dim = len(before) - 1
+        name = op.operands[0]
+    is_top = op is not None and op.target in _TOP and name == op.results[-1]
+    return is_top and op is not None and arguments(op)["dim"] % len(shapes[name]) == dim
 
 
 def _class_of(producers: Mapping[str, Op], ranks: Mapping[str, int], name: str) -> ExpertMask | None:

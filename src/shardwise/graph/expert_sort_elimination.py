@@ -39,6 +39,10 @@ _LIKE = (aten.empty_like.default, aten.zeros_like.default)
 _BLANKS = (*_LIKE, aten.zeros.default, aten.new_zeros.default, aten.new_empty.default, aten.empty.memory_format)
 _COUNTING = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 _COUNTS = (aten.histc.default, aten.bincount.default, aten.sum.default)
+_BOUNDS = {  # comparisons with the number of experts -> what is subtracted from it
+    **dict.fromkeys((aten.ge.Scalar, aten.lt.Scalar, aten.eq.Scalar, aten.ne.Scalar), 0),
+    **dict.fromkeys((aten.gt.Scalar, aten.le.Scalar), 1),
+}
 _RESHAPES = (aten.reshape.default, aten.flatten.using_ints, aten.unsqueeze.default, aten.expand.default)
 # Operators on rows of any shape, and the argument that says on which dims: none of them may be the first.
 _BY_DIM = {
@@ -380,8 +384,28 @@ class _SortElimination:
         x, weight, experts = op.operands
         if not self._is_rows(x) or not self._is_rows(experts) or weight in self.ordered:
             return None
-        args = (self.ordered[x].value, self._new(weight), self._rows(self.ordered[experts]), *op.args[3:])
+        skips = self._is_compared(sort, self._shape(weight)[0])
+        args = (self.ordered[x].value, self._new(weight), self._rows(self.ordered[experts]), *op.args[3:6], skips)
         return (_SortedValue("rows", sort, self.emitter.emit(op.target, *args)),)
+
+    def _is_compared(self, sort: str, count: int) -> bool:
+        """Return whether the model itself tells rows of experts from those of none, which have the number ``count``."""
+        keys = self._old_root(self.old.op_by_name[sort].operands[0])
+        return any(
+            op.target in _BOUNDS
+            and arguments(op)["other"] == count - _BOUNDS[op.target]
+            and self._old_root(op.operands[0]) == keys
+            for op in self.old.ops
+        )
+
+    def _old_root(self, name: str) -> str:
+        """Return the name of an old value before casts, reshapes, sorts and reads by an order."""
+        while (op := self.old.producer.get(name)) is not None and op.operands:
+            is_same = op.target in (*_CASTS, *_RESHAPES, *_SORTS) or self._index(op) is not None
+            if not is_same or (op.target in _SORTS and name != op.results[0]):
+                break
+            name = op.operands[0]
+        return name
 
     def _keeps_rows(self, op: Op, count: int) -> bool:
         """Return whether an operator reshapes only the dims after dim 0, which has ``count`` rows."""

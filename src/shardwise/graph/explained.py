@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import traceback
 from pathlib import Path
 
@@ -13,6 +14,12 @@ from shardwise.graph.origins import NOT_USER_CODE
 from shardwise.graph.rejected import CONSTRUCTS, FLEX_ATTENTION, TRANSFORMS
 from shardwise.graph.user_lines import DATA_DEPENDENT, run_model
 
+# Conditions of torch's messages on whether there are rows: a number of rows against 0, or any() of a mask.
+_HAS_ROWS = re.compile(r"(Eq|Ne)\(u\d+, 0\)|(Eq|Ne)\(u\d+, 1\) .*symbols: none|\bu\d+ (> 0|>= 1|< 1|<= 0)")
+_BY_EXPERT = (
+    "for e in range(n): tokens, choice = torch.where(chosen == e); out.index_add_(0, tokens, rows), or sort and "
+    "F.grouped_mm(rows, weight, offs=counts.cumsum(0).int())"
+)
 _TORCH_MODULES = str(Path(torch.__file__).parent / "nn" / "modules")
 
 
@@ -20,14 +27,27 @@ def explain_export_error(error: Exception) -> CaptureError:
     """Return a CaptureError with the innermost line of the model and a fix."""
     source = _line_of(error)
     first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if type(error).__name__ in DATA_DEPENDENT or isinstance(error.__cause__, DataDependentOutputException):
+    reads_values = ".numpy() is not supported" in first
+    if (
+        type(error).__name__ in DATA_DEPENDENT
+        or isinstance(error.__cause__, DataDependentOutputException)
+        or reads_values
+    ):
         fix = "compute with tensors (torch.where for a choice, a mask for an index), or branch on Python numbers"
         if "_detect_is_causal_mask" in {frame.name for frame in traceback.extract_tb(error.__traceback__)}:
             what = "torch.nn.Transformer reads a mask to find out whether it is causal"
             fix = "pass tgt_is_causal=True (or False) with tgt_mask=, and is_causal= in an encoder"
             return CaptureError(what, source=source, fix=fix)
-        if "specialized integer" in first:
-            fix = "use x[mask].shape[0] for the number of selected rows, not len(x[mask]), int(...) or range(...)"
+        if _HAS_ROWS.search(first):
+            fix = (
+                "leave the condition out: without rows the branch adds nothing (parameters that it would skip get a "
+                f"gradient of zeros, not None). In a loop over experts: {_BY_EXPERT}"
+            )
+        if "specialized integer" in first or reads_values:
+            fix = (
+                "use x[mask].shape[0] for the number of selected rows, not len(x[mask]), int(...) or range(...). With "
+                f"rows per expert, no counts on the host (.tolist(), .numpy()): {_BY_EXPERT}"
+            )
         if any(
             Path(frame.filename).parent.name == "distributions" for frame in traceback.extract_tb(error.__traceback__)
         ):

@@ -1,9 +1,11 @@
 """``shardwise::grouped_mm``: multiplies every row by the matrix of its expert (a mixture-of-experts layer).
 
-Row ``r`` of the result is row ``r // each`` of ``x`` times the matrix of expert ``experts[r]``; it is 0 if there is no
-such expert. Rows may be in any order, so that they are split as the samples are: only local rows are sorted. A shard of
-the experts gets the numbers of its experts, atom by atom. Rows of experts elsewhere give 0, so results of shards add
-up.
+Row ``r`` of the result is row ``r // each`` of ``x`` times the matrix of expert ``experts[r]``. Rows may be in any
+order, so that they are split as the samples are: only local rows are sorted. A shard of the experts gets the numbers of
+its experts, atom by atom. Rows of experts elsewhere give 0, so results of shards add up.
+
+``skips``: rows of experts from the number of experts on give 0, such as those behind the last offset of PyTorch's
+operator, which it leaves as they are. Otherwise they are an error.
 
 ``is_sorted``: the rows are sorted by expert already, as rows are that traveled to the owners of their experts. Then
 slices are read and written; otherwise rows are gathered into this order and put back.
@@ -15,13 +17,14 @@ is one product per expert that has rows, and the host reads where these begin.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 import torch
 
 from shardwise.graph.custom_operators import global_indices
 
-_PARTS = "int[] sizes, int[] offsets, int[] lengths, bool is_sorted=False"
+_PARTS = "int[] sizes, int[] offsets, int[] lengths, bool skips=False, bool is_sorted=False"
 
 
 def _sorted_rows(
@@ -29,15 +32,16 @@ def _sorted_rows(
     sizes: Sequence[int],
     offsets: Sequence[int],
     lengths: Sequence[int],
+    skips: bool = False,
     is_sorted: bool = False,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Return the positions of the rows sorted by local expert (None: they are sorted), those of experts elsewhere last,
-    and one past the last row of each local expert. Raises IndexError for a negative expert."""
+    and one past the last row of each local expert. Raises IndexError for an expert that there is not."""
     experts = experts.to(torch.int64).contiguous()
-    _refuse_negative(experts)
     mine = global_indices(sizes, offsets, lengths, experts.device).flatten()
     if is_sorted:
         return None, torch.searchsorted(experts, mine, right=True)
+    _refuse_unknown(experts, prod(sizes), skips)
     count = mine.shape[0]
     places = torch.searchsorted(mine, experts)
     if count:
@@ -46,15 +50,20 @@ def _sorted_rows(
     return order, torch.searchsorted(by_expert, torch.arange(count, device=mine.device), right=True)
 
 
-def _refuse_negative(experts: torch.Tensor) -> None:
-    """Raise IndexError for a negative expert; on a GPU, whose numbers the host does not wait for, fail there."""
+def _refuse_unknown(experts: torch.Tensor, count: int, skips: bool) -> None:
+    """Raise IndexError for an expert that is none of ``count``; on a GPU, whose numbers the host does not wait for,
+    fail there. ``skips``: numbers from ``count`` on are allowed."""
     if not experts.shape[0]:
         return
-    lowest = experts.min()
+    lowest, highest = experts.aminmax()
+    what = f"there are experts 0 to {count - 1}"
     if experts.is_cuda:
-        torch._assert_async(lowest >= 0, "grouped_mm: a row is of a negative expert; experts are counted from 0")
-    elif (negative := int(lowest)) < 0:
-        raise IndexError(f"grouped_mm: a row is of expert {negative}; experts are counted from 0")
+        is_known = lowest >= 0 if skips else (lowest >= 0) & (highest < count)
+        torch._assert_async(is_known, f"grouped_mm: a row is of an unknown expert; {what}")
+        return
+    for expert in (int(lowest), int(highest)):
+        if expert < 0 or (expert >= count and not skips):
+            raise IndexError(f"grouped_mm: a row is of expert {expert}; {what}")
 
 
 def has_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -118,7 +127,7 @@ def _of_weight(rows: torch.Tensor, gradient: torch.Tensor, weight: torch.Tensor,
 )
 def grouped_mm(x: torch.Tensor, weight: torch.Tensor, experts: torch.Tensor, *here: Any) -> torch.Tensor:
     """Multiply x [t, k] by weight [e, k, n] for experts [t * each] -> [t * each, n]. ``here``: the experts of
-    ``weight``, as sizes, offsets and lengths of their atoms, and ``is_sorted``."""
+    ``weight``, as sizes, offsets and lengths of their atoms, ``skips`` and ``is_sorted``."""
     order, ends = _sorted_rows(experts, *here)
     if order is None:
         return _by_expert(x, weight, ends)
@@ -202,22 +211,24 @@ def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ..
         of_x = torch.ops.shardwise.grouped_mm_of_x.default(gradient, x, weight, experts, *ctx.here)
     if ctx.needs_input_grad[1]:
         of_weight = torch.ops.shardwise.grouped_mm_of_weight.default(gradient, x, weight, experts, *ctx.here)
-    return of_x, of_weight, *[None] * 5
+    return of_x, of_weight, *[None] * 6
 
 
 grouped_mm.register_autograd(_backward, setup_context=_setup)
 
 
 @torch.library.custom_op(
-    "shardwise::order_by_owner", mutates_args=(), schema="(Tensor keys, int num_keys, int owners) -> (Tensor, Tensor)"
+    "shardwise::order_by_owner",
+    mutates_args=(),
+    schema="(Tensor keys, int num_keys, bool skips, int owners) -> (Tensor, Tensor)",
 )
-def order_by_owner(keys: torch.Tensor, num_keys: int, owners: int) -> tuple[torch.Tensor, torch.Tensor]:
+def order_by_owner(keys: torch.Tensor, num_keys: int, skips: bool, owners: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the positions of keys [rows] sorted by key, and how many rows have each key of each owner [1, owners,
     keys].
 
     Owner i has the keys from ``i * num_keys // owners`` on. The last one gets the keys that are no one's, counted after
-    its own: the product that reads them there makes zeros of them. Raises IndexError for a negative key."""
-    _refuse_negative(keys)
+    its own: the product that reads them there makes zeros of them (``skips``; otherwise they are an IndexError)."""
+    _refuse_unknown(keys, num_keys, skips)
     by_key, order = keys.to(torch.int64).clamp(max=num_keys).sort(stable=True)
     each = torch.arange(num_keys + 1, device=keys.device)
     ends = torch.searchsorted(by_key, each, right=True)
@@ -228,7 +239,7 @@ def order_by_owner(keys: torch.Tensor, num_keys: int, owners: int) -> tuple[torc
 
 
 @order_by_owner.register_fake
-def _(keys: torch.Tensor, num_keys: int, owners: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _(keys: torch.Tensor, num_keys: int, skips: bool, owners: int) -> tuple[torch.Tensor, torch.Tensor]:
     counts = keys.new_empty((1, owners, most_keys(num_keys, owners)), dtype=torch.int64)
     return keys.new_empty(keys.shape, dtype=torch.int64), counts
 

@@ -214,7 +214,7 @@ def _grouped_mm(op: Op, emitter: Emitter) -> Results:
     (rows, _), (experts, _, _) = shapes
     counting = emitter.emit(aten.arange.default, rows, dtype=emitter.value(rest[0]).dtype)
     experts_of_rows = emitter.emit(aten.searchsorted.Tensor, rest[0], counting, right=True)
-    return (emitter.emit(GROUPED_MM, x, weight, experts_of_rows, (experts,), (0,), (experts,)),)
+    return (emitter.emit(GROUPED_MM, x, weight, experts_of_rows, (experts,), (0,), (experts,), True),)
 
 
 def foreign_normalizations() -> dict[OpOverload, Rewrite]:

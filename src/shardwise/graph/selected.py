@@ -9,6 +9,7 @@ zeros in place of the others, and the mask stays known until then:
     row by row                               stays, on all rows
     sum, any, all, mean and losses           of the masked rows; means over the count
     masked_scatter, x[mask] = rows           torch.where
+    index_add, x[rows of mask] += rows       the sum over what the mask selects of each row
     the number of rows                       the sum of the mask
 
 Rows are also filled with constants ahead of operators with other operands, and after them if these are differentiated.
@@ -203,7 +204,9 @@ class Selections(SelectedRows):
             if at is not None and places == list(range(places[0], places[0] + len(places))):
                 x = self._at_all_elements(Ref(op.operands[0]), *at, places[0])
                 if x is not None:
-                    return (self._rows_of(op, x, at[0], places[0], val),)
+                    rows = self._rows_of(op, x, at[0], places[0], val)
+                    self.read_at[rows.name] = op.operands[0], at
+                    return (rows,)
         ranges = self.ranges.intersection(selected)
         is_pointwise = self._is_pointwise(op)
         if ranges and not (op.target is aten.index.Tensor and self._picks_by_row(op)):
@@ -324,14 +327,14 @@ class Selections(SelectedRows):
         args, emit, name = arguments(op), self.emitter.emit, operator_name(op.target)
         if self.ranges.intersection(op.operands):
             raise self._refusal(op)
-        if name in ("masked_scatter", "index_put"):
-            return self._put_back(op, args)
         if op.target in LOSS_NORMALIZATIONS and "target" in args:
             return self._loss(op, args)
-        if op.target is aten.index_add.default and (at := self._adds_in_place(op, args)) is not None:
-            rows, place = self._masked(args["source"]), args["dim"] % len(self.emitter.value(args["self"]).shape)
-            add = partial(emit, aten.add.Tensor, args["self"], alpha=args["alpha"])
+        if (found := self._adds_in_place(op, args)) is not None:
+            source, at, place = found
+            rows, add = self._masked(source), partial(emit, aten.add.Tensor, args["self"], alpha=args.get("alpha", 1))
             return self._accumulated(at[0], args["self"], lambda: add(self._summed_to(rows, *at, place)))
+        if name in ("masked_scatter", "index_put"):
+            return self._put_back(op, args)
         if op.target in _SUMS or self._sums(op, args):
             (result,) = self.emitter.apply(map_operands(op, lambda n: self._masked(Ref(n))))
             return result
@@ -360,15 +363,34 @@ class Selections(SelectedRows):
             return at == [None, 0, args["dim"] % ranks[0]]
         return op.target is aten.scatter_add.default and at[0] is None and at[1] == at[2] == args["dim"] % ranks[0]
 
-    def _adds_in_place(self, op: Op, args: dict[str, Any]) -> tuple[Ref, tuple[int, ...]] | None:
-        """Return the mask and its dim where rows came from, if they are added there."""
-        at, source = self._dims_at([args["index"]]), args["source"].name
-        if at is None or args["self"].name in self.rows or source not in self.rows:
+    def _adds_in_place(self, op: Op, args: dict[str, Any]) -> tuple[Ref, tuple[Ref, tuple[int, ...]], int] | None:
+        """Return rows that are added where they came from, the mask and its dims there, and their dim."""
+        x = args["self"]
+        if op.target is aten.index_add.default:
+            index, source, place = [args["index"]], args["source"], args["dim"] % len(self.emitter.value(x).shape)
+        elif op.target is aten.index_put.default:
+            places = [place for place, index in enumerate(args["indices"]) if index is not None]
+            if places != list(range(places[0], places[0] + len(places))):
+                return None
+            index, source, place = [args["indices"][i] for i in places], args["values"], places[0]
+        else:
             return None
-        shape, place = self.emitter.value(args["self"]).shape, args["dim"] % len(self.emitter.values[source].shape)
-        (mask, (dim,)) = at
-        is_whole = shape[place] == self.emitter.value(mask).shape[dim] and self.rows[source].dim == place
-        return at if is_whole and self.rows[source].copies == 1 else None
+        at = self._dims_at(index)
+        if at is None or x.name in self.rows:
+            return None
+        mask, dims = at
+        shape, sizes = self.emitter.value(x).shape, self.emitter.value(mask).shape
+        if op.target is aten.index_put.default:
+            if len(dims) == len(sizes):  # ``_put_back``
+                return None
+            if not args["accumulate"]:
+                source = self._increment(x, at, source)
+        if source is None or source.name not in self.rows:
+            return None
+        rows = self.rows[source.name]
+        whole = shape[place : place + len(dims)] == tuple(sizes[dim] for dim in dims)
+        of_rank = len(self.emitter.value(source).shape) == len(shape) - len(dims) + 1
+        return (source, at, place) if whole and of_rank and (rows.dim, rows.copies) == (place, 1) else None
 
     def _mean(self, op: Op, x: Ref, dims: Any = None, keepdim: bool = False, dtype: Any = None) -> Ref:
         emit, value, rows = self.emitter.emit, self.emitter.value(x), self.rows[x.name]
@@ -429,6 +451,10 @@ class Selections(SelectedRows):
             indices, place = [args["indices"][place] for place in places], places[0]
             mask = indices[0] if indices[0].name not in self.rows else self._mask_at(indices)
             in_order = places == list(range(place, place + len(places)))
+            if mask is None and self._dims_at(indices) is not None:
+                raise self._refusal(
+                    op, fix="add the rows, of which some may be at one place: x.index_add_(0, index, rows)"
+                )
             if mask is None or not in_order or (indices[0].name not in self.rows and len(indices) > 1):
                 raise self._refusal(op)
         else:

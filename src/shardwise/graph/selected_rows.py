@@ -13,6 +13,7 @@ import torch
 
 from shardwise.errors import CaptureError
 from shardwise.graph.emitter import Emitter
+from shardwise.graph.expert_masks import selects_once
 from shardwise.graph.ir import Arg, Op, Ref
 from shardwise.graph.origins import is_of_package
 from shardwise.graph.schema import arguments, has_symbols, is_random, is_symbolic, operator_name
@@ -58,12 +59,14 @@ class Accumulation:
 class SelectedRows:
     """The values with selected rows of a graph under construction. ``counts``: the symbol of a number of rows -> their
     mask; ``positions``: values that are coordinates of a mask's rows, with the mask and the dim (None: all dims, in
-    columns); ``ranges``: values that number the rows."""
+    columns); ``read_at``: rows that were read at coordinates -> the value, the mask and its dims; ``ranges``: values
+    that number the rows."""
 
     emitter: Emitter
     rows: dict[str, Rows] = field(default_factory=dict)
     counts: dict[Any, Ref] = field(default_factory=dict)
     positions: dict[str, tuple[Ref, int | None]] = field(default_factory=dict)
+    read_at: dict[str, tuple[str, tuple[Ref, tuple[int, ...]]]] = field(default_factory=dict)
     ranges: set[str] = field(default_factory=set)
     masked: dict[tuple[str, int], Ref] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
@@ -177,6 +180,18 @@ class SelectedRows:
         opened = self._reshaped(rows, (*shape[:place], *sizes, *shape[place + 1 :]))
         others = tuple(place + dim for dim in range(len(sizes)) if dim not in dims)
         return self.emitter.emit(aten.sum.dim_IntList, opened, others) if others else opened
+
+    def _increment(self, x: Ref, at: tuple[Ref, tuple[int, ...]], values: Ref) -> Ref | None:
+        """Return the rows ``r`` of ``x[at] = x[at] + r``, if the mask selects no element of ``x`` twice."""
+        total, (mask, dims) = self.emitter.producer.get(values.name), at
+        if total is None or total.target is not aten.add.Tensor or arguments(total)["alpha"] != 1:
+            return None
+        read = [name for name in total.operands if self.read_at.get(name) == (x.name, at)]
+        added = [name for name in total.operands if name not in read]
+        if len(read) != 1 or len(added) != 1 or self.emitter.values[added[0]].shape != self.emitter.value(values).shape:
+            return None
+        shapes = {name: value.shape for name, value in self.emitter.values.items()}
+        return Ref(added[0]) if selects_once(self.emitter.producer, shapes, mask.name, dims) else None
 
     def _accumulated(self, mask: Ref, before: Ref, added: Callable[[], Ref]) -> Ref:
         """Emit rows added to a value, or put into it, and note it (``graph.expert_loops``)."""

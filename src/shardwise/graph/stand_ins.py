@@ -119,7 +119,7 @@ def _grouped_mm(
         other: Tensor = torch._grouped_mm(input, mat2, offs=offs, bias=bias, out_dtype=out_dtype)
         return other
     experts = mat2.shape[0]
-    product: Tensor = grouped_mm(input, mat2, experts_of(offs, input.shape[0]), [experts], [0], [experts])
+    product: Tensor = grouped_mm(input, mat2, experts_of(offs, input.shape[0]), [experts], [0], [experts], True)
     return product
 
 

@@ -72,7 +72,7 @@ class Builder:
         )
         layouts = tuple(self.layouts[name] for name in names)
         if self.keyed.current and placed.op.target is grouped_mm._opoverload:  # they arrive sorted by key
-            placed = replace(placed, op=replace(placed.op, args=(*placed.op.args, True)))
+            placed = replace(placed, op=replace(placed.op, args=(*placed.op.args[:6], False, True)))
         self.steps.append(OpStep(placed, names, layouts, applied.results))
         self.layouts.update(zip(placed.op.results, applied.results, strict=True))
         self.keyed.made.update(dict.fromkeys(placed.op.results, self.keyed.current))
@@ -210,9 +210,8 @@ class KeyedRowsWriter:
             Value(received, (groups * devices, devices, most), torch.int64),
         ]
         target = order_by_owner._opoverload
-        way = self._added(
-            op, f"{keyed.keys}/order{number or ''}", target, (Ref(keyed.keys), num_keys, devices), (order, sent)
-        )
+        args = Ref(keyed.keys), num_keys, keyed.skips, devices
+        way = self._added(op, f"{op}/order{number or ''}", target, args, (order, sent))
         factors = (*map(Factor, "rdok", (num_rows, groups * devices, devices, most)),)
         rule = OpRule(factors, ((("r",),),), ((("r",),), (("d",), ("o",), ("k",))))
         placed = PlacedOp(way, rule, Strategy())
@@ -231,7 +230,7 @@ class KeyedRowsWriter:
         self.values.append(Value(result, (num_rows,), torch.int64))
         args = Ref(rows[0]), Ref(ways[1]), keyed.num_keys, devices
         way = self._added(
-            op, f"{keyed.keys}/arrived{received.rpartition('received')[2]}", keys_of_rows._opoverload, args, (result,)
+            op, f"{op}/arrived{received.rpartition('received')[2]}", keys_of_rows._opoverload, args, (result,)
         )
         factors = [[Factor(f"{x}{i}", n) for i, n in enumerate(each.shape)] for x, each in zip("rd", read, strict=True)]
         dims = tuple(tuple((factor.name,) for factor in each) for each in factors)

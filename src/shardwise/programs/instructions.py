@@ -32,6 +32,9 @@ class Origin:
     part: Part
     again: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.op} ({self.source}), {self.part}" if self.source else f"{self.op}, {self.part}"
+
 
 class _SendsNothing:
     __slots__ = ()

@@ -206,9 +206,13 @@ def compute(instruction: Compute, values: Values) -> None:
             return values[arg.name]
         return [fill(item) for item in arg] if isinstance(arg, tuple) else arg
 
-    returned = instruction.target(
-        *map(fill, instruction.args), **{key: fill(value) for key, value in instruction.kwargs}
-    )
+    try:
+        returned = instruction.target(
+            *map(fill, instruction.args), **{key: fill(value) for key, value in instruction.kwargs}
+        )
+    except Exception as error:
+        error.add_note(f"in {instruction.origin}")
+        raise
     for name, place in zip(instruction.results, instruction.places, strict=True):
         result = returned
         for index in place:

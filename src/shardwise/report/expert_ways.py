@@ -55,11 +55,13 @@ class ExpertWay:
 @dataclass(frozen=True, slots=True)
 class ExpertLayer:
     """Equal layers of experts with the same choice. ``names``: the first product of each; ``ways``: those that the
-    search has, the cheapest first; ``rows_follow``: whether rows may travel there."""
+    search has, the cheapest first; ``rows_follow``: whether rows may travel there; ``mixed_by``: the operators between
+    products that take several rows together, for which rows return from their experts."""
 
     names: tuple[str, ...]
     ways: tuple[ExpertWay, ...]
     rows_follow: bool
+    mixed_by: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,8 @@ class ExpertWays:
                 name = ""
             if not layer.rows_follow:
                 table.add_row(name, "", EXCHANGE, "no: rows follow no keys here")
+            for mixing in layer.mixed_by:
+                table.add_row(f"  rows return for {mixing}, which mixes them")
         rows = f"{self.imbalance:g} times the mean of rows on the busiest owner (imbalance=)"
         return f"{format_table(table, WIDTH)}\nadditive price of the best plan with one layer that way; {rows}"
 
@@ -131,7 +135,11 @@ def _layer(search: MeshSearch, ops: Sequence[Op], names: Names) -> ExpertLayer:
         text, is_chosen = text_of(search, number, value), value == chosen
         found.append(ExpertWay(way, text, is_chosen, price, compute, exposed, traffic, prediction.num_bytes))
     shown = tuple(name for op in ops for name in names.get(op.name, (op.name,)))
-    return ExpertLayer(shown, tuple(sorted(found, key=lambda way: way.price)), EXCHANGE in ways_of)
+    rules, graph, keys = cost.domains.choosing.rules, cost.domains.graph, {op.operands[2] for op in ops}
+    follow = (rules[op.name].keyed for op in graph.ops if op.target == ops[0].target and op.operands[2] in keys)
+    mixing = dict.fromkeys(keyed.behind for keyed in follow if keyed is not None and keyed.behind)
+    mixed_by = tuple(names.get(name, (name,))[0] for name in mixing)
+    return ExpertLayer(shown, tuple(sorted(found, key=lambda way: way.price)), EXCHANGE in ways_of, mixed_by)
 
 
 def way_of(choices: Sequence[AxisChoice]) -> str:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from shardwise.graph.custom_operators import STREAMS
 from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.ir import Graph, Op
-from shardwise.graph.schema import is_random
+from shardwise.graph.schema import arguments, is_random
 from shardwise.rules.arguments import flat_pieces
 from shardwise.rules.binding import RuleTable, build, single
 from shardwise.rules.keyed_rows import IMBALANCE, KeyedRows, copies_of, keyed
@@ -31,7 +31,8 @@ def grouped_mm_rule(op: Op, graph: Graph) -> OpRule:
     kinds: dict[str, FactorKind] = {"k": "sum", "e": "sum"}
     rule = build(op, graph, operands, [(of_rows, ("n",))], kinds=kinds, linear=((0,), (1,)), localize=localize)
     copies, num_experts = max(rows // max(tokens, 1), 1), graph.by_name[op.operands[1]].shape[0]
-    return replace(rule, keyed=KeyedRows((f"K{copies}", "e", "K1"), ("K1",), op.operands[2], num_experts, copies))
+    follow = KeyedRows((f"K{copies}", "e", "K1"), ("K1",), op.operands[2], num_experts, arguments(op)["skips"], copies)
+    return replace(rule, keyed=follow)
 
 
 def with_keyed_rows(graph: Graph, rules: Mapping[str, OpRule], imbalance: float = IMBALANCE) -> dict[str, OpRule]:
@@ -48,11 +49,16 @@ def with_keyed_rows(graph: Graph, rules: Mapping[str, OpRule], imbalance: float 
         assert follow is not None, "a product by expert"
         by_keys.setdefault(follow.keys, follow)
     follows = {keys: keys for keys in by_keys}  # value with one row per key -> the keys
+    behind: dict[str, tuple[str, str]] = {}  # value computed from such rows together -> the keys and the operator
     for op in graph.ops if products else ():
         rule = marked[op.name]
         keys = {follows[name] for name in op.operands if name in follows}
         first = by_keys[keys.pop()] if len(keys) == 1 else None
         follow = first and (rule.keyed or _row_by_row(op, rule, graph, follows))
+        mixed = [behind[name] for name in op.operands if name in behind]
+        if first is not None and follow is None:
+            mixed = [(first.keys, op.name)]
+        behind.update(dict.fromkeys(op.results, mixed[0]) if mixed else {})
         if first is None or follow is None:
             marked[op.name] = replace(rule, keyed=None)
             continue
@@ -62,9 +68,11 @@ def with_keyed_rows(graph: Graph, rules: Mapping[str, OpRule], imbalance: float 
             results=tuple(keyed(copies_of(at), imbalance) for at in follow.results),
             keys=first.keys,
             num_keys=first.num_keys,
+            skips=first.skips,
             copies=first.copies,
             imbalance=imbalance,
             is_first=rule.keyed is first,
+            behind=next((name for keys, name in mixed if keys == first.keys), ""),
         )
         marked[op.name] = replace(rule, keyed=follow)
         follows.update(dict.fromkeys(op.results, first.keys))

@@ -58,18 +58,23 @@ class KeyedRows:
         results: Per result, likewise.
         keys: The vector of keys, one per row.
         num_keys: How many different keys there are. The devices along an axis own equally many, in order.
+        skips: Whether rows of other keys are allowed; the last owner has them.
         copies: The keys of a token, neighbours among ``keys``. They are on the same device before their rows travel.
         imbalance: The rows that are planned for on the busiest owner, over the mean.
         is_first: Whether its operands are what travels: rows reach it before all others that follow these keys.
+        behind: Of a product by expert, the operator that mixes rows between it and the one before, for which rows
+            return.
     """
 
     operands: tuple[str, ...]
     results: tuple[str, ...]
     keys: str = field(default="", compare=False)  # layers differ in nothing else
     num_keys: int = 1
+    skips: bool = False
     copies: int = 1
     imbalance: float = IMBALANCE
     is_first: bool = False
+    behind: str = field(default="", compare=False)
 
     @property
     def owned(self) -> str | None:

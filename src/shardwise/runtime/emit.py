@@ -6,13 +6,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from traceback import walk_tb
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import fx
 
+from shardwise.errors import ShardwiseError
 from shardwise.graph.ir import Ref, map_refs
-from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land
+from shardwise.programs.instructions import Arrive, Compute, Convert, Copy, Depart, Instruction, Land, Origin
 from shardwise.programs.invariants import check_program
 from shardwise.programs.rank_program import RankProgram
 from shardwise.runtime.communicator import Communicator
@@ -49,6 +52,37 @@ def emit(
     check_program(program)
     writer = ModuleWriter(program, ranks, host_ranks or ranks, device, on_host)
     return Emitted(program, writer.forward(), writer.backward(), writer)
+
+
+class _Emitted(fx.GraphModule):
+    """A module whose errors name the operator in which they were raised."""
+
+    def recompile(self) -> Any:
+        code = super().recompile()
+        of_module: Any = type(self)  # a class of its own
+        run = of_module.forward
+
+        def forward(module: _Emitted, *args: Any) -> Any:
+            try:
+                return run(module, *args)
+            except Exception as error:
+                if (origin := module.origin_of(error, run.__code__)) is not None and not isinstance(
+                    error, ShardwiseError
+                ):
+                    error.add_note(f"in {origin}")
+                raise
+
+        of_module.forward = forward
+        return code
+
+    def origin_of(self, error: Exception, code: CodeType) -> Origin | None:
+        """Return the operator whose line of ``code`` raised an error."""
+        for frame, line in walk_tb(error.__traceback__):
+            if frame.f_code is code and self._lineno_map:
+                at = self._lineno_map.get(line - self._prologue_start)
+                origin = None if at is None else list(self.graph.nodes)[at].meta.get("origin")
+                return origin if isinstance(origin, Origin) else None
+        return None
 
 
 class Boxed:
@@ -126,7 +160,7 @@ class ModuleWriter:
         for value, node in self.nodes.items():
             node.meta["value"] = value
         self.graph.output(output)
-        return fx.GraphModule(self.root, self.graph, name)
+        return _Emitted(self.root, self.graph, name)
 
     def _write(self, instructions: Sequence[Instruction], first: int = 0) -> None:
         for index, instruction in enumerate(instructions, first):
@@ -189,7 +223,7 @@ class ModuleWriter:
                 elif "device" in names:
                     kwargs["device"] = device
             call = self.graph.call_function(target, tuple(args), kwargs)
-        call.meta["op"], call.meta["source"] = instruction.origin.op, instruction.origin.source
+        call.meta["origin"] = instruction.origin
         call.meta["index"] = index  # in its list
         taken: dict[tuple[int, ...], fx.Node] = {(): call}
         for result, place in zip(instruction.results, instruction.places, strict=True):

@@ -449,7 +449,8 @@ class Domains:
         axes = tuple(part for group, choice in groups if choice == BY_KEY for part in group)
         owners, keys = self.axes.mesh.size_of(axes), self.graph.by_name[keyed.keys]
         counts = owners, most_keys(keyed.num_keys, owners)
-        way = Op("", order_by_owner._opoverload, (Ref(keys.name), keyed.num_keys, owners), (), ("order", "sent"), "")
+        args = Ref(keys.name), keyed.num_keys, keyed.skips, owners
+        way = Op("", order_by_owner._opoverload, args, (), ("order", "sent"), "")
         made = [Value("order", keys.shape, torch.int64), Value("sent", (num_slices, *counts), torch.int64)]
         slice_of_keys = (-(-keys.numel // num_slices),)
         sorting = self.prices.forward(way, [keys], made, ([slice_of_keys], [slice_of_keys, (1, *counts)]))
