@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from graph.against_eager import check_against_eager, operators, run_graph
+from shardwise.graph.attention_within import ATTENTION_WITHIN
 from shardwise.graph.capture import capture
 from shardwise.graph.custom_operators import dropout_mask
 from shardwise.graph.normalize import NORMALIZATIONS
@@ -213,6 +214,39 @@ CASES = {
     ),
     "meshgrid of one": (lambda w, x: torch.meshgrid(w, indexing="ij")[0] * x, [(4,)], [rand(4)], ["mul.Tensor"]),
     "attention": (lambda w, x: F.scaled_dot_product_attention(x * w, x, x), [(4,)], [rand(2, 3, 5, 4)], None),
+    "attention with narrow values": (
+        lambda w, x: F.scaled_dot_product_attention(x * w, x, x[..., :2] * 2, is_causal=True),
+        [(4,)],
+        [rand(2, 3, 5, 4)],
+        [
+            "mul.Tensor",
+            "slice.Tensor",
+            "mul.Tensor",
+            "constant_pad_nd.default",
+            "scaled_dot_product_attention.default",
+            "slice.Tensor",
+        ],
+    ),
+    "attention with wide values": (
+        lambda w, x: F.scaled_dot_product_attention(
+            x[..., :2] * w, x[:, :1, :, 2:], x[:, :1], x[0, 0, :, :1] > 0, enable_gqa=True
+        ),
+        [(2,)],
+        [rand(2, 3, 5, 4)],
+        None,
+    ),
+    "attention with wide values and a scale": (
+        lambda w, x: F.scaled_dot_product_attention(x[..., :2] * w, x[..., 2:], x, scale=0.3),
+        [(2,)],
+        [rand(2, 3, 5, 4)],
+        None,
+    ),
+    "attention with a learned mask": (
+        lambda w, m, x: F.scaled_dot_product_attention(x * w, x, x[..., :2], attn_mask=m),
+        [(4,), (5, 5)],
+        [rand(2, 3, 5, 4)],
+        None,
+    ),
     "batch norm without statistics": (
         lambda w, b, x: F.batch_norm(x, None, None, w, b, training=True),
         [(4,), (4,)],
@@ -276,6 +310,7 @@ def test_every_line_of_the_table_is_reached():
     # below, in test_annotate.py and in tests/rules/test_einsum.py
     elsewhere = {aten.bernoulli.p, torch.ops.shardwise.mark.default, aten.einsum.default}
     elsewhere |= {aten.bmm.default, aten.matmul.default, aten.index.Tensor}  # in tests/models/test_expert_forms.py
+    elsewhere |= {ATTENTION_WITHIN}  # in tests/programs/test_attention_splits.py
     elsewhere |= set(RANDOM_NORMALIZATIONS) | set(LAYER_NORMALIZATIONS)  # in test_normalize_layers.py
     assert set(NORMALIZATIONS) - reached - elsewhere == set()
 

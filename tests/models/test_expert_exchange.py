@@ -13,9 +13,14 @@ from torch.nn import functional as F
 import shardwise as sw
 from models.breadth import tiny_of
 from raising import raises
+from shardwise.graph.capture import capture
 from shardwise.layouts.text import parse_layout
-from shardwise.programs.instructions import Depart
+from shardwise.plans.bind import program_of
+from shardwise.programs.differentiate import differentiate
+from shardwise.programs.instructions import Arrive, Depart
 from shardwise.programs.keyed_rows import RowCounts
+from shardwise.programs.program import localize
+from shardwise.programs.vjp import VjpCache
 from shardwise.proof.virtual import VirtualCluster
 
 EP = sw.Mesh(ep=4)
@@ -181,9 +186,12 @@ def test_cotangents_travel_while_the_gradient_of_the_weight_is_computed(monkeypa
     assert sw.verify(module, batch, plan).is_equal
     backward = next(each for each in lists if any(getattr(item, "backward", False) for item in each))
     departs = [i for i, item in enumerate(backward) if isinstance(item, Depart) and item.conversions[0].ways]
-    assert len(departs) == 2, "one a layer: of the tokens; the results' cotangents wait for no weight"
-    for i in departs:
-        assert str(backward[i + 1].target) == "shardwise.grouped_mm_of_weight.default", backward[i + 1]
+    assert len(departs) == 4, "two a layer"
+    for results, tokens in zip(departs[::2], departs[1::2], strict=True):
+        arrives = next(i for i in range(results, tokens) if isinstance(backward[i], Arrive))
+        beside = [item.origin.op for item in backward[results + 1 : arrives]]
+        assert any(op.endswith("gate/linear") for op in beside), "cotangents of results, beside the router"
+        assert str(backward[tokens + 1].target) == "shardwise.grouped_mm_of_weight.default", backward[tokens + 1]
 
 
 @pytest.mark.filterwarnings("ignore:no rule for shardwise.function")
@@ -225,9 +233,9 @@ class Block(Routed):
 class Blocks(nn.Module):
     """Equal layers of experts behind each other."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, layer: Callable[[], nn.Module] = Block) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(Block() for _ in range(count)))
+        self.layers = nn.Sequential(*(layer() for _ in range(count)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x).square().mean()
@@ -265,3 +273,30 @@ def test_rows_that_cannot_follow_keys_are_refused() -> None:
     module, batch, _ = planned("qwen3_moe", EP)
     with raises(sw.errors.LayoutError, op="model.layers.0.self_attn.q_proj/linear"):
         sw.plan(module, batch, 4, mesh=EP, strategies={"model.layers.*.self_attn.q_proj": "K@ep"})
+
+
+class WithShared(Block):
+    """A layer whose tokens all pass a shared network as well, which is computed behind the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Sequential(nn.Linear(8, 12), nn.SiLU(), nn.Linear(12, 8))
+
+    def forward(self, x: Tensor, chosen: Tensor | None = None) -> Tensor:
+        return super().forward(x, chosen) + self.shared(x)
+
+
+@pytest.mark.parametrize("recompute", [None, "full"])
+def test_tokens_travel_while_a_shared_expert_is_computed(recompute: str | None) -> None:
+    module, batch = Blocks(2, WithShared), (torch.randn(4, 8, 8),)
+    plan = sw.plan(module, batch, 2, mesh=sw.Mesh(ep=2), recompute=recompute)
+    assert len(exchanges(plan)) == 4, plan
+    assert sw.verify(module, batch, plan).is_equal
+    program = differentiate(localize(program_of(plan, capture(module, batch).graph), 0), VjpCache())
+    beside: list[list[str]] = []
+    for i, item in enumerate(program.forward):
+        if isinstance(item, Depart) and item.conversions[0].ways:
+            arrival = next(j for j in range(i, len(program.forward)) if isinstance(program.forward[j], Arrive))
+            beside.append([other.origin.op for other in program.forward[i + 1 : arrival]])
+    layers = [[f"layers.{i}.shared.{n}/linear" for n in (0, 2)] for i in range(2)]
+    assert [[op for op in ops if "linear" in op] for ops in beside] == [[op] for layer in layers for op in layer]

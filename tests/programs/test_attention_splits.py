@@ -39,10 +39,13 @@ from shardwise.rules.tables import rule_of
 class Attention(nn.Module):
     """Grouped heads as transformers repeats them, under a causal mask (``window`` 0) or within a window."""
 
-    def __init__(self, strategy: str, length: int, window: int = 0, repeats: int = 2) -> None:
+    def __init__(
+        self, strategy: str, length: int, window: int = 0, repeats: int = 2, widths: tuple[int, int] = (4, 4)
+    ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
-        shapes = (2, 2 * repeats, length, 4), (2, 2, length, 4), (2, 2, length, 4)
+        of_scores, of_values = widths
+        shapes = (2, 2 * repeats, length, of_scores), (2, 2, length, of_scores), (2, 2, length, of_values)
         self.queries, self.keys, self.values = (
             nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes
         )
@@ -86,6 +89,24 @@ def test_attention_that_knows_its_mask_equals_one_device_under_every_split(lengt
         plan = sw.plan(model, (x,), 4, mesh=sw.Mesh(dp=2, tp=2), search="sharding_propagation")
         report = sw.verify(model, (x,), plan, steps=1)
         assert report.ok, f"{strategy}: {report}"
+
+
+@pytest.mark.parametrize("widths", [(6, 4), (4, 6)])
+@pytest.mark.parametrize(("length", "window"), [(8, 0), (100, 7)])
+@pytest.mark.sampled(2)
+def test_heads_of_unequal_widths_are_one_fused_kernel_under_every_split(
+    widths: tuple[int, int], length: int, window: int
+):
+    """DeepSeek's queries and keys are wider than its values."""
+    x = torch.randn(2, 1, length, 1)
+    for strategy in ["b@dp h@tp", "t@tp", "t@dp s@tp", "b@dp ring@tp", "e@tp"][: 5 if length == 8 else 4]:
+        model = Attention(named(strategy, 2), length, window, widths=widths)
+        plan = sw.plan(model, (x,), 4, mesh=sw.Mesh(dp=2, tp=2), search="sharding_propagation")
+        report = sw.verify(model, (x,), plan, steps=1)
+        assert report.is_equal, f"{strategy}: {report}"
+        if strategy in ("b@dp h@tp", "t@tp"):
+            kernels = {str(call.target).split(".")[1] for call in attended(program_on(3, model, plan, (x,)))}
+            assert kernels == {"_scaled_dot_product_flash_attention_for_cpu"}, strategy
 
 
 LONG = ["b@dp h@tp", "t@tp", "t@(dp,tp)", "t@dp s@tp", "b@dp ring@tp"]

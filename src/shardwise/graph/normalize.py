@@ -15,6 +15,7 @@ import torch
 from torch._ops import OpOverload
 
 from shardwise.errors import CaptureError
+from shardwise.graph.attention_within import ATTENTION_WITHIN
 from shardwise.graph.custom_operators import mark as mark_operator
 from shardwise.graph.einsum import diagonals
 from shardwise.graph.emitter import Emitter, Rewrite, rewrite_graph
@@ -174,11 +175,35 @@ def _bernoulli(op: Op, emitter: Emitter) -> Results:
     return (emitter.emit(aten.to.dtype, emitter.emit(aten.ne.Scalar, noise, 0), value.dtype),)
 
 
+def _of_equal_widths(op: Op, emitter: Emitter) -> Results:
+    """Rewrite attention whose values have another head width than queries and keys (192 and 128 in DeepSeek-V3).
+
+    Fused kernels take one width; without one of them all scores would be materialized. Zeros at the end of the heads
+    change neither scores nor the other columns of the result, where the scale stays that of the original width."""
+    args, emit = arguments(op), emitter.emit
+    names = ("query", "key", "value")
+    of_scores, of_values = (emitter.value(args[name]).shape[-1] for name in names[1:])
+    mask = args.get("attn_mask")
+    is_learned = isinstance(mask, Ref) and emitter.value(mask).requires_grad
+    if of_scores == of_values or is_learned or any(len(emitter.value(args[name]).shape) != 4 for name in names):
+        return None  # equal already, or there is no fused kernel
+    width = max(of_scores, of_values)
+    for name in names:
+        if missing := width - emitter.value(args[name]).shape[-1]:
+            args[name] = emit(aten.constant_pad_nd.default, args[name], (0, missing))
+    scale = of_scores**-0.5 if args["scale"] is None and of_scores < width else args["scale"]
+    positional, named = [*(args | {"scale": scale}).values()][: len(op.args)], dict(op.kwargs)
+    if op.target is not ATTENTION_WITHIN:
+        named["scale"] = scale
+    (result,) = emitter.emit_as_is(op.target, *positional, **named)
+    return (result if of_values == width else emit(aten.slice.Tensor, result, -1, 0, of_values),)
+
+
 def _attention(op: Op, emitter: Emitter) -> Results:
     """Rewrite attention with dropout: softmax(q k^T * scale + mask), dropped, times v (Vaswani et al. 2017, 3.2.1)."""
     args = arguments(op)
     if args["dropout_p"] == 0:
-        return None
+        return _of_equal_widths(op, emitter)
     emit = emitter.emit
     query, key, value, mask = args["query"], args["key"], args["value"], args["attn_mask"]
     shape = emitter.value(query).shape
@@ -230,7 +255,7 @@ NORMALIZATIONS: dict[OpOverload, Rewrite] = by_operator(
         "bernoulli.p": _bernoulli,
         "scaled_dot_product_attention": _attention,
     },
-    {mark_operator._opoverload: _mark},
+    {mark_operator._opoverload: _mark, ATTENTION_WITHIN: _of_equal_widths},
     LOSS_NORMALIZATIONS,
     RANDOM_NORMALIZATIONS,
     LAYER_NORMALIZATIONS,

@@ -34,6 +34,7 @@ from shardwise.programs.keyed_rows import CountRows, ReadCounts
 from shardwise.programs.lifetimes import with_lifetimes
 from shardwise.programs.moves import converted_form
 from shardwise.programs.opaque import Differentiate, Record
+from shardwise.programs.overlap_rows import with_rows_beside_products
 from shardwise.programs.program import LocalOp, LocalProgram
 from shardwise.programs.rank_program import RankProgram, delivered_values, mark_overwrites, with_saved
 from shardwise.programs.spmd import backward_order
@@ -88,9 +89,9 @@ def keeping_all(local: LocalProgram, vjp_cache: VjpCache) -> RankProgram:
 def finished(program: RankProgram) -> RankProgram:
     """Apply the lifetimes of ``program.spmd`` to a step that keeps everything.
 
-    Also mark what its exchanges may overwrite.
+    Then send rows that follow keys beside products, and mark what exchanges may overwrite.
     """
-    return mark_overwrites(with_lifetimes(program))
+    return mark_overwrites(with_rows_beside_products(with_lifetimes(program)))
 
 
 @dataclass(eq=False)

@@ -1,0 +1,99 @@
+"""Sends rows that follow keys beside products that need none of them, such as those of shared experts.
+
+An exchange of rows is one message that the next instruction waits for. Its departure stays where it is. Between it and
+its arrival come later kernels that read neither its result nor what comes of it. Messages keep their order, which is
+that of all ranks; kernels that overwrite memory, and what reads such memory, stay as well.
+
+A model of shared experts computes them behind the tokens' return, so that they can run beside both exchanges. Both have
+the same rows: the way out gets the first half of these products, the return the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from shardwise.programs.instructions import Compute, Convert, Instruction, Land, in_flight, memories, sent_by
+from shardwise.programs.rank_program import RankProgram
+from shardwise.programs.spmd_steps import OpStep
+
+
+def with_rows_beside_products(program: RankProgram) -> RankProgram:
+    """Return the program whose exchanges of rows travel beside independent products, forward and backward."""
+    if not any(conversion.ways for conversion in program.spmd.conversions):
+        return program
+    products = frozenset(
+        step.placed.op.name for step in program.spmd.steps if isinstance(step, OpStep) and step.placed.rule.is_product
+    )
+    forward, backward = (_overlapped(part, products) for part in (program.forward, program.backward))
+    return replace(program, forward=forward, backward=backward)
+
+
+def _overlapped(instructions: Sequence[Instruction], products: frozenset[str]) -> tuple[Instruction, ...]:
+    exchanges = [
+        i
+        for i, instruction in enumerate(instructions)
+        if isinstance(instruction, Convert) and instruction.conversions[0].ways and sent_by(instruction)
+    ]
+    root = memories(instructions)
+    beside: dict[int, list[int]] = {}  # exchange -> the kernels that run while it travels
+    away: set[int] = set()
+    for number, exchange in enumerate(exchanges):
+        following, end = (*exchanges[number + 1 :], len(instructions), len(instructions))[:2]
+        later = [i for i in range(exchange + 1, end) if i not in away]
+        free = _independent(instructions, exchange, later, root)
+        is_free = set(free)
+        of_products = [i for i in free if _is_product(instructions[i], products)]
+        shared = [i for i in of_products if i > following]  # which the next exchange could have as well
+        taken = [*(i for i in of_products if i < following), *shared[: (len(shared) + 1) // 2]]
+        if taken:
+            beside[exchange] = moved = sorted(_with_operands(instructions, taken, is_free))
+            away.update(moved)
+    order: list[Instruction] = []
+    for i, instruction in enumerate(instructions):
+        if i in beside and isinstance(instruction, Convert):
+            departure, arrival = in_flight(instruction, f"flight of {instruction.results[0]}")
+            order += [departure, *(instructions[j] for j in beside[i]), arrival]
+        elif i not in away:
+            order.append(instruction)
+    return tuple(order)
+
+
+def _is_product(instruction: Instruction, products: frozenset[str]) -> bool:
+    return isinstance(instruction, Compute) and instruction.origin.op in products and not instruction.is_view
+
+
+def _independent(
+    instructions: Sequence[Instruction], exchange: int, later: Sequence[int], root: dict[str, str]
+) -> list[int]:
+    """Return the kernels among ``later`` that can run while an exchange travels, in order."""
+    waiting = set(instructions[exchange].results)
+    written: set[str] = set()  # memories
+    free = []
+    for i in later:
+        instruction = instructions[i]
+        touched = {root.get(name, name) for name in (*instruction.operands, *instruction.results)}
+        if (
+            isinstance(instruction, Compute)
+            and not instruction.writes
+            and waiting.isdisjoint(instruction.operands)
+            and written.isdisjoint(touched)
+        ):
+            free.append(i)
+            continue
+        waiting.update((instruction.copy,) if isinstance(instruction, Land) else instruction.results)
+        written.update(root.get(name, name) for name in instruction.writes)
+    return free
+
+
+def _with_operands(instructions: Sequence[Instruction], taken: Sequence[int], free: set[int]) -> set[int]:
+    """Return the positions with those of the kernels among ``free`` that compute their operands."""
+    maker = {name: i for i in free for name in instructions[i].results}
+    positions: set[int] = set()
+    waiting = list(taken)
+    while waiting:
+        position = waiting.pop()
+        if position not in positions:
+            positions.add(position)
+            waiting += [maker[name] for name in instructions[position].operands if name in maker]
+    return positions
