@@ -86,6 +86,7 @@ def install(num_gpus: int, rank: int) -> None:
     gpu.set_device(rank)
     gpu.listen(record.hear)
     _replace_torch_cuda(num_gpus)
+    torch.empty(1, pin_memory=True)  # torch asks what is pinned once CUDA is initialised
     _replace_nccl()
     from emulated_gpu import attention
 
@@ -107,11 +108,11 @@ class Event:
         gpu.wait(_number(stream), self.clock)
 
     def synchronize(self) -> None:
-        gpu.block_host(self.clock, "event")
+        gpu.block_host(self.clock, "event", _is_main())
 
     def query(self) -> bool:
         # What a thread beside the main one learns orders nothing that the main one starts.
-        return bool(gpu.is_done(self.clock, threading.current_thread() is threading.main_thread()))
+        return bool(gpu.is_done(self.clock, _is_main()))
 
     def elapsed_time(self, other: Event) -> float:
         return (other._seconds - self._seconds) * 1e3
@@ -147,6 +148,10 @@ class Stream:
 
     def __hash__(self) -> int:
         return hash(self.stream_id)
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def _number(stream: Stream | None) -> int:
@@ -229,7 +234,7 @@ def _replace_torch_cuda(num_gpus: int) -> None:
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "_is_in_bad_fork": lambda: False,
         "cudart": lambda: SimpleNamespace(
-            cudaHostRegister=lambda address, num_bytes, flags: gpu.register_host(address, num_bytes) or 0,
+            cudaHostRegister=_register,
             cudaHostUnregister=gpu.unregister_host,
         ),
         "nccl": SimpleNamespace(version=lambda: (2, 28, 9)),
@@ -241,6 +246,17 @@ def _replace_torch_cuda(num_gpus: int) -> None:
     torch.cuda.amp.common.amp_definitely_not_available = lambda: False
     torch.Tensor.record_stream = lambda tensor, stream: gpu.record_stream(tensor, stream.stream_id)
     torch.Tensor.__deepcopy__ = _deepcopy_of(torch.Tensor.__deepcopy__)
+
+
+max_registered_bytes = [1 << 60]  # at once; more is refused
+
+
+def _register(address: int, num_bytes: int, flags: int) -> int:
+    if num_bytes > max_registered_bytes[0]:
+        gpu.set_last_error("out of memory")
+        return 2
+    gpu.register_host(address, num_bytes)
+    return 0
 
 
 def _deepcopy_of(of_torch: Callable[..., Any]) -> Callable[..., Any]:

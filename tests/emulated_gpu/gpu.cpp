@@ -76,6 +76,7 @@ std::vector<std::shared_ptr<Pending>> pending;
 std::map<std::string, int64_t> launches;
 std::set<std::string> races;
 int64_t live_bytes = 0, peak_bytes = 0;
+std::string last_error; // of a call of CUDA's runtime, which the next kernel reports unless somebody takes it
 // Called with (is a race, text). Never freed: the interpreter may be gone before this library.
 py::object* listener = nullptr;
 
@@ -484,6 +485,7 @@ void run_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
               ", argument ", on_the_host, ")");
   TORCH_CHECK(devices.size() < 2, "Expected all tensors to be on the same device, but found two GPUs! (", name, ")");
   const auto stream = current_stream();
+  if (!inside) TORCH_CHECK(last_error.empty(), "CUDA error: ", std::exchange(last_error, ""));
   {
     Lock lock;
     tick(stream);
@@ -586,12 +588,12 @@ void remove_pending(const Pending* work) {
   std::erase_if(pending, [&](const auto& other) { return other.get() == work; });
 }
 
-void block_host(const Clock& until, const std::string& why) {
+void block_host(const Clock& until, const std::string& why, bool is_main) {
   std::vector<std::shared_ptr<Pending>> awaited;
   {
     Lock lock;
     if (inside) return;
-    untold.emplace_back(false, why);
+    if (is_main) untold.emplace_back(false, why);
     for (const auto& work : pending)
       if (happened(until, work->stream, work->tick)) awaited.push_back(work);
   }
@@ -601,8 +603,8 @@ void block_host(const Clock& until, const std::string& why) {
     for (const auto& work : awaited) work->arrive(WITHOUT_END);
   }
   Lock lock;
-  merge(host_clock, until);
-  land_host_copies(host_clock);
+  if (is_main) merge(host_clock, until);
+  land_host_copies(is_main ? host_clock : until);
 }
 
 Tensor on_host(const Tensor& tensor) {
@@ -679,7 +681,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return clocks[stream];
   });
   m.def("wait", [](StreamId stream, const Clock& until) { wait(stream, until); });
-  m.def("block_host", &block_host);
+  m.def("block_host", &block_host, py::arg("until"), py::arg("why"), py::arg("is_main") = true);
+  m.def("set_last_error", [](const std::string& error) { last_error = error; });
   m.def("all_clocks", &all_clocks);
   m.def("is_done", &is_done, py::call_guard<py::gil_scoped_release>());
   m.def("tick", [](StreamId stream) { return tick(stream); });

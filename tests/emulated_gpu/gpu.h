@@ -40,8 +40,9 @@ void launched(const std::string& kernel);
 void add_pending(const std::shared_ptr<Pending>& work);
 void remove_pending(const Pending* work);
 
-// Takes the lock by itself: the host blocks until `until` has happened.
-void block_host(const Clock& until, const std::string& why);
+// Takes the lock by itself: the host blocks until `until` has happened. A thread of its own that blocks (`is_main` is
+// false) holds nobody up, and orders nothing that the main one starts.
+void block_host(const Clock& until, const std::string& why, bool is_main = true);
 
 // Kernels that run inside the emulation are no kernels of the program.
 class Inside {

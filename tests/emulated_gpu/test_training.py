@@ -14,16 +14,26 @@ from unittest import mock
 import pytest
 import torch
 
+import shardwise as sw
 from emulated_gpu.cases import BATCH, TOLERANCE, Case, make_plan, train_all, train_alone, waits_of, worst_error
 
 RunRanks = Callable[..., list[Any]]
 
 READ, WRITE = "copy device to host (pageable)", "copy host to device (pageable)"
 
+
+def staged(model: str, schedule: str, stages: int, axes: Mapping[str, int], **plan: Any) -> Case:
+    """A pipeline of four micro-batches over two or four ranks; ``axes``: of a stage."""
+    choices = {"stages": stages, "schedule": schedule, "micro_batch": 2, "search": "sharding_propagation", **plan}
+    ranks = sw.Mesh(**axes).num_devices * (stages if schedule in ("GPipe", "1F1B") else stages // 2)
+    return Case(model, {"pp": ranks}, {"mesh": sw.Mesh(**axes), **choices}, split=axes.get("tp", 1) > 1)
+
+
 CORE: dict[str, Case] = {
     "gpt2, tp": Case("gpt2", {"dp": 1, "tp": 2}, split=True),
     "llama, zero 3": Case("llama", {"dp": 2}, {"zero": 3}),
     "gpt2, offload": Case("gpt2", {"dp": 1, "tp": 2}, {"offload": "all"}, split=True),
+    "gpt2, 1F1B": staged("gpt2", "1F1B", 2, {"dp": 1}),
 }
 MICRO_BATCHES = {"global_batch": BATCH, "micro_batch": 2}
 TABLE = ("model.transformer.wpe.weight",)
@@ -49,6 +59,20 @@ ON_FOUR: dict[str, Case] = {
     "llama, compiled": Case("llama", {"dp": 2, "tp": 2}, {"zero": 3}, {"compile": True}, split=True),
 }
 
+PIPELINES: dict[str, Case] = {
+    "GPipe": staged("llama", "GPipe", 2, {"dp": 1}),
+    "interleaved": staged("llama", "Interleaved1F1B", 4, {"dp": 1}),
+    "ZBV": staged("llama", "ZBVZeroBubble", 4, {"dp": 1}),
+    "DualPipeV": staged("gpt2", "DualPipeV", 4, {"dp": 1}),
+    "1F1B of four": staged("gpt2", "1F1B", 4, {"dp": 1}),
+    "interleaved over four": staged("llama", "Interleaved1F1B", 8, {"dp": 1}),
+    "ZBV over four": staged("llama", "ZBVZeroBubble", 8, {"dp": 1}),
+    "1F1B, zero 3": staged("llama", "1F1B", 2, {"dp": 2}, zero=3),
+    "interleaved, zero 1": staged("llama", "Interleaved1F1B", 4, {"dp": 2}, zero=1),
+    "ZBV, tp": staged("llama", "ZBVZeroBubble", 4, {"tp": 2}),
+    "1F1B, tp, recomputed": staged("gpt2", "1F1B", 2, {"tp": 2}, recompute="full"),
+}
+
 pytestmark = pytest.mark.filterwarnings("ignore")  # what transformers prints on the way
 
 
@@ -72,9 +96,9 @@ def test_training_is_that_of_one_device_without_races(run_gpu_ranks: RunRanks) -
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
+@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR, *PIPELINES])
 def test_so_is_every_other_plan(name: str, run_gpu_ranks: RunRanks) -> None:
-    case = (ON_TWO | ON_FOUR)[name]
+    case = (ON_TWO | ON_FOUR | PIPELINES)[name]
     check({name: case}, run_gpu_ranks(train_all, case.ranks, planned({name: case})))
 
 

@@ -8,6 +8,7 @@ a second polls, once a second. Without this store a rank's failure is known only
 from __future__ import annotations
 
 import json
+import threading
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -32,13 +33,18 @@ class RankStatus:
 
 
 class FailureStore:
-    """The failure store of this rank. ``call``: the number of its current call, the same on all ranks."""
+    """The failure store of this rank. ``call``: the number of its current call, the same on all ranks; ``caller``: the
+    thread that makes it."""
 
     def __init__(self) -> None:
-        self.call = 0
+        self.call, self.caller = 0, 0
         self._asked: set[int] = set()  # the calls that this rank asked the others to agree on
         self._num_read = 0  # number of published statuses at the last read
         self._statuses: list[tuple[int, RankStatus]] = []  # (rank, its latest status), possibly of a later call
+
+    def begin(self) -> None:
+        """Begin a call of a parallel module, in this thread."""
+        self.call, self.caller = self.call + 1, threading.get_ident()
 
     def ask(self, text: str) -> None:
         """Ask all ranks to agree on the current call; the caller then waits for them."""

@@ -6,9 +6,10 @@ once: the same program, without the gain.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -117,9 +118,21 @@ class Arrivals:
             copy.finish()
 
 
-def register(memory: Tensor) -> bool:
-    """Pin memory that torch did not allocate, for copies beside the kernels; return whether the driver does."""
-    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)) == 0
+def register(memory: Tensor) -> str:
+    """Pin memory that torch did not allocate, for copies beside the kernels. Return why the driver does not, or an
+    empty string."""
+    error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+    if error == 0:
+        return ""
+    # CUDA keeps the error for whoever asks next: the next kernel would fail with it. torch does not offer to take it.
+    cuda_runtime().cudaGetLastError()
+    return f"cudaHostRegister of {memory.nbytes:,} bytes: error {error}"
+
+
+@cache
+def cuda_runtime() -> Any:
+    """Return the CUDA runtime that torch has loaded."""
+    return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
 
 
 def unregister(memory: Tensor) -> None:

@@ -149,8 +149,8 @@ class CollectiveMessage:
 
     def _watch(self) -> None:
         if self.is_nccls:
-            number = self.number
-            gpu_watcher.started(lambda error: collective_failed(error, self, number))
+            number, call = self.number, self.ranks.calls
+            gpu_watcher.started(lambda error: collective_failed(error, self, number, call))
 
     @cached_property
     def label(self) -> bytes:
@@ -159,7 +159,11 @@ class CollectiveMessage:
 
     def _explain(self, error: Exception) -> None:
         # No context manager of its own: entering a generator twice per message costs every step.
-        explained = conversion_failed(error, self.purpose) or collective_failed(error, self)
+        explained: ShardwiseError | None = conversion_failed(error, self.purpose)
+        if explained is None and self.is_nccls:
+            explained = gpu_watcher.explained(error)
+        if explained is None:
+            explained = collective_failed(error, self, self.number, self.ranks.calls)
         if explained is not None:
             raise explained from error
 
@@ -341,22 +345,18 @@ def _wire(tensor: torch.Tensor) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------------------------- failures
 
 
-def collective_failed(
-    error: Exception, message: CollectiveMessage, number: int | None = None
-) -> CollectiveError | None:
-    """Explain ``error``, which ended the collective of ``message`` (its latest, or that of a ``number``); None if it is
-    not a network error."""
+def collective_failed(error: Exception, message: CollectiveMessage, number: int, call: int) -> CollectiveError | None:
+    """Explain ``error``, which ended the collective ``number`` of this rank, of ``message``, in a ``call`` of the
+    module; None if it is not a network error."""
     purpose = message.purpose
     first = purpose.conversions[0]
     name, line = purpose.operator(first)
     size = format_bytes(purpose.num_bytes(message.kind, message.axes))
     direction = "backward" if purpose.backward else "forward"
     members = tuple(sorted(message.ranks.place.group(message.axes, message.ranks.rank)))
-    waiting = BlockedRank(
-        message.ranks.name, message.number if number is None else number, collective_of(message), members
-    )
+    waiting = BlockedRank(message.ranks.name, number, collective_of(message), members)
     what = f"{message.kind} over {message.ranks.mesh.format_axes(message.axes)}"
-    facts = [("value", purpose.describe(first)), ("pass", f"{direction}, call {message.ranks.calls}")]
+    facts = [("value", purpose.describe(first)), ("pass", f"{direction}, call {call}")]
     return exchange_failed(error, message.ranks.rank, waiting, f"{what} ({size})", name, line, facts)
 
 

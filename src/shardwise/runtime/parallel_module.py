@@ -551,14 +551,19 @@ class ParallelModule(ShardedModule):
         checks = {} if check is None else check.stages
         for worker in ready.workers:
             worker.begin(step, keeps=keeps, check=checks.get(worker.number))
+        scheduled = ready.runs if isinstance(ready.runs, Scheduled) else None
         try:
+            if scheduled is not None:
+                self._faults.watch(scheduled)
             if keeps:
                 losses = ready.runs.step()
             else:
-                assert isinstance(ready.runs, Scheduled), "calls of one stage run its program"
-                losses = ready.runs.forward()
+                assert scheduled is not None, "calls of one stage run its program"
+                losses = scheduled.forward()
         except RuntimeError as error:
-            explanation = self._faults.explained(error, ready.runs) if isinstance(ready.runs, Scheduled) else None
+            if scheduled is None:
+                raise
+            explanation = self._faults.explained(error, scheduled.next_action, self._everyone.calls)
             if explanation is None:
                 raise
             raise explanation from error

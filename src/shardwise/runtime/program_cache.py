@@ -40,6 +40,7 @@ from shardwise.runtime.compiled import CompiledVariant, compiled_program, with_e
 from shardwise.runtime.cpu_embedding import place_on_cpu, with_copies
 from shardwise.runtime.emit import Emitted, emit
 from shardwise.runtime.failure_store import failure_store
+from shardwise.runtime.gpu_watcher import gpu_watcher
 from shardwise.runtime.hoisted_constants import Constants
 from shardwise.runtime.lazy_gather import LEAST_BYTES, with_outputs_split
 from shardwise.runtime.memory_of_outputs import announce_copies, whole_buffers
@@ -62,8 +63,9 @@ def in_plan_precision(method: Callable[_P, _R]) -> Callable[_P, _R]:
     @wraps(method)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         module: Any = args[0]
-        failure_store.call += 1
+        failure_store.begin()
         try:
+            gpu_watcher.check()
             check_ambient(module.plan.precision.autocast, "around a call of a parallel module")
             with no_autocast():
                 return method(*args, **kwargs)

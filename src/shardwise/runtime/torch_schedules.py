@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -52,10 +52,12 @@ TimedAction = tuple[Action, float, float]  # start in seconds of ``time.perf_cou
 
 
 class _Progress:
-    """Progress of this pipeline rank in an ``order``. ``record``: set to a list to measure actions, on ``device``."""
+    """Progress of this pipeline rank in an ``order``. ``record``: set to a list to measure actions, on ``device``;
+    ``arrived``: called where the messages of an action arrive (None: at the end of the schedule)."""
 
     def __init__(self, order: Sequence[Action], device: torch.device) -> None:
         self.record: list[TimedAction] | None = None
+        self.arrived: Callable[[Action | None], None] = lambda action: None
         self.device = device
         labels = {action: f"messages of other stages, ahead of stage {action.stage}, {action}" for action in order}
         self._labels = {action: label.encode() for action, label in labels.items()}
@@ -128,9 +130,11 @@ class _TorchStage(PipelineStage):
         """Surround an action whose messages have arrived."""
         self._micro_batch = micro_batch
         trail.leave()
+        action = Action(self.stage_index, kind, micro_batch)
+        self._progress.arrived(action)
         start = self._progress.now()
         yield
-        self._progress.done(Action(self.stage_index, kind, micro_batch), start)
+        self._progress.done(action, start)
         trail.enter(self._progress.waits_for)
 
     # Forward alone, torch skips the backward work of a schedule, except for what folded schedules pass between stages
@@ -260,10 +264,15 @@ class Scheduled:
         self._progress.begin(backward=backward)
         with trail.waiting(self._progress.waits_for):
             yield
+        self._progress.arrived(None)
 
     @property
     def next_action(self) -> Action | None:
         return self._progress.next_action
+
+    def watch(self, arrived: Callable[[Action | None], None]) -> None:
+        """Call ``arrived`` where kernels wait for the messages of an action, or (None) for the last sends."""
+        self._progress.arrived = arrived
 
     @contextmanager
     def measured(self) -> Iterator[list[TimedAction]]:

@@ -17,8 +17,8 @@ whenever ranks or a machine are lost, one slot is complete on the remaining mach
 ``NUMBER/NAME-SLOT.note``       marks the file (``.copy.note``: the copy) complete, with the step and values
 ==============================  ====================================================================
 
-From a GPU the copies run behind the step's kernels, into registered memory, and the host does not wait for them. They
-are complete, and get their notes, when the ranks meet after the next step.
+From a GPU the copies run behind the step's kernels, into registered memory. A thread waits for them, sends what others
+keep, and writes the notes, beside the next step: the ranks wait for it before they synchronize again.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ import json
 import os
 import platform
 import shutil
+import threading
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import CollectiveError, ShardwiseError
+from shardwise.errors import CollectiveError, PlanWarning, ShardwiseError, warn_user
 from shardwise.runtime.agree import gather_values, rank_and_world_size
 from shardwise.runtime.host_copies import register, unregister
 from shardwise.runtime.private import check_own_folder
@@ -95,14 +97,36 @@ class SurvivingState:
     where: Mapping[str, int]
 
 
-@dataclass
-class _PeerTransfer:
-    """A transfer in progress, with the note to write when it has been received (``note``: None for a send)."""
+@dataclass(frozen=True)
+class _Transfer:
+    """A file's memory to send to a peer, or to receive from it: then with the note to write (``note``)."""
 
-    work: Any
+    memory: torch.Tensor
     peer: int
-    note: Path | None
-    text: str = ""
+    tag: int
+    note: Path | None = None
+
+
+class _Background:
+    """A function that runs in a thread, which ends with the process."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function = function
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True, name="shardwise-copies")
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._function()
+        except Exception as error:
+            self._error = error
+
+    def wait(self) -> None:
+        """Wait for its end. Raises its error."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
 
 
 @dataclass(eq=False)
@@ -116,9 +140,7 @@ class Peers:
     mirrored: Sequence[Mirrored] = ()
     staged: dict[Path, StagedFile] = field(default_factory=dict)
     registered: list[torch.Tensor] = field(default_factory=list)  # memory of ``staged``, for copies from a GPU
-    copied: torch.cuda.Event | None = None  # the latest copies from a GPU have finished
-    unnoted: list[tuple[Path, str]] = field(default_factory=list)  # files that they fill, and their notes
-    under_way: list[_PeerTransfer] = field(default_factory=list)
+    under_way: _Background | None = None  # the copies of the latest step
     number: int = -1
     outdated: bool = True  # ``renew`` is due
     slot: int = 0
@@ -178,7 +200,7 @@ class Peers:
         numbers = gather_values([int(path.name) for path in self.memory.iterdir() if path.name.isdigit()])
         self.number, self.slot, self.filled = 1 + max((n for part in numbers for n in part), default=-1), 0, 0
         self._forget_staged()
-        fault, on_gpu = "", any(part.tensor.is_cuda for part in state.parts.values())
+        fault, refused, on_gpu = "", "", any(part.tensor.is_cuda for part in state.parts.values())
         try:
             self.folder.mkdir(exist_ok=True)
             for mirror in self.mirrored:
@@ -188,28 +210,26 @@ class Peers:
                             path = self._path(mirror, slot, copy=copy)
                             memory = _map(path, mirror.file.num_bytes)
                             self.staged[path] = StagedFile(mirror.file, memory)
-                            if on_gpu and memory.nbytes and register(memory):
-                                self.registered.append(memory)
+                            if on_gpu and memory.nbytes:
+                                refused = refused or register(memory)
+                                if not refused:
+                                    self.registered.append(memory)
             if self.shares_folder[self.rank] == self.rank:
                 _write(self.folder / _TENSORS, manifest.to_text())
         except OSError as error:
             fault = str(error)
-        return next((text for text in gather_values(fault) if text), "")
+        faults, refusals = zip(*gather_values((fault, refused)), strict=True)
+        if self.rank == 0 and (text := next(filter(None, refusals), "")):
+            what = f"the host waits for the copies of each state: their memory cannot be pinned ({text})"
+            warn_user(f"{what}; raise the limit of locked memory (ulimit -l)", PlanWarning)
+        return next(filter(None, faults), "")
 
     def land(self) -> None:
         """Wait for the copies of the previous step, before the ranks synchronize. Raises CollectiveError if one does
         not arrive, and OSError if a note cannot be written."""
-        landed, self.under_way = self.under_way, []
-        for copy in landed:
-            try:
-                copy.work.wait()
-            except RuntimeError as error:
-                what = f"the copy of a state on its way between this rank and rank {copy.peer} did not arrive: {error}"
-                raise CollectiveError(what, (copy.peer,)) from error
-        self._finish_copies()
-        for copy in landed:
-            if copy.note is not None:
-                _write(copy.note, copy.text)
+        copies, self.under_way = self.under_way, None
+        if copies is not None:
+            copies.wait()
         if self.filled == _NUM_SLOTS and self.shares_folder[self.rank] == self.rank:
             self.filled += 1  # once
             for folder in self.memory.iterdir():
@@ -218,7 +238,7 @@ class Peers:
 
     def fill(self, state: TrainingState, step: int, checked: int) -> None:
         """Copy this rank's share to the next slot, and start sending the files that others keep. Call it after ``land``
-        and a synchronization of all ranks. Raises OSError if a note cannot be written; started transfers go on."""
+        and a synchronization of all ranks. Raises OSError if a note cannot be written."""
         slot, self.slot = self.slot, (self.slot + 1) % _NUM_SLOTS
         values, plain = state.values, dict(state.plain)
         if not self.is_local:  # any machine's notes must be enough
@@ -229,6 +249,7 @@ class Peers:
             values = {}
         note = {"step": step, "checked": checked, "of": len(self.mirrored), "values": values, "plain": plain}
         text = json.dumps(note)
+        filled: list[Path] = []
         for mirror in self.mirrored:
             for copy, rank in ((False, mirror.writer), (True, mirror.keeper)):
                 if rank == self.rank:
@@ -236,37 +257,60 @@ class Peers:
                     _note(path).unlink(missing_ok=True)
                     if not (copy and mirror.is_sent):
                         self.staged[path].fill(state.parts)
-                        self.unnoted.append((_note(path), text))
-        if any(part.tensor.is_cuda for part in state.parts.values()):
-            self.copied = torch.cuda.current_stream().record_event()
-            if any(mirror.is_sent and mirror.writer == self.rank for mirror in self.mirrored):
-                self.copied.synchronize()  # the messages read what is copied
-        else:
-            self._finish_copies()
+                        filled.append(path)
+        transfers: list[_Transfer] = []
         for tag, mirror in enumerate(self.mirrored):
             if mirror.is_sent and mirror.writer == self.rank:
-                work = dist.isend(self.staged[self._path(mirror, slot)].buffer, mirror.keeper, self.group, tag)
-                self.under_way.append(_PeerTransfer(work, mirror.keeper, None))
+                transfers.append(_Transfer(self.staged[self._path(mirror, slot)].buffer, mirror.keeper, tag))
             elif mirror.is_sent and mirror.keeper == self.rank:
                 path = self._path(mirror, slot, copy=True)
-                work = dist.irecv(self.staged[path].buffer, mirror.writer, self.group, tag)
-                self.under_way.append(_PeerTransfer(work, mirror.writer, _note(path), text))
+                transfers.append(_Transfer(self.staged[path].buffer, mirror.writer, tag, _note(path)))
+        on_gpu = any(part.tensor.is_cuda for part in state.parts.values())
+        if on_gpu:
+            copied = torch.cuda.current_stream().record_event()
+            self.under_way = _Background(partial(self._finish, copied, filled, transfers, text))
+        else:
+            self._note(filled, text)
+            if transfers:
+                self.under_way = _Background(partial(self._transfer, transfers, text))
         self.filled += self.filled < _NUM_SLOTS
 
-    def _finish_copies(self) -> None:
-        """Mark the files complete that this rank has filled."""
-        if self.copied is not None and not self.copied.query():
-            self.copied.synchronize()
-        noted, self.copied, self.unnoted = self.unnoted, None, []
-        for note, text in noted:
-            _write(note, text)
+    def _finish(
+        self, copied: torch.cuda.Event, filled: Sequence[Path], transfers: Sequence[_Transfer], text: str
+    ) -> None:
+        """Mark the ``filled`` files complete once they are ``copied``, and then transfer."""
+        copied.synchronize()
+        self._note(filled, text)
+        self._transfer(transfers, text)
+
+    def _note(self, filled: Sequence[Path], text: str) -> None:
+        for path in filled:
+            _write(_note(path), text)
+
+    def _transfer(self, transfers: Sequence[_Transfer], text: str) -> None:
+        """Send and receive, and mark the received files complete."""
+        works = [
+            (dist.isend if transfer.note is None else dist.irecv)(
+                transfer.memory, transfer.peer, self.group, transfer.tag
+            )
+            for transfer in transfers
+        ]
+        for transfer, work in zip(transfers, works, strict=True):
+            peer = transfer.peer
+            try:
+                assert work is not None, "this rank is in the group"
+                work.wait()
+            except RuntimeError as error:
+                what = f"the copy of a state on its way between this rank and rank {peer} did not arrive: {error}"
+                raise CollectiveError(what, (peer,)) from error
+            if transfer.note is not None:
+                _write(transfer.note, text)
 
     def _forget_staged(self) -> None:
-        if self.copied is not None:
-            self.copied.synchronize()
+        assert self.under_way is None, "the copies have landed"
         for memory in self.registered:
             unregister(memory)
-        self.staged, self.registered, self.unnoted = {}, [], []
+        self.staged, self.registered = {}, []
 
     @property
     def folder(self) -> Path:

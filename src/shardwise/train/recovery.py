@@ -183,11 +183,11 @@ class Recovery:
             print(f"shardwise: training {text}", flush=True)
 
     def _land(self) -> None:
-        try:
-            for store in self._stores:
+        for store in self._stores:
+            try:
                 store.land()
-        except OSError:
-            self._failed = True  # `meet` tells the other ranks
+            except OSError:
+                self._failed = True  # `meet` tells the other ranks
 
     def _copy(self, store: Peers, state: TrainingState, step: int) -> None:
         if store.outdated and (fault := store.renew(state)):
