@@ -35,7 +35,7 @@ from shardwise.plans.price_scope import figures, format_step_interval
 from shardwise.plans.quantities import format_bytes, format_bytes_interval, format_seconds
 from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.plans.schedule import Schedule, schedule_of
-from shardwise.progress import report_progress
+from shardwise.progress import STOPPED, report_best, report_progress, stop_with
 from shardwise.rules.attention_bands import EVERYTHING, band_between, band_of
 from shardwise.search.constants import (
     EQUAL_ESTIMATE_RATIO,
@@ -361,9 +361,15 @@ def joint_search(
     best: tuple[float, StageConfig, _AnyPlan] | None = None
     failure: PlanError | None = None
     seen: list[SettingOutcome] = []
+    least = min(map(floor.bound, settings), default=0.0)
     queue = _Queue(settings, floor, cluster, estimates if len(settings) > tries else ())
     while queue.heap:
-        setting, estimate = queue.pop(refines=best is None or tries > 0, first=best is None)
+        try:
+            setting, estimate = queue.pop(refines=best is None or tries > 0, first=best is None)
+        except STOPPED:
+            stop_with(best is not None)
+            tries = 0
+            continue
         trial = SettingOutcome(setting, floor.bound(setting), estimate=estimate)
         if best is not None and trial.bound >= best[0]:
             seen.append(replace(trial, pruned=best[0]))
@@ -372,9 +378,14 @@ def joint_search(
             seen.append(trial)
             continue
         tries -= 1
-        report_progress(f"planning {setting}")
         try:
+            report_progress(f"planning {setting}")
             plan = plan_setting(setting, inf if best is None else best[0])
+        except STOPPED:
+            stop_with(best is not None)
+            seen.append(trial)
+            tries = 0
+            continue
         except PlanError as error:
             failure = failure or error
             seen.append(replace(trial, refused=str(error).partition("\n")[0]))
@@ -386,6 +397,7 @@ def joint_search(
         seen.append(replace(trial, step_seconds=seconds, num_bytes=num_bytes, text=told))
         if best is None or seconds < best[0]:
             best = seconds, setting, plan
+            report_best(seconds, least)
     if best is None:
         raise failure or PlanError(
             "there is no setting to plan", fix="give a mesh whose number of devices divides the cluster's"
@@ -446,7 +458,11 @@ class _Queue:
                 heappush(self.heap, (True, seconds, number, done))
                 continue
             self.sizes.add(size)
-            seconds = self.estimates[done](setting)
+            try:
+                seconds = self.estimates[done](setting)
+            except STOPPED:
+                heappush(self.heap, (is_last, seconds, number, done))
+                raise
             if not done:
                 size_of_device = self._size_of_device(setting)
                 longer = seconds / self.rough[number]
