@@ -43,8 +43,8 @@ def report_progress(what: str, done: int = 0, total: int = 0) -> None:
 def report_best(seconds: float, bound: float) -> None:
     """Report the seconds of a step of the best plan so far, and a lower bound of all plans (0: not known)."""
     listener = _listener.get()
-    if listener is not None and seconds < listener.best[0]:
-        listener.best = seconds, bound
+    if listener is not None and seconds <= listener.best[0]:
+        listener.best = seconds, bound or listener.best[1]
 
 
 def each(items: Sequence[_Item], what: Callable[[_Item], str]) -> Iterator[_Item]:
@@ -119,13 +119,15 @@ STOPPED = OutOfTime, KeyboardInterrupt
 
 @dataclass
 class Deadline:
-    """When work ends: ``seconds`` after ``start`` on a clock, or with the ``outer`` deadline. ``why``: why it ended
-    early, or ""; ``is_finishing``: what was found is being written up."""
+    """When work ends: ``seconds`` after ``start`` on a clock, or with the ``outer`` deadline. ``on_interrupt``: whether
+    a first Ctrl-C ends it as the deadline does; ``why``: why it ended early, or ""; ``is_finishing``: what was found is
+    being written up."""
 
     seconds: float
     clock: Callable[[], float]
     start: float
     outer: Deadline | None
+    on_interrupt: bool
     why: str = ""
     is_finishing: bool = False
 
@@ -146,9 +148,12 @@ class Deadline:
 
 
 @contextmanager
-def until_deadline(seconds: float, timer: Callable[[], float] = time.monotonic) -> Iterator[Deadline]:
-    """End the work in this context ``seconds`` from now, or at the end of an outer deadline if that is earlier."""
-    token = _deadline.set(deadline := Deadline(seconds, timer, timer(), _deadline.get()))
+def until_deadline(
+    seconds: float, timer: Callable[[], float] = time.monotonic, *, on_interrupt: bool = True
+) -> Iterator[Deadline]:
+    """End the work in this context ``seconds`` from now, or at the end of an outer deadline if that is earlier.
+    ``on_interrupt``: see ``Deadline``."""
+    token = _deadline.set(deadline := Deadline(seconds, timer, timer(), _deadline.get(), on_interrupt))
     try:
         yield deadline
     finally:
@@ -159,9 +164,10 @@ def stop_with(has_result: bool) -> None:
     """Handle one of STOPPED, in its except block: raise it again without a result, else let all outer work end, too."""
     deadline, error = _deadline.get(), sys.exc_info()[1]
     assert error is not None, "called in an except block"
-    if not has_result or deadline is None:
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    if not has_result or deadline is None or (is_interrupt and (deadline.why or not deadline.on_interrupt)):
         raise error
-    while isinstance(error, KeyboardInterrupt) and deadline is not None:
+    while is_interrupt and deadline is not None:
         deadline.why, deadline = "by Ctrl-C", deadline.outer
 
 

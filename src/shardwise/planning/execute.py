@@ -39,7 +39,7 @@ from shardwise.programs.micro_batches import Passes
 from shardwise.progress import OutOfTime, report_progress, until_deadline
 from shardwise.report.search_reports import MeshReport, PipelineReport
 from shardwise.rules.keyed_rows import IMBALANCE
-from shardwise.runtime.agree import report_alive, show_progress_once
+from shardwise.runtime.agree import rank_and_world_size, report_alive, show_progress_once
 from shardwise.search.auto import PRICED_SEARCHES, MeshSearch
 from shardwise.search.decide import check_layout_names
 from shardwise.search.stored_program import SearchConfig
@@ -60,7 +60,8 @@ def execute(
         exact_refusal: Whether a refusal of stages names the least memory over all cuts, which takes longer, or of some.
         captures: Earlier requests with what was captured for them; a variant of one that changes neither the call nor
             its dtypes is not captured again. This one is added.
-        seconds: When planning ends with the best plan so far, which is announced with its gap. Ctrl-C ends it as well.
+        seconds: When planning ends with the best plan so far, which is announced with its gap. A first Ctrl-C
+            ends it as well, unless ranks wait for the plan.
         clock: Returns the time in seconds.
 
     Raises:
@@ -74,7 +75,7 @@ def execute(
     with ExitStack() as stack:
         for entered in context:
             stack.enter_context(entered)
-        deadline = stack.enter_context(until_deadline(seconds, clock))
+        deadline = stack.enter_context(until_deadline(seconds, clock, on_interrupt=rank_and_world_size()[1] == 1))
         try:
             planning = Planning.of(request, precision, exact_refusal, captures if captures is not None else [])
             planning.refuse_division()

@@ -161,7 +161,8 @@ class Elimination:
     ``last``: a variable that is left; ``narrow``: leave all variables whose joint table has over three variables or
     ``MAX_NARROW_COMBINATIONS``, and all once the tables take half of ``MAX_ELIMINATION_BYTES``. ``widest``,
     ``largest``: the variables of the largest joint table, and its combinations; ``num_bytes``: of all tables that are
-    computed.
+    computed. ``cutsets``, ``of_core``: what leaves the rest of a narrow one narrow (``search.conditioning``), and its
+    eliminations, for all problems with this order.
     """
 
     def __init__(self, problem: Problem, last: int | None = None, *, narrow: bool = False) -> None:
@@ -175,6 +176,8 @@ class Elimination:
         self.largest = self.num_minima = self.num_bytes = 0
         self._at: list[dict[Scope, int]] = [{} for _ in problem.sizes]
         self._known: dict[object, int] = {}
+        self.cutsets: list[frozenset[int]] = []
+        self.of_core: dict[Shape, Elimination] = {}
         for scope, number in problem.factors:
             # Variables of one value are left out: a joint table of numpy has at most 64 axes.
             self._insert(tuple([v for v in scope if problem.sizes[v] > 1]), number)
