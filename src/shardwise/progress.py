@@ -65,7 +65,7 @@ def show_progress(what: str, *, lines: bool = False) -> Iterator[None]:
         yield
         return
     if not sys.stderr.isatty():
-        write = (lambda text: print(text, file=sys.stderr, flush=True)) if lines else _LOGGER.info
+        write = _print_line if lines else _log_line
         token = _listener.set(_Display(lambda text: write(f"{what}: {text}"), LINE_SECONDS))
         try:
             yield
@@ -91,6 +91,14 @@ def show_progress(what: str, *, lines: bool = False) -> Iterator[None]:
         console.print(f"{what}: {seconds:.0f} s", style="dim")
 
 
+def _print_line(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _log_line(text: str) -> None:
+    _LOGGER.info(text)
+
+
 class _Display:
     """A listener that writes a line with the estimated time left, at the average time per item so far, and the best
     plan so far. ``every``: seconds between two lines, and before the first."""
@@ -98,7 +106,7 @@ class _Display:
     def __init__(self, write: Callable[[str], None], every: float = 0.0) -> None:
         self.write, self.every = write, every
         self.counted = self.written = clock()
-        self.best = inf, 0.0  # seconds of a step, and their lower bound
+        self.best: tuple[float, float] = inf, 0.0  # seconds of a step, and their lower bound
 
     def __call__(self, what: str, done: int, total: int) -> None:
         now = clock()

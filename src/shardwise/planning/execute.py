@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import inf
@@ -71,11 +70,14 @@ def execute(
         KeyboardInterrupt: Ctrl-C before a plan was found.
     """
     precision = (request.training.precision or Precision()).at_hand
-    context = show_progress_once("planning"), report_alive(), no_autocast(), with_rare_gc()
-    with ExitStack() as stack:
-        for entered in context:
-            stack.enter_context(entered)
-        deadline = stack.enter_context(until_deadline(seconds, clock, on_interrupt=rank_and_world_size()[1] == 1))
+    on_interrupt = rank_and_world_size()[1] == 1
+    with (
+        show_progress_once("planning"),
+        report_alive(),
+        no_autocast(),
+        with_rare_gc(),
+        until_deadline(seconds, clock, on_interrupt=on_interrupt) as deadline,
+    ):
         try:
             planning = Planning.of(request, precision, exact_refusal, captures if captures is not None else [])
             planning.refuse_division()
