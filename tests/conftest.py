@@ -11,6 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported, and f
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ import torch
 from hypothesis import settings
 
 from launch.gloo_ranks import SELDOM, run_on_ranks
+from shardwise import progress
 from shardwise.planning import suggestions
 
 torch.set_num_threads(1)
 torch.manual_seed(0)  # for what test modules make when they are imported
 suggestions.MAX_REFUSED_SECONDS = -1.0  # planning suggestions takes seconds: only for tests that are about them
+progress.LINE_SECONDS = inf  # no line depends on how long a test takes
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import Any, Literal
 
 import torch
@@ -34,7 +35,7 @@ from shardwise.search.decide import Kept
 from shardwise.search.memory_policy import Offload
 from shardwise.search.modes import Mode
 from shardwise.search.zero import Zero
-from shardwise.untrusted_text import shorten_repr
+from shardwise.untrusted_text import is_number, shorten_repr
 
 
 def plan(
@@ -63,6 +64,7 @@ def plan(
     zero: int | Zero | None = None,
     stages: int | Literal["marked", "auto"] | None = None,
     schedule: str | None = None,
+    seconds: float | None = None,
 ) -> PlanningResult:
     """Choose how to split ``module`` over a cluster, and return the plan.
 
@@ -130,6 +132,8 @@ def plan(
         schedule: A schedule of ``torch.distributed.pipelining`` by name (``plans.schedule``), default ``"1F1B"``; or
             ``"Solved"``: an order searched for these stages within the memory. All but ``GPipe`` and ``1F1B`` run two
             stages per pipeline rank; loops run as many as the name gives, ``"Interleaved1F1B:4"``.
+        seconds: When planning ends. The result is the best plan that was found by then, and a warning says by which
+            share it may be slower than others. Ctrl-C has the same effect once there is a plan. Default: no deadline.
 
     Returns:
         The result: ``.plan`` is data to print, save or give to ``sw.parallelize``; ``.report`` answers why it was
@@ -138,6 +142,7 @@ def plan(
     Raises:
         ShardwiseError: The model or a setting has a fault that the user can fix (also CaptureError and LayoutError).
         PlanError: Nothing fits; if planning takes a few seconds, the error lists up to three fixes, the cheapest first.
+            Or nothing was found in time.
             Or a step has several micro-batches, and the loss is no sum over them (``programs.time_axis``).
     """
     request = PlanRequest.of(
@@ -147,7 +152,9 @@ def plan(
         bucket_bytes=bucket_bytes, imbalance=imbalance, recompute=recompute, offload=offload, zero=zero, stages=stages,
         schedule=schedule,
     )  # fmt: skip
-    return execute_or_suggest(request)
+    if seconds is not None and not (is_number(seconds) and seconds > 0):
+        raise ShardwiseError(f"seconds is {seconds!r}", fix="seconds for planning, above 0; None: no deadline")
+    return execute_or_suggest(request, inf if seconds is None else seconds)
 
 
 def compare(

@@ -116,21 +116,23 @@ class PlanWarning(UserWarning):
 
 
 class NothingFits(PlanError):
-    """Raised if no plan fits. ``what``, ``facts``, ``fix``: the parts of the message."""
+    """Raised if no plan fits. ``what``, ``facts``, ``fix``: the parts of the message; ``computed``: fixes by
+    arithmetic, which are named where none was planned."""
 
-    def __init__(self, what: str, facts: Sequence[tuple[str, str]], fix: str) -> None:
+    def __init__(self, what: str, facts: Sequence[tuple[str, str]], fix: str, computed: Sequence[str] = ()) -> None:
         super().__init__(what, facts=facts, fix=fix, section="nothing-fits")
-        self.what, self.facts, self.fix = what, tuple(facts), fix
+        self.what, self.facts, self.fix, self.computed = what, tuple(facts), fix, tuple(computed)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.what, self.facts, self.fix), self.__dict__
+        return type(self), (self.what, self.facts, self.fix, self.computed), self.__dict__
 
     def naming(self, fixes: Sequence[str], why_none: str) -> NothingFits:
-        """Return the error with suggested fixes, the best first; ``why_none``: the text if there are none."""
+        """Return the error with planned fixes, the best first; without any, with the computed ones and ``why_none``."""
+        named = [(f"fix {number}", fix) for number, fix in enumerate(fixes or self.computed, 1)]
         if not fixes:
-            return NothingFits(self.what, [*self.facts, ("fixes", why_none)], self.fix)
-        facts = [*self.facts, *((f"fix {number}", fix) for number, fix in enumerate(fixes, 1))]
-        return NothingFits(self.what, facts, "one of these; sw.fits takes more time and tries other changes")
+            return NothingFits(self.what, [*self.facts, ("fixes", why_none), *named], self.fix)
+        more = "one of these; sw.fits takes more time and tries other changes"
+        return NothingFits(self.what, [*self.facts, *named], more)
 
 
 class LaunchError(ShardwiseError):

@@ -1,32 +1,50 @@
 """Progress display: long work calls ``report_progress``, and ``show_progress`` prints it on a terminal.
 
-Nothing is shown if standard error is not a terminal, or in the first two seconds. Work that took longer leaves a line.
+Nothing is shown in the first two seconds. Work that took longer leaves a line. Where standard error is no terminal, a
+line is written every few seconds. The same calls end work at its deadline (``until_deadline``).
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from math import inf
 from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 SHOWN_AFTER_SECONDS = 2.0
+LINE_SECONDS = 5.0  # between two lines where there is no terminal
+clock = time.monotonic
+_LOGGER = logging.getLogger("shardwise.progress")
 _Item = TypeVar("_Item")
-_Listener = Callable[[str, int, int], None]  # description, amount done, total (0: unknown)
-_listener: ContextVar[_Listener | None] = ContextVar("listener", default=None)
+_listener: ContextVar[_Display | None] = ContextVar("listener", default=None)
+_deadline: ContextVar[Deadline | None] = ContextVar("deadline", default=None)
 
 
 def report_progress(what: str, done: int = 0, total: int = 0) -> None:
-    """Report the current work and the amount of it that is done. Does nothing outside ``show_progress``."""
+    """Report the current work and the amount of it that is done. Does nothing outside ``show_progress``. Raises
+    OutOfTime if the deadline of the work has passed."""
+    deadline = _deadline.get()
+    if deadline is not None:
+        deadline.check()
     listener = _listener.get()
     if listener is not None:
         listener(what, done, total)
+
+
+def report_best(seconds: float, bound: float) -> None:
+    """Report the seconds of a step of the best plan so far, and a lower bound of all plans (0: not known)."""
+    listener = _listener.get()
+    if listener is not None and seconds <= listener.best[0]:
+        listener.best = seconds, bound or listener.best[1]
 
 
 def each(items: Sequence[_Item], what: Callable[[_Item], str]) -> Iterator[_Item]:
@@ -37,14 +55,22 @@ def each(items: Sequence[_Item], what: Callable[[_Item], str]) -> Iterator[_Item
 
 
 @contextmanager
-def show_progress(what: str) -> Iterator[None]:
-    """Show the progress of the work in this context on a terminal. A nested context updates the outer display."""
+def show_progress(what: str, *, lines: bool = False) -> Iterator[None]:
+    """Show the progress of the work in this context on a terminal. A nested context updates the outer display.
+
+    Elsewhere a line every LINE_SECONDS goes to standard error (``lines``), or to the logger ``shardwise.progress``.
+    """
     if _listener.get() is not None:
         report_progress(what)
         yield
         return
     if not sys.stderr.isatty():
-        yield
+        write = _print_line if lines else _log_line
+        token = _listener.set(_Display(lambda text: write(f"{what}: {text}"), LINE_SECONDS))
+        try:
+            yield
+        finally:
+            _listener.reset(token)
         return
     console = Console(file=sys.stderr)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -65,18 +91,114 @@ def show_progress(what: str) -> Iterator[None]:
         console.print(f"{what}: {seconds:.0f} s", style="dim")
 
 
-class _Display:
-    """A listener that writes a line with the estimated time left, at the average time per item so far."""
+def _print_line(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
-    def __init__(self, write: Callable[[str], None]) -> None:
-        self.write = write
-        self.counted = time.monotonic()
+
+def _log_line(text: str) -> None:
+    _LOGGER.info(text)
+
+
+class _Display:
+    """A listener that writes a line with the estimated time left, at the average time per item so far, and the best
+    plan so far. ``every``: seconds between two lines, and before the first."""
+
+    def __init__(self, write: Callable[[str], None], every: float = 0.0) -> None:
+        self.write, self.every = write, every
+        self.counted = self.written = clock()
+        self.best: tuple[float, float] = inf, 0.0  # seconds of a step, and their lower bound
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        now = time.monotonic()
+        now = clock()
         if not done:
             self.counted = now
-        self.write(describe_progress(what, done, total, now - self.counted))
+        if now - self.written < self.every:
+            return
+        self.written = now
+        self.write(describe_progress(what, done, total, now - self.counted) + describe_best(*self.best))
+
+
+class OutOfTime(Exception):
+    """Raised where work reports its progress after its deadline. Whoever has a result so far returns it."""
+
+
+STOPPED = OutOfTime, KeyboardInterrupt
+
+
+@dataclass
+class Deadline:
+    """When work ends: ``seconds`` after ``start`` on a clock, or with the ``outer`` deadline. ``on_interrupt``: whether
+    a first Ctrl-C ends it as the deadline does; ``why``: why it ended early, or ""; ``is_finishing``: what was found is
+    being written up."""
+
+    seconds: float
+    clock: Callable[[], float]
+    start: float
+    outer: Deadline | None
+    on_interrupt: bool
+    why: str = ""
+    is_finishing: bool = False
+
+    def check(self) -> None:
+        """Raise OutOfTime if the work has ended."""
+        if self.is_finishing:
+            return
+        if not self.why and self.clock() - self.start >= self.seconds:
+            self.why = f"after {self.seconds:.3g} s"
+        if self.why:
+            raise OutOfTime(self.why)
+        if self.outer is not None:
+            try:
+                self.outer.check()
+            except OutOfTime as error:
+                self.why = str(error)
+                raise
+
+
+@contextmanager
+def until_deadline(
+    seconds: float, timer: Callable[[], float] = time.monotonic, *, on_interrupt: bool = True
+) -> Iterator[Deadline]:
+    """End the work in this context ``seconds`` from now, or at the end of an outer deadline if that is earlier.
+    ``on_interrupt``: see ``Deadline``."""
+    token = _deadline.set(deadline := Deadline(seconds, timer, timer(), _deadline.get(), on_interrupt))
+    try:
+        yield deadline
+    finally:
+        _deadline.reset(token)
+
+
+def stop_with(has_result: bool) -> None:
+    """Handle one of STOPPED, in its except block: raise it again without a result, else let all outer work end, too."""
+    deadline, error = _deadline.get(), sys.exc_info()[1]
+    assert error is not None, "called in an except block"
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    if not has_result or deadline is None or (is_interrupt and (deadline.why or not deadline.on_interrupt)):
+        raise error
+    while is_interrupt and deadline is not None:
+        deadline.why, deadline = "by Ctrl-C", deadline.outer
+
+
+@contextmanager
+def finishing() -> Iterator[None]:
+    """Suspend the deadline: what was found is written up."""
+    deadline = _deadline.get()
+    if deadline is None or deadline.is_finishing:
+        yield
+        return
+    deadline.is_finishing = True
+    try:
+        yield
+    finally:
+        deadline.is_finishing = False
+
+
+def describe_best(seconds: float, bound: float) -> str:
+    """Format `` (best so far: step 1.2 s, 3% above the bound)``; "" if nothing was found."""
+    if seconds == inf:
+        return ""
+    above = f", {seconds / bound - 1:.0%} above the bound" if bound else ""
+    return f" (best so far: step {seconds:.3g} s{above})"
 
 
 def describe_progress(what: str, done: int, total: int, seconds: float) -> str:

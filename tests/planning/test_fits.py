@@ -16,10 +16,12 @@ from torch.nn import functional as F
 import shardwise as sw
 from raising import raises
 from shardwise.api import step_memory
+from shardwise.planning import execute as planning
 from shardwise.planning import suggestions as options
 from shardwise.planning.execute import execute
 from shardwise.plans.request import PlanRequest
 from shardwise.plans.result import PlanningResult
+from shardwise.plans.stage_planner import choose_stage
 
 
 class Texts(nn.Module):
@@ -99,19 +101,29 @@ def test_what_cannot_fit_is_not_planned(monkeypatch: pytest.MonkeyPatch) -> None
     """The states are too much for these devices, in passes of any size; for more of them they are not."""
     module, batch = asked(8)
     stored = sum(p.numel() for p in module.parameters()) * 4 * 3
-    planned: list[tuple[int, bool]] = []
+    planned, divided = list[tuple[int, bool]](), list[tuple[int, bool]]()
+    searched, before = list[Any](), [0]
 
     def recorded(request: PlanRequest, **options: Any) -> PlanningResult:
-        planned.append((request.cluster.num_devices, "on host" in request.training.optimizer))
-        return execute(request, **options)
+        try:
+            return execute(request, **options)
+        finally:
+            case = request.cluster.num_devices, "on host" in request.training.optimizer
+            (planned if len(searched) > before[-1] else divided).append(case)
+            before.append(len(searched))
+
+    def noted(*args: Any, **options: Any) -> Any:
+        searched.append(args)
+        return choose_stage(*args, **options)
 
     monkeypatch.setattr(options, "execute", recorded)
+    monkeypatch.setattr(planning, "choose_stage", noted)
     answer = sw.fits(module, batch, "h100-1x2", memory_bytes=0.45 * stored, seconds=600)
     assert not answer
-    asked_for, *mends = planned
-    assert asked_for == (2, False)
-    assert {num_devices for num_devices, _ in mends} == {2, 4, 8, 16}
-    assert all(on_host for num_devices, on_host in mends if num_devices == 2), "of these, two devices hold the rest"
+    assert "every division" in answer.asked.refused
+    assert divided[0] == (2, False)
+    assert {num_devices for num_devices, _ in planned} >= {2, 4, 8}
+    assert all(on_host for num_devices, on_host in planned if num_devices == 2), "of these, two devices hold the rest"
     assert any("times the devices" in option.what for option in answer.options)
 
 

@@ -280,3 +280,30 @@ def test_marked_modules_are_refused() -> None:
     sw.stage(model.norms[1], 1)
     with raises(sw.PlanError, "norms.1", "modules"):
         sw.plan(model, BATCH, 2, stages="auto")
+
+
+class Products(nn.Module):
+    """A product, attention and a convolution, each large beside its latency."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project, self.convolve = nn.Linear(1024, 1024, bias=False), nn.Conv2d(64, 64, 3, padding=1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.project(x).unflatten(-1, (8, 128)).transpose(1, 2)
+        attended = F.scaled_dot_product_attention(heads, heads, heads)
+        return self.convolve(attended.transpose(1, 2).reshape(x.shape[0], 64, -1, 1024)).square().mean()
+
+
+@pytest.mark.parametrize("products", ["", "f8"])
+def test_the_bound_has_the_rates_that_kernels_reach(products: str) -> None:
+    """It is near the step of a model of large products and not above, though f8 is faster than the peak of bf16."""
+    cluster = sw.Cluster.load("h100-1x2").with_products(products) if products else sw.Cluster.load("h100-1x2")
+    with torch.device("meta"):
+        model, x = Products().to(torch.bfloat16), torch.empty(16, 4096, 1024, dtype=torch.bfloat16)
+    plan = sw.plan(model, (x,), cluster, mesh=sw.Mesh(dp=2), recompute="none").plan
+    assert plan.predicted is not None
+    floor = LowerBound.of(capture(model, (x,)).graph, 1.0, cluster)
+    assert 0.2 * plan.predicted.planned_seconds < floor.seconds <= plan.predicted.planned_seconds
+    if not products:
+        assert floor.at_peak < 0.8 * floor.seconds, "nothing runs at the peak"

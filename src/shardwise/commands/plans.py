@@ -138,6 +138,7 @@ def _precision(text: str) -> Any:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_settings(parser)
+    parser.add_argument("--seconds", type=float, metavar="S", help="end with the best plan so far (no deadline)")
     parser.add_argument("--compare", action="store_true", help="plan with every search and print a table")
     add_output(parser, "write the plan (with --compare the fastest one) as JSON", required=False)
 
@@ -145,13 +146,14 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def _plan(chosen: argparse.Namespace) -> int:
     from shardwise.api import compare, plan
 
-    if chosen.compare and chosen.search:
-        raise ShardwiseError("--compare plans with every search", fix="leave out --search or --compare")
+    if chosen.compare and (chosen.search or chosen.seconds is not None):
+        fix = f"leave out {'--search' if chosen.search else '--seconds'} or --compare"
+        raise ShardwiseError("--compare plans with every search, to its end", fix=fix)
     cluster, settings = cluster_of(chosen.cluster), settings_of(chosen)
     model = model_of(chosen)
     planned: Plan | None
     if chosen.compare:
-        with show_progress("planning with every search"):
+        with show_progress("planning with every search", lines=True):
             comparison = compare(model.module, model.inputs, cluster, loss=model.loss, **settings)
         best = comparison.best
         planned = None if best is None else best.plan
@@ -168,8 +170,10 @@ def _plan(chosen: argparse.Namespace) -> int:
     else:
         if not {"search", "mode", "strategies"} & settings.keys():
             settings["search"] = "dynamic_programming"
-        with show_progress(f"planning for {chosen.cluster}"):
-            planned = plan(model.module, model.inputs, cluster, loss=model.loss, **settings).plan
+        with show_progress(f"planning for {chosen.cluster}", lines=True):
+            planned = plan(
+                model.module, model.inputs, cluster, loss=model.loss, seconds=chosen.seconds, **settings
+            ).plan
         show(planned, chosen, lambda: json.loads(planned.to_json()))
     if planned is None:
         return 1
@@ -187,7 +191,9 @@ def _plan(chosen: argparse.Namespace) -> int:
 def _add_fits(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_settings(parser)
-    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="time for planning suggestions (30)")
+    parser.add_argument(
+        "--seconds", type=float, metavar="S", help="time for everything; 0: no suggestions (30 for suggestions)"
+    )
     parser.add_argument("--price", type=float, metavar="X", help="price of a device-hour, for the price of 1e9 tokens")
 
 
@@ -196,7 +202,7 @@ def _fits(chosen: argparse.Namespace) -> int:
 
     cluster, settings = cluster_of(chosen.cluster), settings_of(chosen)
     model = model_of(chosen)
-    with show_progress(f"planning for {chosen.cluster}, with suggestions"):
+    with show_progress(f"planning for {chosen.cluster}, with suggestions", lines=True):
         answer = fits(
             model.module,
             model.inputs,
@@ -240,7 +246,7 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
 
 def _top(chosen: argparse.Namespace) -> int:
     plan = _searched(chosen)
-    with show_progress("ranking plans"):
+    with show_progress("ranking plans", lines=True):
         ranking = plan.report.top(chosen.k)
     show(ranking, chosen, lambda: ranking_data(ranking))
     return 0
@@ -291,7 +297,7 @@ def _searched(chosen: argparse.Namespace) -> PlanningResult:
     if chosen.cluster is None:
         raise ShardwiseError("a model needs a cluster", fix="add --cluster h100-1x8, or give a plan file")
     model = model_of(chosen)
-    with show_progress(f"planning for {chosen.cluster}"):
+    with show_progress(f"planning for {chosen.cluster}", lines=True):
         settings = {"search": "dynamic_programming", **settings_of(chosen)}
         return plan(model.module, model.inputs, cluster_of(chosen.cluster), loss=model.loss, **settings)
 

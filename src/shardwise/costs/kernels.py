@@ -200,6 +200,22 @@ def is_dense(form: Form) -> bool:
     return True
 
 
+def product_rate(device: Device, kind: str, dtype: str) -> float:
+    """Return the FLOP/s that a large product of a kind reaches."""
+    if share := device.kernels.get(kind, 0.0):
+        return device.peak_flops(dtype) * share
+    is_own = bool(device.products) and kind in PRODUCTS  # attention and convolutions have their own dtype
+    return (replace(device, products="") if is_own else device).matmul_flops(dtype)
+
+
+def fastest_rate(device: Device, op: str, dtype: str) -> float:
+    """Return the FLOP/s that no kernel of a product exceeds, forward or backward, however it is split. ``op``: its
+    name."""
+    family = next((name for name in ("attention", "conv") if name in op), None)
+    kinds = ("", *(kind for kind in PRODUCTS if family is not None and family in kind))
+    return max(product_rate(device, kind, dtype) for kind in kinds)
+
+
 def kernel_seconds(device: Device, work: KernelWork) -> float:
     """Seconds that a kernel keeps a device busy."""
     share = device.kernels.get(work.kind, 0.0)
@@ -210,10 +226,9 @@ def kernel_seconds(device: Device, work: KernelWork) -> float:
     seconds = device.kernel_latency + work.written / bandwidth + device.fresh_seconds(work.made)
     if not work.flops:
         return seconds + moving
-    is_own = bool(device.products) and work.kind in PRODUCTS  # attention and convolutions have their own dtype
-    own_dtype = replace(device, products="") if is_own else device
-    rate = device.peak_flops(work.dtype) * share if share else own_dtype.matmul_flops(work.dtype)
-    arithmetic = work.flops / rate * (_LEAST_CHANNELS / work.channels if share else 1.0)
+    arithmetic = (
+        work.flops / product_rate(device, work.kind, work.dtype) * (_LEAST_CHANNELS / work.channels if share else 1.0)
+    )
     if work.rows and device.attention_row:
         arithmetic += work.rows * device.attention_row * (ROWS_BACKWARD if work.kind.endswith("backward") else 1.0)
     return seconds + max(device.matmul_ramp + arithmetic, moving)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -9,7 +10,7 @@ from math import inf
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.optimizers import is_on_host
-from shardwise.errors import PlanWarning, ShardwiseError, warn_user
+from shardwise.errors import PlanError, PlanWarning, ShardwiseError, warn_user
 from shardwise.garbage_collector import with_rare_gc
 from shardwise.graph.autocast import no_autocast
 from shardwise.graph.batch import batch_size
@@ -25,37 +26,81 @@ from shardwise.plans.bind_stages import step_graph
 from shardwise.plans.entries import PricingEntry
 from shardwise.plans.listing import stage_of
 from shardwise.plans.micro_batch_search import Example, batches_of, best_micro_batch
+from shardwise.plans.nothing_fits import nothing_fits, refuse_division
 from shardwise.plans.pipelines import pipeline_config, plan_pipeline
 from shardwise.plans.plan import Plan
+from shardwise.plans.price_scope import figures
 from shardwise.plans.request import PlanRequest, SearchName
 from shardwise.plans.result import PlanningResult
 from shardwise.plans.stage_estimator import StageEstimator, estimated_policies_of
-from shardwise.plans.stage_planner import PipelineConfig, choose_stage, nothing_fits
+from shardwise.plans.stage_planner import PipelineConfig, choose_stage
 from shardwise.programs.micro_batches import Passes
-from shardwise.progress import report_progress
+from shardwise.progress import OutOfTime, report_progress, until_deadline
 from shardwise.report.search_reports import MeshReport, PipelineReport
 from shardwise.rules.keyed_rows import IMBALANCE
-from shardwise.runtime.agree import report_alive, show_progress_once
+from shardwise.runtime.agree import rank_and_world_size, report_alive, show_progress_once
 from shardwise.search.auto import PRICED_SEARCHES, MeshSearch
 from shardwise.search.decide import check_layout_names
 from shardwise.search.stored_program import SearchConfig
 
 
-def execute(request: PlanRequest, *, exact_refusal: bool = True) -> PlanningResult:
+def execute(
+    request: PlanRequest,
+    *,
+    exact_refusal: bool = True,
+    captures: list[Planning] | None = None,
+    seconds: float = inf,
+    clock: Callable[[], float] = time.monotonic,
+) -> PlanningResult:
     """Plan a request.
 
     Args:
         request: What to plan.
         exact_refusal: Whether a refusal of stages names the least memory over all cuts, which takes longer, or of some.
+        captures: Earlier requests with what was captured for them; a variant of one that changes neither the call nor
+            its dtypes is not captured again. This one is added.
+        seconds: When planning ends with the best plan so far, which is announced with its gap. A first Ctrl-C
+            ends it as well, unless ranks wait for the plan.
+        clock: Returns the time in seconds.
 
     Raises:
         ShardwiseError: The model or a setting has a fault that the user can fix.
-        PlanError: Nothing fits (``NothingFits``, without suggestions), or the model cannot be cut as requested.
+        PlanError: Nothing fits (``NothingFits``, without suggestions), the model cannot be cut as requested, or
+            nothing was found in time.
+        KeyboardInterrupt: Ctrl-C before a plan was found.
     """
     precision = (request.training.precision or Precision()).at_hand
-    with show_progress_once("planning"), report_alive(), no_autocast(), with_rare_gc():
-        planning = Planning.of(request, precision, exact_refusal)
-        return planning.auto_stages() if request.parallel.stages == "auto" else planning.one_setting()
+    on_interrupt = rank_and_world_size()[1] == 1
+    with (
+        show_progress_once("planning"),
+        report_alive(),
+        no_autocast(),
+        with_rare_gc(),
+        until_deadline(seconds, clock, on_interrupt=on_interrupt) as deadline,
+    ):
+        try:
+            planning = Planning.of(request, precision, exact_refusal, captures if captures is not None else [])
+            planning.refuse_division()
+            found = planning.auto_stages() if request.parallel.stages == "auto" else planning.one_setting()
+        except OutOfTime as error:
+            if deadline.outer is not None:
+                raise
+            fix = "allow more seconds, or less choice: a mesh=, stages=, recompute= or micro_batch="
+            raise PlanError(f"planning ended {error}, before any plan was found", fix=fix) from None
+    if deadline.why:
+        warn_user(f"planning ended {deadline.why}: this is the best plan so far{_gap_of(found)}", PlanWarning)
+    return found
+
+
+def _gap_of(found: PlanningResult) -> str:
+    """Format how far the step of a plan is from what is known to be its least."""
+    plan, report = found.plan, found.search_report
+    if isinstance(report, MeshReport | PipelineReport) and report.settings is not None and report.settings.bound:
+        step = figures(plan)
+        assert step is not None, "it was chosen by price"
+        return f"; its step is {step[0] / report.settings.bound - 1:.0%} above the least of all settings"
+    gap = None if plan.predicted is None else plan.predicted.optimality_gap
+    return "" if gap is None else f"; its price is {gap:.1%} above the least of its micro-batch size"
 
 
 @dataclass(frozen=True)
@@ -71,8 +116,8 @@ class Planning:
     exact_refusal: bool = True
 
     @staticmethod
-    def of(request: PlanRequest, precision: Precision, exact_refusal: bool) -> Planning:
-        """Capture the request's module, and announce settings that lose or gain nothing."""
+    def of(request: PlanRequest, precision: Precision, exact_refusal: bool, captures: list[Planning]) -> Planning:
+        """Capture the request's module, and announce settings that lose or gain nothing. ``captures``: as there."""
         if precision.lost_share:
             warn_user(
                 f"parameters are stored as {precision.parameter} and used as {precision.compute}: an update smaller "
@@ -81,20 +126,50 @@ class Planning:
             )
         if is_on_host(request.training.optimizer):
             _announce_one_memory(request.cluster)
-        report_progress("capturing the model")
+        earlier = next((planning for planning in captures if planning._is_call_of(request, precision)), None)
         arguments, strategies = (request.args, dict(request.kwargs)), request.parallel.strategies
         terms = tuple(request.training.per_micro_batch)
-        captured = capture(
-            request.module, *arguments, loss=request.loss, strategies=strategies, precision=precision,
-            per_micro_batch=terms,
-        )  # fmt: skip
+        if earlier is None:
+            report_progress("capturing the model")
+            captured = capture(
+                request.module, *arguments, loss=request.loss, strategies=strategies, precision=precision,
+                per_micro_batch=terms,
+            )  # fmt: skip
+            call = Example(request.module, arguments, request.loss, strategies, precision, terms)
+        else:
+            captured, call = earlier.captured, earlier.call
         _check_imbalance(request, captured.graph)
         search = request.search.search
         if search is None:
             is_free = not captured.annotations and not captured.graph.constraints
             search = "dynamic_programming" if is_free and request.search.mode == "auto" else "sharding_propagation"
-        call = Example(request.module, arguments, request.loss, strategies, precision, terms)
-        return Planning(request, call, captured, search, exact_refusal=exact_refusal)
+        planning = Planning(request, call, captured, search, exact_refusal=exact_refusal)
+        captures.append(planning)
+        return planning
+
+    def _is_call_of(self, request: PlanRequest, precision: Precision) -> bool:
+        """Return whether a request is of the call that was captured."""
+        own = self.request
+        return (
+            all(
+                mine is other
+                for mine, other in (
+                    (own.module, request.module), (own.args, request.args), (own.kwargs, request.kwargs),
+                    (own.loss, request.loss), (own.parallel.strategies, request.parallel.strategies),
+                )
+            )
+            and self.call.precision == precision
+            and self.call.per_micro_batch == tuple(request.training.per_micro_batch)
+        )  # fmt: skip
+
+    def refuse_division(self) -> None:
+        """Raise NothingFits if no division of what stays from step to step fits, before anything is searched."""
+        if self.by_price:
+            request, parallel = self.request, self.request.parallel
+            staged = parallel.stages is not None or parallel.schedule is not None
+            refuse_division(
+                self.captured.graph, request.training.optimizer, request.cluster, request.limit, staged=staged
+            )
 
     @property
     def by_price(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -20,6 +21,7 @@ from shardwise.costs.prediction import Interval
 from shardwise.errors import ShardwiseError
 from shardwise.graph.ir import Graph
 from shardwise.graph.trees import flatten
+from shardwise.planning.execute import Planning
 from shardwise.planning.suggestions import NUM_SHOWN, Option, plan_variants, suggest_changes, suggest_fixes, try_request
 from shardwise.plans.bind import program_of
 from shardwise.plans.micro_batch_search import Example, planned_graph
@@ -232,7 +234,7 @@ def fits(
     *,
     kwargs: Mapping[str, Any] | None = None,
     loss: Callable[..., Any] | None = None,
-    seconds: float = SECONDS,
+    seconds: float | None = None,
     price_per_hour: float | None = None,
     **settings: Any,
 ) -> Fits:
@@ -251,7 +253,9 @@ def fits(
         cluster: A cluster, its name (``"h100-2x8"``), or a number of devices of this machine.
         kwargs: Named inputs, in addition to positional ones.
         loss: As for ``sw.plan``.
-        seconds: Time for planning suggestions. Those without time are listed in ``untried``.
+        seconds: Time for everything: the plan is the best that was found by then, and suggestions without time are
+            listed in ``untried``. 0: no suggestions, and a plan without a deadline. Default: also without one, and 30
+            for suggestions.
         price_per_hour: The price of a device, for the price of 1e9 tokens. Default: that of the cluster file.
         **settings: Other settings of ``sw.plan`` (``global_batch``, ``precision``, ``optimizer``, ...).
 
@@ -261,13 +265,16 @@ def fits(
     Raises:
         ShardwiseError: As ``sw.plan`` raises it, except that a model that does not fit is an answer.
     """
-    if not (is_number(seconds) and seconds >= 0):
-        raise ShardwiseError(f"seconds is {seconds!r}", fix="seconds for planning suggestions, 0 or more")
+    if seconds is not None and not (is_number(seconds) and seconds >= 0):
+        raise ShardwiseError(f"seconds is {seconds!r}", fix="seconds for planning, 0 or more")
     if price_per_hour is not None and not (is_number(price_per_hour) and 0 <= price_per_hour < inf):
         fix = "what a device costs in an hour, from 0; or leave it out"
         raise ShardwiseError(f"the price of a device and hour is {price_per_hour!r}", fix=fix)
     request = PlanRequest.of(module, example_inputs, cluster, kwargs=kwargs, loss=loss, **settings)
-    asked = try_request(request)
+    captures: list[Planning] = []
+    start = time.monotonic()
+    asked = try_request(request, captures=captures, seconds=seconds or inf)
+    rest = SECONDS if seconds is None else max(0.0, seconds - (time.monotonic() - start) * (seconds > 0))
     if asked.plan is not None and asked.plan.predicted is None and asked.plan.pipeline is None:
         raise ShardwiseError(
             "sw.fits answers from prices. Stages have no prices under a mode, or if strategies are completed "
@@ -278,12 +285,13 @@ def fits(
     found = asked.found
     if found is None:
         options, untried = plan_variants(
-            suggest_fixes(request), seconds, lambda options: sum(o.is_priced for o in options) >= 2 * NUM_SHOWN
-        )
+            suggest_fixes(request), rest, lambda options: sum(o.is_priced for o in options) >= 2 * NUM_SHOWN,
+            captures,
+        )  # fmt: skip
         best = sorted((option for option in options if option.is_priced), key=lambda option: option.price)
     else:
         step = _step(request, found)
-        options, untried = plan_variants(suggest_changes(request, found.plan), seconds, lambda options: False)
+        options, untried = plan_variants(suggest_changes(request, found.plan), rest, lambda options: False, captures)
         better = [option for option in options if option.is_priced and option.price < asked.price]
         best = sorted(better, key=lambda option: option.price)
     tokens = _tokens(asked)

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 import torch
@@ -18,13 +19,14 @@ from shardwise.costs.optimizers import ON_HOST, is_on_host, states_of
 from shardwise.errors import NothingFits, PlanError, ShardwiseError
 from shardwise.graph.step_precision import Precision
 from shardwise.layouts.mesh import Mesh
-from shardwise.planning.execute import execute
+from shardwise.planning.execute import Planning, execute
 from shardwise.plans.plan import Plan
 from shardwise.plans.price_scope import figures
 from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.plans.request import PlanRequest
 from shardwise.plans.result import PlanningResult
 from shardwise.plans.schedule import schedule_of
+from shardwise.progress import OutOfTime, until_deadline
 from shardwise.search.mesh_shapes import candidate_meshes
 
 NUM_SHOWN = 3
@@ -86,17 +88,15 @@ class Option:
         return self.step_seconds * self.cluster.num_devices / (self.samples or 1)
 
 
-def try_request(request: PlanRequest, what: str = "") -> Option:
-    """Plan a request, and return why if nothing fits. A variant (``what``) is not planned if all devices together do
-    not hold what stays from step to step. Raises errors that are not about memory."""
-    stays, room = _persistent_bytes(request), request.cluster.num_devices * request.limit
-    if what and stays > room:
-        refused = f"{format_bytes(stays)} of parameters and states do not fit in {format_bytes(room)}"
-        return Option(what, request, refused=refused)
+def try_request(
+    request: PlanRequest, what: str = "", captures: list[Planning] | None = None, seconds: float = inf
+) -> Option:
+    """Plan a request, and return why if nothing fits. Raises errors that are not about memory. ``what``: it is a
+    variant; ``captures``, ``seconds``: as for ``execute``."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore" if what else "default")
-            found = execute(request, exact_refusal=not what)
+            found = execute(request, exact_refusal=not what, captures=captures, seconds=seconds)
     except PlanError as error:
         if not (what or isinstance(error, NothingFits)):
             raise
@@ -109,41 +109,32 @@ def try_request(request: PlanRequest, what: str = "") -> Option:
     return Option(what, request, found)
 
 
-def _persistent_bytes(request: PlanRequest) -> int:
-    """Return the fewest bytes of parameters and optimizer states that all devices together keep between steps."""
-    optimizer = request.training.optimizer
-    dtype = (request.training.precision or Precision()).parameter
-    states = 0 if is_on_host(optimizer) else states_of(optimizer)
-    return sum(
-        p.numel() * (dtype if dtype is not None and p.is_floating_point() else p.dtype).itemsize
-        * (1 + states * p.requires_grad)
-        for p in request.module.parameters()
-    )  # fmt: skip
-
-
 Variant = tuple[str, PlanRequest]
 
 
-def execute_or_suggest(request: PlanRequest) -> PlanningResult:
-    """Plan a request; a refusal of what does not fit names variants that do, or why they were not planned."""
-    start = time.process_time()
+def execute_or_suggest(request: PlanRequest, seconds: float = inf) -> PlanningResult:
+    """Plan a request; a refusal of what does not fit names variants that do, or why they were not planned. ``seconds``:
+    as for ``execute``."""
+    start, captures = time.process_time(), list[Planning]()
     try:
-        return execute(request)
+        return execute(request, captures=captures, seconds=seconds)
     except NothingFits as refusal:
         took, refused = time.process_time() - start, refusal
-    if took > MAX_REFUSED_SECONDS:
+    if took > min(MAX_REFUSED_SECONDS, seconds):
         why = f"not planned, as this plan took {took:.0f} s of CPU time: sw.fits plans them"
         raise refused.naming([], why) from None
-    raise refused.naming(*_suggestions(request)) from None
+    raise refused.naming(*_suggestions(request, captures)) from None
 
 
-def _suggestions(request: PlanRequest) -> tuple[list[str], str]:
+def _suggestions(request: PlanRequest, captures: list[Planning]) -> tuple[list[str], str]:
     """Return a line for each variant that fits, the cheapest first, and the text to print if there is none."""
 
     def enough(planned: Sequence[Option]) -> bool:
         return sum(option.fits for option in planned) >= NUM_SHOWN
 
-    options, untried = plan_variants(suggest_fixes(request), MAX_SUGGESTION_SECONDS, enough, clock=time.process_time)
+    options, untried = plan_variants(
+        suggest_fixes(request), MAX_SUGGESTION_SECONDS, enough, captures, clock=time.process_time
+    )
     best = sorted((option for option in options if option.fits), key=lambda option: option.price)
     left = f"; not planned (out of time): {'; '.join(untried)}" if untried else ""
     return [suggestion_line(option) for option in best], f"none of the {len(options)} that were planned fits{left}"
@@ -240,19 +231,23 @@ def plan_variants(
     variants: Iterator[Variant],
     seconds: float,
     enough: Callable[[Sequence[Option]], bool],
+    captures: list[Planning] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[Option], list[str]]:
     """Plan variants in order until ``seconds`` have passed or ``enough`` returns true. Return the options, and the
     names of those not tried. Variants with an error (a batch that does not divide, for example) are left out."""
     start, options, left = clock(), list[Option](), list[str]()
-    for what, request in variants:
-        if clock() - start > seconds or enough(options):
-            left.append(what)
-            continue
-        try:
-            options.append(try_request(request, what))
-        except ShardwiseError:
-            continue
+    with until_deadline(seconds, clock):
+        for what, request in variants:
+            if clock() - start > seconds or enough(options):
+                left.append(what)
+                continue
+            try:
+                options.append(try_request(request, what, captures))
+            except OutOfTime:
+                left.append(what)
+            except ShardwiseError:
+                continue
     return options, left
 
 

@@ -4,7 +4,7 @@ For every such *setting* the price-based searches choose the rest: the mesh of a
 recomputation and offloading. Where the stages of a setting begin is decided in ``search.stage_partition``.
 
 Settings are planned in the order of an estimate of their step. A setting is skipped if its *lower bound* is not below
-the best step so far. The bound is the time of the step's products at the peak of all devices together. A pipeline adds
+the best step so far. The bound is the time of the step's products at the rates that kernels reach. A pipeline adds
 the time to fill and drain. Planning of a setting stops early if its prices are clearly above the best step
 (``search.fit_memory``). Within the accuracy of prices, the result is that of planning all settings. The exception is a
 model with more settings than the limit (``tries_of``). The settings left out are printed with their bound.
@@ -22,6 +22,7 @@ import torch
 
 from shardwise.costs.cluster import Cluster
 from shardwise.costs.flops import FLOPS, flops_of
+from shardwise.costs.kernels import fastest_rate
 from shardwise.errors import PlanError, listed
 from shardwise.graph.attention_within import ATTENTION_WITHIN, num_pairs
 from shardwise.graph.cut import free_values
@@ -35,7 +36,7 @@ from shardwise.plans.price_scope import figures, format_step_interval
 from shardwise.plans.quantities import format_bytes, format_bytes_interval, format_seconds
 from shardwise.plans.result import PlanningResult, plan_of
 from shardwise.plans.schedule import Schedule, schedule_of
-from shardwise.progress import report_progress
+from shardwise.progress import STOPPED, report_best, report_progress, stop_with
 from shardwise.rules.attention_bands import EVERYTHING, band_between, band_of
 from shardwise.search.constants import (
     EQUAL_ESTIMATE_RATIO,
@@ -159,27 +160,34 @@ class LowerBound:
     """Figures of a model from which the step of any setting is bounded and roughly estimated.
 
     Attributes:
-        seconds: Seconds of the products of a step at the peak of all devices together.
+        seconds: Seconds of the products of a step on all devices together, at the rates that their kernels reach.
         kernels: Operators of a micro-batch, forward and backward.
         parameter_bytes: Bytes of all parameters.
         blocks: Number of repeated blocks. ``estimate`` assumes that every stage has whole blocks. ``bound`` does not,
             because a cut may split a block (``search.stage_partition``).
+        at_peak: Seconds of the products at the peak of all devices, for ``estimate``; 0: as ``seconds``.
     """
 
     seconds: float
     kernels: int
     parameter_bytes: float
     blocks: int = 0
+    at_peak: float = 0.0
 
     @staticmethod
     def of(graph: Graph, share: float, cluster: Cluster) -> LowerBound:
         """Return the figures of a graph. ``share``: samples of a step divided by samples of the graph."""
         device = cluster.device
-        products = [(op, format_dtype(graph.by_name[op.operands[0]].dtype)) for op in graph.ops if op.target in FLOPS]
-        seconds = sum(_least_flops(op, graph) / device.peak_flops(dtype) for op, dtype in products)
+        seconds = at_peak = 0.0
+        for op in graph.ops:
+            if op.target in FLOPS:
+                flops, dtype = _least_flops(op, graph), format_dtype(graph.by_name[op.operands[0]].dtype)
+                seconds += flops / fastest_rate(device, operator_name(op.target), dtype)
+                at_peak += flops / device.peak_flops(dtype)
         parameter_bytes = sum(graph.by_name[s.value].num_bytes for s in graph.sources if s.kind == "parameter")
-        seconds *= share / cluster.num_devices
-        return LowerBound(seconds, 3 * len(graph.ops), float(parameter_bytes), len(blocks_of(graph)))
+        share /= cluster.num_devices
+        blocks = len(blocks_of(graph))
+        return LowerBound(share * seconds, 3 * len(graph.ops), float(parameter_bytes), blocks, share * at_peak)
 
     def bound(self, setting: StageConfig) -> float:
         """Return a lower bound of the step of a setting, in seconds, over all divisions of the work among stages.
@@ -208,7 +216,7 @@ class LowerBound:
         started = setting.passes * self.kernels / places * cluster.device.kernel_latency
         sharing = cluster.num_devices / places / setting.micro_batch / cluster.levels[0].size
         uneven = stages * ceil(self.blocks / stages) / self.blocks if self.blocks else 1.0
-        products = ROUGH_STEP_FACTOR * self.seconds * max(1.0, sharing) * uneven
+        products = ROUGH_STEP_FACTOR * (self.at_peak or self.seconds) * max(1.0, sharing) * uneven
         seconds = max(products, reduced, started) * (1 + (places - 1) / (per_place * setting.passes))
         return max(seconds, self.bound(setting))
 
@@ -361,9 +369,15 @@ def joint_search(
     best: tuple[float, StageConfig, _AnyPlan] | None = None
     failure: PlanError | None = None
     seen: list[SettingOutcome] = []
+    least = min(map(floor.bound, settings), default=0.0)
     queue = _Queue(settings, floor, cluster, estimates if len(settings) > tries else ())
     while queue.heap:
-        setting, estimate = queue.pop(refines=best is None or tries > 0, first=best is None)
+        try:
+            setting, estimate = queue.pop(refines=best is None or tries > 0, first=best is None)
+        except STOPPED:
+            stop_with(best is not None)
+            tries = 0
+            continue
         trial = SettingOutcome(setting, floor.bound(setting), estimate=estimate)
         if best is not None and trial.bound >= best[0]:
             seen.append(replace(trial, pruned=best[0]))
@@ -372,9 +386,14 @@ def joint_search(
             seen.append(trial)
             continue
         tries -= 1
-        report_progress(f"planning {setting}")
         try:
+            report_progress(f"planning {setting}")
             plan = plan_setting(setting, inf if best is None else best[0])
+        except STOPPED:
+            stop_with(best is not None)
+            seen.append(trial)
+            tries = 0
+            continue
         except PlanError as error:
             failure = failure or error
             seen.append(replace(trial, refused=str(error).partition("\n")[0]))
@@ -386,6 +405,7 @@ def joint_search(
         seen.append(replace(trial, step_seconds=seconds, num_bytes=num_bytes, text=told))
         if best is None or seconds < best[0]:
             best = seconds, setting, plan
+            report_best(seconds, least)
     if best is None:
         raise failure or PlanError(
             "there is no setting to plan", fix="give a mesh whose number of devices divides the cluster's"
@@ -446,7 +466,11 @@ class _Queue:
                 heappush(self.heap, (True, seconds, number, done))
                 continue
             self.sizes.add(size)
-            seconds = self.estimates[done](setting)
+            try:
+                seconds = self.estimates[done](setting)
+            except STOPPED:
+                heappush(self.heap, (is_last, seconds, number, done))
+                raise
             if not done:
                 size_of_device = self._size_of_device(setting)
                 longer = seconds / self.rough[number]

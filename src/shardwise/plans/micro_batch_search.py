@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -19,6 +20,7 @@ from shardwise.plans.term_suggestions import check_terms, suggesting_terms
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.time_axis import TimeSplit, split_in_time
 from shardwise.programs.vjp import VjpCache
+from shardwise.progress import STOPPED, report_best, stop_with
 from shardwise.untrusted_text import shorten_repr
 
 MOST_SAMPLES = 2**40  # of a step: all its divisors are looked for
@@ -217,6 +219,9 @@ def best_micro_batch(
         try:
             passes = Passes.single(whole) if count == 1 else call.passes(whole, size, staged=staged)
             found = plan_passes(passes)
+        except STOPPED:
+            stop_with(best is not None)
+            break
         except PlanError as error:
             failure = failure or error
             tried.append(MicroBatchOutcome(size, count, refused=str(error).partition("\n")[0]))
@@ -226,6 +231,7 @@ def best_micro_batch(
         # Stages that are planned without prices have no prediction, and one size: nothing is compared.
         seconds, num_bytes = figures(found.plan) or (0.0, 0.0)
         tried.append(MicroBatchOutcome(size, count, seconds, num_bytes))
+        report_best(seconds or inf, 0.0)
         if best is not None and seconds >= best[0]:
             others.append(found.plan)
             break

@@ -70,6 +70,7 @@ from shardwise.programs.builder import Choice
 from shardwise.programs.micro_batches import Passes
 from shardwise.programs.spmd import SpmdProgram, build_spmd
 from shardwise.programs.vjp import VjpCache
+from shardwise.progress import STOPPED, stop_with
 from shardwise.search.constants import (
     MAX_BOUNDARY_TRIES,
     MAX_FASTER_CUTS,
@@ -298,6 +299,9 @@ class PipelinePlanner:
                 failure = min([error.most, *([] if failure is None else [failure])], key=lambda need: need[0])
                 value = OVER_LIMIT_PENALTY * failure[0] / limit if best is None else value
                 continue
+            except STOPPED:
+                stop_with(best is not None)
+                break
             except PlanError:  # not faster than a plan that is known
                 if best is None:
                     raise

@@ -20,7 +20,7 @@ from shardwise.layouts.layout import Layout
 from shardwise.layouts.routes import Floats, Ints, Routes
 from shardwise.layouts.strategy import Strategy
 from shardwise.search.domains import Domain, Domains
-from shardwise.search.elimination import Interner, Problem, Scope, Solution
+from shardwise.search.elimination import Interner, Places, Problem, Scope, Solution, places_of
 from shardwise.search.solving import Solver
 
 
@@ -141,7 +141,13 @@ class CostGraph:
             shape = next(table.shape for table in components if table is not None)
             weighted.append(np.zeros(shape) if total is None else total)
         sizes = [variable.size for variable in self.variables]
-        return Problem(sizes, self._scopes, Interner(weighted), self.domains.eliminations)
+        problem = Problem(sizes, self._scopes, Interner(weighted), self.domains.eliminations)
+        problem.places = self._places
+        return problem
+
+    @cached_property
+    def _places(self) -> Places:
+        return places_of(self._scopes)
 
     @cached_property
     def _distinct(self) -> dict[int, int]:

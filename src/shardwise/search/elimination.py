@@ -17,6 +17,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 
 import numpy as np
@@ -61,6 +62,21 @@ class Interner:
         return number
 
 
+# Number of a table -> its places in a list of factors, and the scopes there, one a row.
+Places = dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]]
+
+
+def places_of(factors: Sequence[tuple[Scope, int]]) -> Places:
+    """Return where the tables of factors are."""
+    places: dict[int, list[int]] = {}
+    for place, (_, number) in enumerate(factors):
+        places.setdefault(number, []).append(place)
+    return {
+        number: (np.array(group, dtype=np.int64), np.array([factors[place][0] for place in group], dtype=np.int64))
+        for number, group in places.items()
+    }
+
+
 @dataclass
 class Problem:
     """Variables 0, 1, ... with ``sizes`` values each, and tables over them.
@@ -77,8 +93,15 @@ class Problem:
 
     def value(self, assignment: Sequence[int]) -> float:
         """Return the price of a complete assignment, from the tables as they were given."""
-        tables = self.interner.tables
-        return float(sum(tables[number][tuple(assignment[v] for v in scope)] for scope, number in self.factors))
+        values, tables = np.array(assignment, dtype=np.int64), self.interner.tables
+        prices = np.empty(len(self.factors))
+        for number, (places, scopes) in self.places.items():
+            prices[places] = tables[number][tuple(values[scopes].T)]
+        return float(sum(prices.tolist()))  # in the order of the factors, so that equal sums round alike
+
+    @cached_property
+    def places(self) -> Places:
+        return places_of(self.factors)
 
 
 @dataclass
@@ -138,7 +161,8 @@ class Elimination:
     ``last``: a variable that is left; ``narrow``: leave all variables whose joint table has over three variables or
     ``MAX_NARROW_COMBINATIONS``, and all once the tables take half of ``MAX_ELIMINATION_BYTES``. ``widest``,
     ``largest``: the variables of the largest joint table, and its combinations; ``num_bytes``: of all tables that are
-    computed.
+    computed. ``cutsets``, ``of_core``: what leaves the rest of a narrow one narrow (``search.conditioning``), and its
+    eliminations, for all problems with this order.
     """
 
     def __init__(self, problem: Problem, last: int | None = None, *, narrow: bool = False) -> None:
@@ -152,6 +176,8 @@ class Elimination:
         self.largest = self.num_minima = self.num_bytes = 0
         self._at: list[dict[Scope, int]] = [{} for _ in problem.sizes]
         self._known: dict[object, int] = {}
+        self.cutsets: list[frozenset[int]] = []
+        self.of_core: dict[Shape, Elimination] = {}
         for scope, number in problem.factors:
             # Variables of one value are left out: a joint table of numpy has at most 64 axes.
             self._insert(tuple([v for v in scope if problem.sizes[v] > 1]), number)

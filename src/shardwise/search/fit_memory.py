@@ -24,6 +24,7 @@ from math import inf
 
 from shardwise.errors import PlanError
 from shardwise.graph.segments import Segment
+from shardwise.progress import STOPPED, finishing, stop_with
 from shardwise.search.auto import MeshSearch
 from shardwise.search.candidates import CandidateRanking
 from shardwise.search.constants import (
@@ -68,9 +69,41 @@ def fit_memory(planner: Planner, reshard_mode: ReshardMode | None = None) -> Pla
         bound = min([bound, *(policy.planner.bound_without_limit() for policy in once)])
     fitting: list[_PolicyResult] = []
     refused: list[_PolicyResult] = []
+    cutoff = planner.settings.known / _times(planner.settings)
+    try:
+        _settle(policies, fitting, refused, cutoff)
+        if not fitting:
+            smallest = min(refused, key=lambda policy: policy.ranking.best.num_bytes)
+            return smallest.planner.planned(smallest.ranking)
+        eased = _all_eased(fitting, planner.settings.memory_policy.segments, bound, cutoff)
+    except STOPPED:
+        stop_with(bool(fitting))
+        fastest = min(fitting, key=lambda policy: _seconds(policy.ranking))
+        eased = [(fastest.planner, fastest.ranking)]
+    if not eased:
+        raise _slower(min(_seconds(policy.ranking) for policy in fitting), planner.settings)
+    easier, ranking = min(eased, key=lambda candidate: _seconds(candidate[1]))
+    if _seconds(ranking) > FOLDED_STEP_ERROR * cutoff:
+        raise _slower(_seconds(ranking), planner.settings)
+    with finishing():
+        best = easier.planned(ranking)
+    if best.ranking.excess and planner.folded is not None:  # the memory estimated from few blocks was too low
+        return fit_memory(replace(planner, folded=None), reshard_mode)
+    if len(policies) == 1:
+        return best
+    return replace(best, prediction=replace(best.prediction, bound=min(best.prediction.bound, bound)))
+
+
+def _settle(
+    policies: Sequence[_PolicyResult],
+    fitting: list[_PolicyResult],
+    refused: list[_PolicyResult],
+    cutoff: float,
+) -> None:
+    """Search policies, best first, and add them to those that fit or are refused. ``cutoff``: seconds of a micro-batch
+    of a plan that is known. Raises PlanError if all are slower."""
     # Entries are (seconds, number, is_settled). The seconds are a lower bound of the price of a policy at first, and
     # its price once it is settled. A policy is searched under the limit only when its bound is the least entry.
-    cutoff = planner.settings.known / _times(planner.settings)
     left = [
         (policy.least if len(policies) > 1 else 0.0, number, len(policies) == 1)
         for number, policy in enumerate(policies)
@@ -81,7 +114,7 @@ def fit_memory(planner: Planner, reshard_mode: ReshardMode | None = None) -> Pla
         policy = policies[number]
         if cutoff <= (least := _at_least(price, [*fitting, *refused])) < inf:
             if not fitting:
-                raise _slower(least, planner.settings)
+                raise _slower(least, policy.planner.settings)
             break
         if fitting and price >= min(_seconds(other.ranking) for other in fitting):
             break
@@ -91,26 +124,19 @@ def fit_memory(planner: Planner, reshard_mode: ReshardMode | None = None) -> Pla
             (refused if policy.ranking.excess else fitting).append(policy)
         else:
             heappush(left, (policy.price, number, True))
-    if not fitting:
-        smallest = min(refused, key=lambda policy: policy.ranking.best.num_bytes)
-        return smallest.planner.planned(smallest.ranking)
-    eased: list[tuple[_PolicyResult, Planner, CandidateRanking]] = []
+
+
+def _all_eased(
+    fitting: Sequence[_PolicyResult], segments: Sequence[Segment], bound: float, cutoff: float
+) -> list[tuple[Planner, CandidateRanking]]:
+    """Return the policies that fit, eased, without those that cannot be the fastest."""
+    eased: list[tuple[Planner, CandidateRanking]] = []
     for policy in sorted(fitting, key=lambda policy: _seconds(policy.ranking)):
         least = _seconds(policy.ranking) - (policy.price - bound)  # easing saves no more than price - bound
-        fastest = min((_seconds(result) for _, _, result in eased), default=FOLDED_STEP_ERROR * cutoff)
+        fastest = min((_seconds(result) for _, result in eased), default=FOLDED_STEP_ERROR * cutoff)
         if least < fastest:
-            eased += [(policy, *pair) for pair in _eased(policy, planner.settings.memory_policy.segments, fastest)]
-    if not eased:
-        raise _slower(min(_seconds(policy.ranking) for policy in fitting), planner.settings)
-    policy, easier, ranking = min(eased, key=lambda candidate: _seconds(candidate[2]))
-    if _seconds(ranking) > FOLDED_STEP_ERROR * cutoff:
-        raise _slower(_seconds(ranking), planner.settings)
-    best = easier.planned(ranking)
-    if best.ranking.excess and planner.folded is not None:  # the memory estimated from few blocks was too low
-        return fit_memory(replace(planner, folded=None), reshard_mode)
-    if len(policies) == 1:
-        return best
-    return replace(best, prediction=replace(best.prediction, bound=min(best.prediction.bound, bound)))
+            eased += _eased(policy, segments, fastest)
+    return eased
 
 
 def least_memory(planner: Planner, reshard_mode: ReshardMode | None = None) -> PlannerResult:

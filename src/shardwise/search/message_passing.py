@@ -26,6 +26,7 @@ from shardwise.search.constants import (
     EXACT_GAP,
     FORBIDDEN_FACTOR,
     MAX_CONDITIONED_COMBINATIONS,
+    MAX_JOINT_COMBINATIONS,
     MAX_MESSAGE_BYTES,
     MAX_SWEEPS,
     SETTLED_GAP_SHARE,
@@ -44,18 +45,20 @@ def solve_wide(problem: Problem) -> Solution:
     variables = sorted({variable for scope, _ in left for variable in scope})
     place = {variable: i for i, variable in enumerate(variables)}
     factors = [(tuple([place[v] for v in scope]), number) for scope, number in left]
-    core = Problem([problem.sizes[v] for v in variables], factors, Interner(tables))
-    found, bound = _solve_core(core)
+    core = Problem([problem.sizes[v] for v in variables], factors, Interner(tables), elimination.of_core)
+    found, bound = _solve_core(core, elimination.cutsets)
     assignment = elimination.assignment(tables, dict(zip(variables, found, strict=True)))
     value = problem.value(assignment)
     if not np.isfinite(value) and bound < np.inf:
         raise ShardwiseError("no plan was found in bounded memory", fix="fewer mesh axes")
     proven = value <= bound + EXACT_GAP * abs(value)
-    return Solution(assignment, value, elimination.largest, bound=None if proven else bound)
+    largest = max(elimination.largest, MAX_JOINT_COMBINATIONS)  # that of all variables, which was too wide
+    return Solution(assignment, value, largest, bound=None if proven else bound)
 
 
-def _solve_core(core: Problem) -> tuple[list[int], float]:
-    """Return the best assignment found, and the bound: infinite if no assignment is allowed."""
+def _solve_core(core: Problem, cutsets: list[frozenset[int]]) -> tuple[list[int], float]:
+    """Return the best assignment found, and the bound: infinite if no assignment is allowed. ``cutsets``: of problems
+    with the same scopes."""
     messages = Messages(core)
     best, least = messages.rounded(), np.inf
     done, sweeps, before = 0, 1, -np.inf
@@ -82,7 +85,7 @@ def _solve_core(core: Problem) -> tuple[list[int], float]:
         if np.isfinite(least) and bound - before < SETTLED_GAP_SHARE * (least - bound):
             break
         before, sweeps = bound, 2 * sweeps
-    improved = improve_by_conditioning(core, best)
+    improved = improve_by_conditioning(core, best, cutsets)
     if core.value(improved) < least and messages.prune(core.value(improved)):
         exact = messages.solved_exactly()
         if exact is not None:
