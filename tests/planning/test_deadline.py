@@ -18,6 +18,7 @@ import shardwise as sw
 from raising import raises
 from shardwise import progress
 from shardwise.planning.execute import execute
+from shardwise.planning.suggestions import plan_variants, suggest_fixes
 from shardwise.plans.request import PlanRequest
 from shardwise.plans.result import PlanningResult
 
@@ -104,6 +105,18 @@ def test_ctrl_c_ends_planning_with_the_best_plan_or_with_none() -> None:
     assert found.plan.predicted is not None or found.plan.is_pipeline
     with pytest.raises(KeyboardInterrupt):
         planned(request, inf, Ticks(interrupt=3))
+
+
+def test_suggestions_that_a_deadline_or_ctrl_c_ends_are_not_tried() -> None:
+    """What was planned before stays, and nothing is begun after it."""
+    request = request_of()
+    for clock, why in ((Ticks(), ""), (Ticks(interrupt=12), "by Ctrl-C")):
+        with progress.until_deadline(inf if why else 12, clock) as deadline:
+            options, left = plan_variants(suggest_fixes(request), inf, lambda options: False)
+        assert left, "there was no time for these"
+        assert why in deadline.why
+        assert {option.what for option in options}.isdisjoint(left)
+        assert [*left] == [what for what, _ in suggest_fixes(request)][-len(left) :]
 
 
 def test_seconds_are_checked() -> None:
