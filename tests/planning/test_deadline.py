@@ -18,6 +18,7 @@ import shardwise as sw
 from raising import raises
 from shardwise import progress
 from shardwise.planning.execute import execute
+from shardwise.planning.suggestions import plan_variants, suggest_fixes
 from shardwise.plans.request import PlanRequest
 from shardwise.plans.result import PlanningResult
 
@@ -57,14 +58,14 @@ def peak_of(request: PlanRequest) -> float:
 
 
 AUTO: dict[str, Any] = {"stages": "auto", "schedule": "1F1B"}
-CASES: list[dict[str, Any]] = [AUTO, {"global_batch": 16}, {"recompute": "auto"}]
+CASES: list[dict[str, Any]] = [AUTO, {"global_batch": 16}, {"recompute": "auto"}, {"recompute": "none"}]
 
 
 @pytest.mark.parametrize("settings", CASES, ids=str)
 def test_planning_ends_in_time_with_the_best_plan_so_far(settings: dict[str, Any]) -> None:
     """At any time; before the first plan it says that there is none."""
     request = request_of(**settings)
-    if "recompute" in settings:  # a limit under which several policies are searched
+    if settings == {"recompute": "auto"}:  # a limit under which several policies are searched
         request = request.varied(memory_bytes=0.8 * peak_of(request))
     whole = Ticks()
     best, nothing_said = planned(request, inf, whole)
@@ -104,6 +105,18 @@ def test_ctrl_c_ends_planning_with_the_best_plan_or_with_none() -> None:
     assert found.plan.predicted is not None or found.plan.is_pipeline
     with pytest.raises(KeyboardInterrupt):
         planned(request, inf, Ticks(interrupt=3))
+
+
+def test_suggestions_that_a_deadline_or_ctrl_c_ends_are_not_tried() -> None:
+    """What was planned before stays, and nothing is begun after it."""
+    request = request_of()
+    for clock, why in ((Ticks(), ""), (Ticks(interrupt=12), "by Ctrl-C")):
+        with progress.until_deadline(inf if why else 12, clock) as deadline:
+            options, left = plan_variants(suggest_fixes(request), inf, lambda options: False)
+        assert left, "there was no time for these"
+        assert why in deadline.why
+        assert {option.what for option in options}.isdisjoint(left)
+        assert [*left] == [what for what, _ in suggest_fixes(request)][-len(left) :]
 
 
 def test_seconds_are_checked() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -9,7 +11,8 @@ from raising import raises
 from search.cost_graphs import all_values, random_problem
 from shardwise.errors import ShardwiseError
 from shardwise.search import conditioning, elimination, ilp, message_passing
-from shardwise.search.elimination import Interner, Problem, TooWide, fix_variables, solve
+from shardwise.search.constants import MAX_CONDITIONED_COMBINATIONS
+from shardwise.search.elimination import Interner, Problem, TooWide, elimination_of, fix_variables, solve
 
 
 @pytest.mark.parametrize("start", range(0, 500, 100))
@@ -201,3 +204,28 @@ def test_message_passing_leaves_what_its_tables_have_no_memory_for(monkeypatch):
     found = message_passing.solve_wide(Problem([4] * 40, factors, interner))
     monkeypatch.undo()
     assert found.value == pytest.approx(solve(Problem([4] * 40, factors, interner)).value)
+
+
+def test_a_cutset_leaves_a_dense_block_narrow_and_is_found_once_for_all_prices(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, searched = np.random.default_rng(0), list[frozenset[int]]()
+    real = conditioning._cutset
+
+    def counted(sums: Problem, avoided: frozenset[int]) -> frozenset[int]:
+        cutset = real(sums, avoided)
+        scopes = [tuple(v for v in scope if v not in cutset) for scope, _ in sums.factors]
+        rest = Problem(sums.sizes, [(scope, i) for i, scope in enumerate(scopes)], sums.interner)
+        assert elimination_of(rest, max_joint=MAX_CONDITIONED_COMBINATIONS).largest <= MAX_CONDITIONED_COMBINATIONS
+        assert 0 < len(cutset) < len(sums.sizes)
+        searched.append(cutset)
+        return cutset
+
+    monkeypatch.setattr(conditioning, "_cutset", counted)
+    scopes = [(first, second) for second in range(20) for first in range(second)]  # every layer reads all before it
+    known: dict[Any, Any] = {}
+    for _ in range(3):
+        tables = Interner([rng.random((8, 8)) for _ in scopes])
+        problem = Problem([8] * 20, [(scope, number) for number, scope in enumerate(scopes)], tables, known)
+        found = message_passing.solve_wide(problem)
+        assert found.lower <= found.value == problem.value(found.assignment)
+    assert len(searched) == 3, "once for each round of the first problem"
+    assert searched[1] - searched[0], "a round fixes other variables"

@@ -74,6 +74,7 @@ def add_settings(parser: argparse.ArgumentParser, *, cluster: bool = True) -> No
     add("--stages", metavar="N", help="pipeline stages: a number, marked (sw.stage), or auto")
     add("--schedule", metavar="NAME", help="pipeline schedule: 1F1B, GPipe, ZBVZeroBubble, Solved, ... (1F1B)")
     add("--zero", type=int, choices=(1, 2, 3), help="ZeRO stage: shard parameters, gradients and states")
+    add("--seconds", type=float, metavar="S", help="end with the best plan so far, and after these no suggestion (30)")
 
 
 def settings_of(chosen: argparse.Namespace) -> dict[str, Any]:
@@ -138,7 +139,6 @@ def _precision(text: str) -> Any:
 def _add_plan(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_settings(parser)
-    parser.add_argument("--seconds", type=float, metavar="S", help="end with the best plan so far (no deadline)")
     parser.add_argument("--compare", action="store_true", help="plan with every search and print a table")
     add_output(parser, "write the plan (with --compare the fastest one) as JSON", required=False)
 
@@ -191,9 +191,6 @@ def _plan(chosen: argparse.Namespace) -> int:
 def _add_fits(parser: argparse.ArgumentParser) -> None:
     add_model(parser)
     add_settings(parser)
-    parser.add_argument(
-        "--seconds", type=float, metavar="S", help="time for everything; 0: no suggestions (30 for suggestions)"
-    )
     parser.add_argument("--price", type=float, metavar="X", help="price of a device-hour, for the price of 1e9 tokens")
 
 
@@ -299,7 +296,8 @@ def _searched(chosen: argparse.Namespace) -> PlanningResult:
     model = model_of(chosen)
     with show_progress(f"planning for {chosen.cluster}", lines=True):
         settings = {"search": "dynamic_programming", **settings_of(chosen)}
-        return plan(model.module, model.inputs, cluster_of(chosen.cluster), loss=model.loss, **settings)
+        cluster = cluster_of(chosen.cluster)
+        return plan(model.module, model.inputs, cluster, loss=model.loss, seconds=chosen.seconds, **settings)
 
 
 def _is_plan(text: str) -> bool:

@@ -36,6 +36,7 @@ from shardwise.plans.quantities import (
 )
 from shardwise.plans.request import PlanRequest
 from shardwise.plans.result import PlanningResult
+from shardwise.progress import until_deadline
 from shardwise.report.search_reports import MeshReport, PipelineReport
 from shardwise.report.stage_passes import fullest_place, stage_peak, step_interval
 from shardwise.untrusted_text import is_number
@@ -254,8 +255,8 @@ def fits(
         kwargs: Named inputs, in addition to positional ones.
         loss: As for ``sw.plan``.
         seconds: Time for everything: the plan is the best that was found by then, and suggestions without time are
-            listed in ``untried``. 0: no suggestions, and a plan without a deadline. Default: also without one, and 30
-            for suggestions.
+            listed in ``untried``. 0: no suggestions, and a plan without a deadline. Default: also without one, and no
+            suggestion is begun after 30 seconds.
         price_per_hour: The price of a device, for the price of 1e9 tokens. Default: that of the cluster file.
         **settings: Other settings of ``sw.plan`` (``global_batch``, ``precision``, ``optimizer``, ...).
 
@@ -283,17 +284,20 @@ def fits(
         )
     step = None
     found = asked.found
+    most = 2 * NUM_SHOWN if found is None else inf
     if found is None:
-        options, untried = plan_variants(
-            suggest_fixes(request), rest, lambda options: sum(o.is_priced for o in options) >= 2 * NUM_SHOWN,
-            captures,
-        )  # fmt: skip
-        best = sorted((option for option in options if option.is_priced), key=lambda option: option.price)
+        variants = suggest_fixes(request)
     else:
         step = _step(request, found)
-        options, untried = plan_variants(suggest_changes(request, found.plan), rest, lambda options: False, captures)
-        better = [option for option in options if option.is_priced and option.price < asked.price]
-        best = sorted(better, key=lambda option: option.price)
+        variants = suggest_changes(request, found.plan)
+
+    def enough(options: Sequence[Option]) -> bool:
+        return sum(option.is_priced for option in options) >= most
+
+    with until_deadline(rest if seconds else inf):
+        options, untried = plan_variants(variants, rest, enough, captures)
+    priced = [option for option in options if option.is_priced and (found is None or option.price < asked.price)]
+    best = sorted(priced, key=lambda option: option.price)
     tokens = _tokens(asked)
     limit = None if request.limit == inf else request.limit
     price = request.cluster.price_per_hour or None if price_per_hour is None else price_per_hour

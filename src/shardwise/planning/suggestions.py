@@ -26,7 +26,7 @@ from shardwise.plans.quantities import format_bytes, format_seconds
 from shardwise.plans.request import PlanRequest
 from shardwise.plans.result import PlanningResult
 from shardwise.plans.schedule import schedule_of
-from shardwise.progress import OutOfTime, until_deadline
+from shardwise.progress import STOPPED, stop_with
 from shardwise.search.mesh_shapes import candidate_meshes
 
 NUM_SHOWN = 3
@@ -234,20 +234,21 @@ def plan_variants(
     captures: list[Planning] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[Option], list[str]]:
-    """Plan variants in order until ``seconds`` have passed or ``enough`` returns true. Return the options, and the
-    names of those not tried. Variants with an error (a batch that does not divide, for example) are left out."""
+    """Plan variants in order until ``seconds`` or an outer deadline have passed, or ``enough`` returns true. Return the
+    options, and the names of those not tried. Variants with an error (a batch that does not divide, for example) are
+    left out."""
     start, options, left = clock(), list[Option](), list[str]()
-    with until_deadline(seconds, clock):
-        for what, request in variants:
-            if clock() - start > seconds or enough(options):
-                left.append(what)
-                continue
-            try:
-                options.append(try_request(request, what, captures))
-            except OutOfTime:
-                left.append(what)
-            except ShardwiseError:
-                continue
+    for what, request in variants:
+        if clock() - start > seconds or enough(options):
+            left.append(what)
+            continue
+        try:
+            options.append(try_request(request, what, captures))
+        except STOPPED:
+            stop_with(True)
+            left.append(what)
+        except ShardwiseError:
+            continue
     return options, left
 
 

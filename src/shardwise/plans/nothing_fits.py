@@ -50,7 +50,7 @@ class ResidentBytes:
         states = states_of(optimizer) if on_device else 0
         of_parameter: dict[str, int] = {}
         parts = dict.fromkeys(("parameters", "gradients", "optimizer states", "temporaries"), 0)
-        multiplied, updated = _multiplied(graph), []
+        multiplied, updated = _multiplied(graph), list[int]()
         for source in graph.sources:
             if source.kind != "parameter":
                 continue
@@ -121,7 +121,7 @@ def _divisions_that_fit(graph: Graph, optimizer: str, cluster: Cluster, limit: f
 def _multiplied(graph: Graph) -> set[str]:
     """Return the parameters whose gradient a product makes: it reads them, as they are or through views."""
     parameter_of = {source.value: source.value for source in graph.sources if source.kind == "parameter"}
-    found = set()
+    found = set[str]()
     for op in graph.ops:
         read = [parameter_of[name] for name in op.operands if name in parameter_of]
         if op.target in FLOPS and any(graph.by_name[name].requires_grad for name in op.results):

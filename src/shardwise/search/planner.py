@@ -33,7 +33,7 @@ from shardwise.layouts.transfer import on_mesh
 from shardwise.programs.builder import Choice
 from shardwise.programs.spmd import SpmdProgram
 from shardwise.programs.vjp import VjpCache
-from shardwise.progress import each
+from shardwise.progress import STOPPED, each, stop_with
 from shardwise.rules.atoms import Factored
 from shardwise.rules.rule import OpRule
 from shardwise.search.auto import MeshSearch, run_search, searches_within, separate_axes
@@ -273,13 +273,18 @@ class Planner:
             return run_search(search.cost, self.settings.search, error.num_bytes), True
 
     def rank(self, searches: Sequence[MeshSearch]) -> CandidateRanking:
-        """Return the best candidate of searches."""
+        """Return the best candidate of searches; at a deadline, of those that were simulated."""
         if len(self.graph.ops) > MAX_SIMULATED_OPERATORS:
             return self._rank_alone(min(searches, key=lambda search: search.outcome.seconds))
         share = CANDIDATE_PRICE_RATIO_RECOMPUTED if self.settings.memory_policy else CANDIDATE_PRICE_RATIO
         near = candidates(searches, self.settings.search, self.limit, share)
-        counted = each(near, lambda candidate: "simulating candidates")
-        return rank_candidates([self._built(candidate) for candidate in counted], self.limit)
+        built: list[SimulatedCandidate] = []
+        try:
+            for candidate in each(near, lambda candidate: "simulating candidates"):
+                built.append(self._built(candidate))
+        except STOPPED:
+            stop_with(bool(built))
+        return rank_candidates(built, self.limit)
 
     def _built(self, candidate: Candidate, *, simulated: bool = True, whole: bool = False) -> SimulatedCandidate:
         """Return a candidate with its program, its peak and a simulated step. If the model has many equal blocks, these
