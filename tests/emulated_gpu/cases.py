@@ -31,6 +31,7 @@ from shardwise.runtime.local_shards import shard
 BATCH, STEPS = 8, 4
 COUNTED_STEPS = 2  # the last ones: the first capture, and compare what ranks call
 TOLERANCE = 1e-9
+NO_DROPOUT = " without dropout"  # behind the name of a model
 
 
 class LossOf(nn.Module):
@@ -92,12 +93,13 @@ class Trained:
     waits: list[Counter[str]] = field(default_factory=list)
     races: list[str] = field(default_factory=list)
     devices: set[str] = field(default_factory=set)
-    launches: int = 0
+    launches: Counter[str] = field(default_factory=Counter)
     layouts: Mapping[str, Any] = field(default_factory=dict)
     coordinates: Mapping[str, int] = field(default_factory=dict)
 
 
 def tiny(name: str) -> TinyModel:
+    name = name.removesuffix(NO_DROPOUT)
     if name == "ring":
         return TinyModel(Ring, token_inputs, {})
     return MODELS[name] if name in MODELS else TRANSFORMERS[name]
@@ -105,7 +107,11 @@ def tiny(name: str) -> TinyModel:
 
 def build(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return LossOf(tiny(name).build()).train().double()
+    model = LossOf(tiny(name).build()).train().double()
+    for module in model.modules() if name.endswith(NO_DROPOUT) else ():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
 
 
 def batch(name: str, step: int) -> dict[str, Tensor]:
@@ -218,11 +224,11 @@ def _train_on_gpu(case: Case, plan: str) -> Trained:
         model = sw.parallelize(build(case.model), sw.Plan.from_json(plan) if dist.get_rank() == 0 else None, **settings)
         assert model.device == torch.device("cuda", dist.get_rank())
         seen: list[Counter[str]] = []
-        launched: list[int] = []
+        launched: list[Counter[str]] = []
 
         def noted() -> None:
             seen.append(record.waits.copy())
-            launched.append(sum(gpu.launches().values()))
+            launched.append(Counter(gpu.launches()))
 
         trained = _train(case, model, lambda inputs: model.step(**inputs), noted)
     steps = list(zip(seen[::2], seen[1::2], strict=True))[-COUNTED_STEPS:]

@@ -158,3 +158,34 @@ def test_memory_that_cannot_be_pinned_is_announced_once(run_gpu_ranks: RunRanks,
     assert "cannot be pinned (cudaHostRegister of" in said
     assert is_equal
     assert second == ([], True)
+
+
+def run_out_of_memory(case: Case, plan: str) -> tuple[list[str], list[str]]:
+    """The notes of an out-of-memory error without and with a history of the memory."""
+    notes = []
+    for is_recorded in (False, True):
+        with (
+            small_models(program_cache),
+            mock.patch.object(torch._C, "_cuda_isHistoryEnabled", return_value=is_recorded, create=True),
+            mock.patch.object(torch.cuda.memory, "_dump_snapshot") as dump,
+        ):
+            model, optimizer = made(case, plan)
+            broken = mock.patch.object(
+                program_cache.CallableStep, "__call__", side_effect=torch.OutOfMemoryError("full")
+            )
+            with broken, pytest.raises(torch.OutOfMemoryError) as raised:
+                step_of(case, 1, model, optimizer)
+            assert dump.called == is_recorded
+            notes.append([*raised.value.__notes__])
+    return notes[0], notes[1]
+
+
+@pytest.mark.long
+def test_an_error_without_memory_says_what_the_allocator_holds(run_gpu_ranks: RunRanks) -> None:
+    case = Case("llama", {"dp": 1})
+    ((without, recorded),) = run_gpu_ranks(run_out_of_memory, 1, case, make_plan(case).to_json())
+    for first, _ in (without, recorded):
+        assert "tensors take" in first
+        assert "expandable_segments:True" in first
+    assert "_record_memory_history" in without[1]
+    assert "memory-of-rank-0.pickle" in recorded[1]

@@ -43,3 +43,20 @@ def test_a_plan_that_needs_more_than_the_gpu_has_left_is_refused(monkeypatch: py
         require_memory(plan, torch.device("cuda", 3))
     require_memory(plan, torch.device("cpu"))
     require_memory(replace(plan.plan, predicted=None), torch.device("cuda", 3))
+
+
+@pytest.mark.usefixtures("alone")
+def test_states_that_the_machine_has_no_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Linear(256, 257), torch.zeros(8, 256)
+    cluster = sw.Cluster.load("h100").with_nodes(1, 1)
+    plan = sw.plan(model, x, cluster, loss=lambda y: y.sum(), mode="stand_alone", optimizer="adamw on host")
+    pinned = 2 * (1 << 19)  # two states of 257 x 256 numbers, each in the next power of two; the bias stays
+    monkeypatch.setattr(probe, "room", lambda index: (2**30, 2**30))
+    monkeypatch.setattr(probe, "memory_bytes", lambda: left)
+    left = pinned
+    require_memory(plan, torch.device("cuda", 3), {"weight", "bias"})
+    left = pinned - 1
+    with raises(OutOfDeviceMemoryError, "1 MiB", "1 ranks", fix="zero=1", facts=["pinned"]):
+        require_memory(plan, torch.device("cuda", 3), {"weight", "bias"})
+    require_memory(plan, torch.device("cuda", 3), {"bias"})
+    require_memory(plan, torch.device("cpu"), {"weight", "bias"})

@@ -28,9 +28,9 @@ from shardwise.programs.vjp import VjpCache
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:
     """Bytes of one rank. ``peak``: over the whole step; ``peak_of``: per phase; ``kept_bytes``: what is saved for
-    backward at the end of forward; ``host_bytes``: what waits in the memory of the host, not in the device's, of that
-    and of the optimizer's states; ``over``: the most at every operator in turn, where that was asked for; ``held``:
-    (phase, operator) -> the most while it runs."""
+    backward at the end of forward; ``host_bytes``: what is pinned in the memory of the host for
+    what waits there, of that and of the optimizer's states; ``over``: the most at every operator in turn, where that
+    was asked for; ``held``: (phase, operator) -> the most while it runs."""
 
     peak: Peak
     peak_of: Mapping[str, Peak]
@@ -45,6 +45,11 @@ class MemoryEstimate:
         fullest = max(self.peak_of.values(), key=static_bytes)
         stays: dict[str, int] = {name: fullest.parts.get(name, 0) for name in STAYING}
         return {**stays, "saved": min(self.kept_bytes, self.peak.num_bytes - sum(stays.values()))}
+
+
+def pinned_bytes(num_bytes: int) -> int:
+    """Return the bytes that torch pins for a tensor: the next power of two."""
+    return 1 << (num_bytes - 1).bit_length() if num_bytes else 0
 
 
 def busiest_program(spmd: SpmdProgram, vjp_cache: VjpCache) -> RankProgram:
@@ -161,7 +166,7 @@ class _Walk:
             self.tensors[source.value] = LedgerTensor(form, storage)
             if is_parameter and source.value in self.graph.updated:
                 away = on_host and is_offloaded(form.num_bytes) and self.prices.device.host_bandwidth > 0
-                self.host_bytes += states * form.num_bytes * away
+                self.host_bytes += states * pinned_bytes(form.num_bytes) * away
                 self.ledger.hold(self.ledger.new(states * form.num_bytes * (not away), "optimizer states"))
                 if self.prices.passes > 1:  # what earlier passes added up; their sum is what is updated with
                     gradient = self.program.gradients.get(source.value)
@@ -252,7 +257,7 @@ class _Walk:
 
     def _copy(self, copy: Copy) -> None:
         away = copy.to == "host" and self.prices.device.host_bandwidth > 0
-        self.host_bytes += copy.form.num_bytes * away
+        self.host_bytes += pinned_bytes(copy.form.num_bytes) * away
         self._name(copy.result, LedgerTensor(copy.form, self.ledger.new(0 if away else copy.form.num_bytes)))
 
     # -- the optimizer -------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def parallelize(
     if device is None:
         device = rank_device()
     device = torch.device(device)
-    require_memory(agreed, device)
+    require_memory(agreed, device, {name for name, p in module.named_parameters() if p.requires_grad})
     if compile is None:
         compile = "auto" if device.type == "cuda" else False
     replicas, finite, streams, on_host = from_rank_zero(

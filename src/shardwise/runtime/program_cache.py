@@ -40,9 +40,11 @@ from shardwise.runtime.compiled import CompiledVariant, compiled_program, with_e
 from shardwise.runtime.cpu_embedding import place_on_cpu, with_copies
 from shardwise.runtime.emit import Emitted, emit
 from shardwise.runtime.failure_store import failure_store
+from shardwise.runtime.faults import is_out_of_memory
 from shardwise.runtime.gpu_watcher import gpu_watcher
 from shardwise.runtime.hoisted_constants import Constants
 from shardwise.runtime.lazy_gather import LEAST_BYTES, with_outputs_split
+from shardwise.runtime.memory_check import note_memory
 from shardwise.runtime.memory_of_outputs import announce_copies, whole_buffers
 from shardwise.runtime.signatures import in_other_mode
 from shardwise.runtime.step import CallableStep, GradAccumStep
@@ -72,6 +74,8 @@ def in_plan_precision(method: Callable[_P, _R]) -> Callable[_P, _R]:
         except BaseException as error:
             module._failed = True
             failure_store.leave(error)
+            if module.device.type == "cuda" and is_out_of_memory(error):
+                note_memory(error, module.device)
             raise
 
     return called

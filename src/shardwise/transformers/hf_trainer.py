@@ -92,6 +92,8 @@ class ShardwiseTrainer(transformers.Trainer):
     def _validate_args(self) -> None:
         super()._validate_args()
         args = self.args
+        if args.n_gpu > 1:  # GPUs that a process sees without the environment of ranks: one of them is this rank's
+            args._n_gpu = 1
         refused = {
             "fsdp": (args.fsdp, "leave it out: plan_settings={'zero': 3} shards parameters"),
             "deepspeed": (args.deepspeed, "leave it out: plan_settings={'zero': 3} shards parameters"),
