@@ -14,8 +14,8 @@ from shardwise.graph.origins import NOT_USER_CODE
 from shardwise.graph.rejected import CONSTRUCTS, FLEX_ATTENTION, TRANSFORMS
 from shardwise.graph.user_lines import DATA_DEPENDENT, run_model
 
-# Conditions of torch's messages on whether there are rows: a number of rows against 0, or any() of a mask.
-_HAS_ROWS = re.compile(r"(Eq|Ne)\(u\d+, 0\)|(Eq|Ne)\(u\d+, 1\) .*symbols: none|\bu\d+ (> 0|>= 1|< 1|<= 0)")
+# Torch's messages on a condition on a number of rows: whether there are any.
+_HAS_ROWS = re.compile(r"(Eq|Ne)\(u\d+, 0\)|\bu\d+ (> 0|>= 1|< 1|<= 0)")
 _BY_EXPERT = (
     "for e in range(n): tokens, choice = torch.where(chosen == e); out.index_add_(0, tokens, rows), or sort and "
     "F.grouped_mm(rows, weight, offs=counts.cumsum(0).int())"
@@ -38,10 +38,12 @@ def explain_export_error(error: Exception) -> CaptureError:
             what = "torch.nn.Transformer reads a mask to find out whether it is causal"
             fix = "pass tgt_is_causal=True (or False) with tgt_mask=, and is_causal= in an encoder"
             return CaptureError(what, source=source, fix=fix)
-        if _HAS_ROWS.search(first):
-            fix = (
-                "leave the condition out: without rows the branch adds nothing (parameters that it would skip get a "
-                f"gradient of zeros, not None). In a loop over experts: {_BY_EXPERT}"
+        frames = traceback.extract_tb(error.__traceback__)
+        line = next((f.line or "" for f in reversed(frames) if f"{Path(f.filename).name}:{f.lineno}" == source), "")
+        if _HAS_ROWS.search(first) or ".any()" in line:
+            fix += (
+                "; in a loop over experts leave the condition out: without rows the branch adds nothing (parameters "
+                f"that it would skip get a gradient of zeros, not None): {_BY_EXPERT}"
             )
         if "specialized integer" in first or reads_values:
             fix = (
