@@ -75,14 +75,22 @@ def _forward(
 
 
 def _backward(
-    cotangent: Tensor, tensors: Sequence[Tensor], bias: Tensor | None, causal: bool, scale: float | None
+    cotangent: Tensor,
+    tensors: Sequence[Tensor],
+    bias: Tensor | None,
+    result: tuple[Tensor, Tensor],
+    causal: bool,
+    scale: float | None,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the gradients of query, key and value, and of the scores."""
+    """Return the gradients of query, key and value, and of the scores. ``result``: output and log-sum-exp of forward,
+    which may be those over more keys, as in a ring."""
     query, key, value = _shared(*tensors)
     factor = query.shape[-1] ** -0.5 if scale is None else scale
-    weights = torch.softmax(_scores(query, key, bias, causal, scale), -1).nan_to_num(0.0)
+    output, log_sums = (tensor.double() for tensor in result)
+    scores = _scores(query, key, bias, causal, scale)
+    weights = torch.exp(scores - log_sums[..., : query.shape[2], None]).nan_to_num(0.0)
     of_weights = cotangent.double() @ value.transpose(-1, -2)
-    of_scores = weights * (of_weights - (of_weights * weights).sum(-1, keepdim=True))
+    of_scores = weights * (of_weights - (cotangent.double() * output).sum(-1, keepdim=True))
     heads = tensors[1].shape[1]
 
     def summed(gradient: Tensor) -> Tensor:
@@ -115,9 +123,9 @@ def _flash(
 
 
 def _flash_backward(*args: Any, scale: float | None = None) -> tuple[Tensor, ...]:
-    cotangent, query, key, value, _, log_sums = args[:6]
+    cotangent, query, key, value, output, log_sums = args[:6]
     assert log_sums.dtype == torch.float32, "FlashAttention: the log-sum-exp is in float32"
-    return tuple(_backward(cotangent, (query, key, value), None, args[11], scale)[0])
+    return tuple(_backward(cotangent, (query, key, value), None, (output, log_sums), args[11], scale)[0])
 
 
 _ROWS = 32  # the log-sum-exp of the efficient kernel is padded to a multiple of these
@@ -148,9 +156,9 @@ def _efficient(
 
 
 def _efficient_backward(*args: Any, scale: float | None = None) -> tuple[Tensor | None, ...]:
-    cotangent, query, key, value, bias = args[:5]
+    cotangent, query, key, value, bias, output, log_sums = args[:7]
     needed, causal = args[10], args[11] if len(args) > 11 else False
-    gradients, of_scores = _backward(cotangent, (query, key, value), bias, causal, scale)
+    gradients, of_scores = _backward(cotangent, (query, key, value), bias, (output, log_sums), causal, scale)
     if bias is None or not needed[3]:
         return (*gradients, None)
     repeated = [i for i in range(of_scores.dim()) if bias.shape[i] == 1 or bias.stride(i) == 0]

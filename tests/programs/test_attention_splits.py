@@ -134,15 +134,17 @@ def attended(program: RankProgram) -> list[Compute]:
     return [i for i in program.forward if isinstance(i, Compute) and "attention" in str(i.target)]
 
 
-def test_the_first_part_of_the_queries_is_causal_and_others_see_the_keys_up_to_their_own():
+def test_parts_of_the_queries_see_the_keys_before_them_and_are_causal_in_their_own() -> None:
     model, x = Attention("t@tp", 8), torch.randn(2, 1, 8, 1)
     plan = sw.plan(model, (x,), 2, mesh=sw.Mesh(tp=2), search="sharding_propagation")
-    (first,), (last,) = (attended(program_on(rank, model, plan, (x,))) for rank in range(2))
-    assert str(first.target) == str(last.target) == "aten._scaled_dot_product_flash_attention_for_cpu.default"
-    assert (first.args[3:5], dict(first.kwargs)) == ((0.0, True), {})
-    assert dict(last.kwargs).keys() == {"attn_mask"}
-    program = program_on(1, model, plan, (x,))
-    assert not [name for name in program.saved if program.forms[name].shape[-2:] == (4, 8)]  # its mask is made again
+    first, last = (program_on(rank, model, plan, (x,)) for rank in range(2))
+    for program, causal in ((first, [True]), (last, [False, True])):
+        calls = attended(program)
+        assert {str(call.target) for call in calls} == {"aten._scaled_dot_product_flash_attention_for_cpu.default"}
+        assert [call.args[4:] == (True,) for call in calls] == causal
+        assert not [call for call in calls if dict(call.kwargs).get("attn_mask") is not None]
+        assert {program.forms[call.operands[1]].shape[-2] for call in calls} == {4}
+        assert not [name for name, form in program.forms.items() if form.shape[-2:] == (4, 8)]
 
 
 GPT2 = GPT2Config(n_layer=3, n_embd=32, n_head=4, vocab_size=50, n_positions=16, bos_token_id=0, eos_token_id=0)

@@ -136,7 +136,7 @@ def traced_profile(
     for kernel in forward.kernels:
         names |= dict(zip(kernel.results, kernel.forms, strict=True))
     first = _works(needed_kernels(forward.kernels, {*forward.results, *backward.needs}), names)
-    if sum(work.flops for work in first) < flops:  # one call of several products, counted as one
+    if first and sum(work.flops for work in first) < flops:  # one call of several products, counted as one
         first = (whole,)
     second = assumed_backward(whole, operands) if backward.opaque else _works(backward.kernels, names)
     return Profile(first, second, flops, num_bytes)

@@ -17,6 +17,8 @@ from shardwise.graph.attention_within import ATTENTION_WITHIN, num_pairs
 from shardwise.graph.einsum import terms_of
 from shardwise.graph.grouped import grouped_mm
 from shardwise.graph.schema import AnyCall, arguments, operator_name
+from shardwise.rules.arguments import operand_positions
+from shardwise.rules.attention_kernels import RING_GRADIENTS, RING_STEP, busiest_block
 from shardwise.rules.convolution import CONVOLUTIONS
 
 aten = torch.ops.aten
@@ -37,9 +39,9 @@ def flops_of(op: AnyCall, operands: Shapes, results: Shapes) -> int:
 
 
 def unmasked_share(call: AnyCall, query: tuple[int, ...], key: tuple[int, ...]) -> float:
-    """Return the share of its scores that attention computes: under a causal mask half of them, but all where the
+    """Return the share of its scores that attention computes: under a causal mask half of them, but more where the
     queries are the last part of a sequence whose keys are whole (that device is waited for)."""
-    return 0.5 if arguments(call).get("is_causal") and query[-2] == key[-2] else 1.0
+    return 1 - query[-2] / (2 * key[-2]) if arguments(call).get("is_causal") and 0 < query[-2] <= key[-2] else 1.0
 
 
 def kernel_flops(call: AnyCall, operands: Shapes, results: Shapes) -> float:
@@ -97,6 +99,13 @@ def _attention_within(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     return 2 * (prod(operands[0]) + prod(results[0])) * num_pairs(*blocks) // sum(blocks[0])
 
 
+def _ring_step(op: AnyCall, operands: Shapes, results: Shapes) -> int:
+    """Every block computes what the busiest of them does."""
+    shapes = {name: operands[i] for name, (i, *_) in operand_positions(op).items()}
+    query, value = shapes["q"], shapes["v"]
+    return 2 * prod(query[:-2]) * busiest_block(op, shapes)[1] * (query[-1] + value[-1])
+
+
 def _grouped_mm(op: AnyCall, operands: Shapes, results: Shapes) -> int:
     """Every row meets the matrix of one expert; experts have equally many rows, for want of better."""
     (experts, size, columns), (rows,) = operands[1:]
@@ -140,6 +149,7 @@ FLOPS: dict[torch._ops.OpOverload, Flops] = {
         2 * (prod(operands[0]) + prod(results[0])) * operands[1][-2]
     ),
     ATTENTION_WITHIN: _attention_within,
+    **dict.fromkeys((RING_STEP, RING_GRADIENTS), _ring_step),
     **dict.fromkeys(CONVOLUTIONS, _convolution),
     **dict.fromkeys((aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input), _recurrent),
     grouped_mm._opoverload: _grouped_mm,

@@ -29,6 +29,8 @@ from shardwise.programs.builder import Builder, Choice, gradient_free
 from shardwise.programs.lower import PlacedOp, lower
 from shardwise.programs.spmd import SpmdProgram
 from shardwise.programs.spmd_steps import Conversion, OpStep
+from shardwise.rules.arguments import operand_positions, replace_arguments
+from shardwise.rules.attention_kernels import RING_GRADIENTS, RING_STEP, busiest_block
 from shardwise.rules.rule import LocalContext, OpRule, Piece, base_name
 
 
@@ -44,6 +46,10 @@ def priced_call(step: OpStep, graph: Graph) -> tuple[Op, list[Value], list[Value
     shapes = tuple(map(largest_shape, step.operand_layouts)), tuple(map(largest_shape, step.result_layouts))
     if any(layout.keyed_axes for layout in step.operand_layouts):
         op = owners_call(op, step.placed.rule, shapes)
+    if op.target in (RING_STEP, RING_GRADIENTS):  # all devices wait for the busiest one
+        whole = {name: operands[i].shape for name, (i, *_) in operand_positions(op).items()}
+        call = replace_arguments(op, blocks=(busiest_block(op, whole)[0],) * whole["q"][-3])
+        op = replace(op, args=call.args, kwargs=call.kwargs)
     return op, operands, results, shapes
 
 

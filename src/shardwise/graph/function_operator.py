@@ -173,7 +173,8 @@ class _Replacing:
     def meet(self, kind: Any) -> None:
         if kind in _ORIGINALS or self.inside or kind in _TRACED_THROUGH:
             return
-        if kind.__module__ == "torch._library.autograd":  # of a registered operator, which is captured itself
+        # Of a registered operator, or within one of this package: those are captured themselves.
+        if kind.__module__ == "torch._library.autograd" or kind.__module__.startswith("shardwise.rules."):
             return
         name = _name(kind)
         self.kinds.setdefault(name, []).append(kind)

@@ -8,10 +8,11 @@ from math import prod
 from torch._ops import OpOverload
 
 from shardwise.graph.ir import Arg, Op, refs
+from shardwise.graph.schema import AnyCall
 from shardwise.rules.rule import LocalContext, Localize, LocalOpCall, Piece
 
 
-def operand_positions(op: Op) -> dict[str, tuple[int, ...]]:
+def operand_positions(op: AnyCall) -> dict[str, tuple[int, ...]]:
     """Argument name -> the positions in ``op.operands`` of the tensors it holds (absent when it holds none)."""
     schema = op.target._schema.arguments
     named = [(a.name, value) for a, value in zip(schema, op.args, strict=False)] + list(op.kwargs)

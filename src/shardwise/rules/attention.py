@@ -10,9 +10,9 @@ import torch
 from shardwise.graph.attention_within import ATTENTION_WITHIN, blocks_at
 from shardwise.graph.ir import Graph, Op
 from shardwise.graph.schema import arguments
-from shardwise.rules.arguments import flat_pieces, operand_positions, replace_arguments, same_call
+from shardwise.rules.arguments import broadcast_shape, flat_pieces, operand_positions, replace_arguments, same_call
 from shardwise.rules.attention_bands import EVERYTHING, Band, band_between, band_of
-from shardwise.rules.attention_kernels import ATTENTION_ROWS
+from shardwise.rules.attention_kernels import ATTENTION_ROWS, RING_GRADIENTS, RING_STEP
 from shardwise.rules.binding import RuleTable, build, leading_names
 from shardwise.rules.empty import zeros_if_empty
 from shardwise.rules.local_kernels import global_index
@@ -140,6 +140,60 @@ def _rows(call: LocalOpCall, *rows: tuple[int, ...]) -> LocalOpCall:
     return LocalOpCall(ATTENTION_ROWS, (*(args[name] for name in names), *rows))
 
 
+def _ring_step(op: Op, graph: Graph) -> OpRule:
+    """``b h n t d, b h n s d, b h n s e -> b h n t e, b h n t``, of n blocks; grouped as attention is. A mask is
+    ``h n t o s``, of which a block of queries sees the columns of one origin o; the first and last keys are ``n t``."""
+    args = arguments(op)
+    shapes = {name: graph.by_name[op.operands[i]].shape for name, (i, *_) in operand_positions(op).items()}
+    lead = list(broadcast_shape(*(shapes[name][:-3] for name in "qkv")))
+    grouped = len(shapes["q"]) > 3 < len(shapes["k"]) and shapes["q"][-4] > shapes["k"][-4] > 1
+    names: list[tuple[str, ...]] = [(name,) for name in leading_names(len(lead))]
+    if grouped:
+        names[-1] = ("g", "r")
+
+    def leading(shape: tuple[int, ...], shared: bool = False) -> Dims:
+        named = zip(reversed(names), reversed(lead), reversed(shape), strict=False)
+        dims = [
+            ("g",) if shared and factors == ("g", "r") else factors if size == whole else ()
+            for factors, whole, size in named
+        ]
+        return tuple(reversed(dims))
+
+    out: Dims = (*names, ("n",), ("t",), ("e",))
+    log_sum: Dims = (*names, ("n",), ("t",))
+    of_operand: dict[str, Dims] = {
+        "out": out,
+        "log_sum": log_sum,
+        "q": (*leading(shapes["q"][:-3]), ("n",), ("t",), ("d",)),
+        "k": (*leading(shapes["k"][:-3], shared=True), ("n",), ("s",), ("d",)),
+        "v": (*leading(shapes["v"][:-3], shared=True), ("n",), ("s",), ("e",)),
+        **dict.fromkeys(("first", "end"), (("n",), ("t",))),
+    }
+    if "mask" in shapes:
+        mask, sizes = shapes["mask"], (*shapes["q"][-3:-1], args["number"], shapes["k"][-2])
+        inner = [(name,) if own == size > 1 else () for name, own, size in zip("ntos", mask[-4:], sizes, strict=True)]
+        of_operand["mask"] = (*leading(mask[:-4]), *inner)
+    kinds: dict[str, FactorKind] = dict.fromkeys("tsdeo", "whole")
+    return build(
+        op,
+        graph,
+        [of_operand[name] for name in shapes],
+        [out, log_sum] if op.target is RING_STEP else [out],
+        kinds=kinds,
+        sizes={"g": shapes["k"][-4], "r": shapes["q"][-4] // shapes["k"][-4]} if grouped else {},
+        localize=_of_blocks,
+    )
+
+
+def _of_blocks(op: Op, context: LocalContext) -> LocalOpCall:
+    """Which keys a block of queries sees depends on which block it is."""
+    index = global_index("cpu", *flat_pieces(context.pieces["n"]))
+    return replace_arguments(op, blocks=tuple(index.tolist()))
+
+
 _BY_PARTS = zeros_if_empty(_attention)
 _BY_RINGS = {name: zeros_if_empty(partial(_attention, ring=name)) for name in ("ring", "zigzag")}
-ATTENTION: RuleTable = dict.fromkeys((aten.scaled_dot_product_attention.default, ATTENTION_WITHIN), attention_rule)
+ATTENTION: RuleTable = {
+    **dict.fromkeys((aten.scaled_dot_product_attention.default, ATTENTION_WITHIN), attention_rule),
+    **dict.fromkeys((RING_STEP, RING_GRADIENTS), zeros_if_empty(_ring_step)),
+}

@@ -1,19 +1,48 @@
-"""Attention of some of the queries: what a rank computes of causal attention when the queries are split, and of groups
-of heads where a device's kernels do not know them."""
+"""Attention of some of the queries: what a rank computes of causal attention when the queries are split, of groups of
+heads where a device's kernels do not know them, and in one step of a ring (``rules/ring.py``)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
-from typing import Final
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod, sqrt
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from shardwise.graph.attention_within import attend
-from shardwise.rules.arguments import block_offset
+from shardwise.graph.schema import AnyCall, arguments
+from shardwise.rules.flash import Attended, Columns, RowTiles, Tiles, Visibility, blocks_of, row_ranges
 from shardwise.rules.local_kernels import _ATOMS, _define, global_index
-from shardwise.rules.rule import Piece
+
+_MOST_RUNS = 32  # of adjacent queries: each has kernels of its own
+
+
+class _Differentiated(torch.autograd.Function):
+    """Returns attended values that were computed without gradients. Backward computes what the tiles of this call add
+    to the gradients of q, k, v and the mask."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: Tensor, log_sum: Tensor, tiles: Tiles, q: Tensor, k: Tensor, v: Tensor, *seen: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(out, log_sum, q, k, v, *seen)
+        ctx.tiles = tiles
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> tuple[Tensor | None, ...]:
+        out, log_sum, q, k, v, *seen = ctx.saved_tensors
+        whole, of_mask = Attended(out, log_sum), ctx.needs_input_grad[6]
+        gradients = ctx.tiles.gradients(cotangent, q, k, v, Visibility(*seen), whole, of_mask)
+        return cotangent, None, None, *gradients, None, None
+
+
+def scale_of(scale: float | None, query: Tensor) -> float:
+    return 1 / sqrt(query.shape[-1]) if scale is None else scale
+
+
+# ---------------------------------------------------------------------------------------------------- some of the rows
 
 
 def _attention_rows(
@@ -26,27 +55,205 @@ def _attention_rows(
     scale: float | None,
     *atoms: Sequence[int],
 ) -> Tensor:
-    """Return the given rows of scaled dot-product attention. Under a causal mask, keys that none of them sees are left
-    out; what begins at the first row is causal again, other rows get booleans that say which keys they see."""
+    """Return the given rows of scaled dot-product attention. Under a causal mask, adjacent rows see all keys before the
+    first of them, and are causal from there on; rows that lie apart get booleans that say which keys they see."""
     sizes, _, lengths = atoms
-    if is_causal and prod(lengths) < prod(sizes):
-        pieces = tuple(map(Piece, *atoms))
-        first, device, last = block_offset(pieces), query.device, 0
-        for piece in pieces:
-            last = last * piece.size + piece.offset + piece.length - 1
-        seen = min(max(last, 0) + 1, key.shape[-2])
-        if first is None:
-            rows = global_index(device, *atoms)
+    if not is_causal or prod(lengths) == prod(sizes):
+        return attend(query, key, value, attn_mask, is_causal, enable_gqa, scale)
+    runs = _runs(*atoms)
+    if runs is None:
+        rows = global_index(query.device, *atoms)
+        seen = torch.arange(key.shape[-2], device=query.device) <= rows.unsqueeze(-1)
+        return attend(query, key, value, seen, False, enable_gqa, scale)
+    if [first for first, _ in runs] == [0]:
+        key, value = (x.narrow(-2, 0, min(query.shape[-2], key.shape[-2])) for x in (key, value))
+        return attend(query, key, value, None, True, enable_gqa, scale)
+    q, k, v, lead = _in_heads(*(x.unsqueeze(-3) for x in (query, key, value)))
+    tiles = Tiles(blocks_of([tuple(_causal_rows(runs, key.shape[-2]))], [0]), scale_of(scale, query))
+    with torch.no_grad():
+        out, log_sum = tiles.attended(q, k, v, Visibility(), None)
+        out = out.to(query.dtype)
+    attended: Tensor = _Differentiated.apply(out, log_sum, tiles, q, k, v, None, None, None)  # type: ignore[no-untyped-call]
+    return attended.reshape(*lead, *attended.shape[-2:])
+
+
+def _runs(sizes: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]] | None:
+    """Return the runs of adjacent indices of a shard, as (first, length); None: they are very many."""
+    runs = [(0, 1)]
+    for size, offset, length in zip(sizes, offsets, lengths, strict=True):
+        if length == size:
+            runs = [(first * size, count * size) for first, count in runs]
+        elif sum(count for _, count in runs) > _MOST_RUNS:
+            return None
         else:
-            rows = torch.arange(first, first + prod(lengths), device=device)
-        key, value = key.narrow(-2, 0, seen), value.narrow(-2, 0, seen)
-        is_causal = first == 0
-        attn_mask = None if is_causal else torch.arange(seen, device=device) <= rows.unsqueeze(-1)
-    return attend(query, key, value, attn_mask, is_causal, enable_gqa, scale)
+            runs = [((first + i) * size + offset, length) for first, count in runs for i in range(count)]
+    return [run for run in runs if run[1]]
+
+
+def _causal_rows(runs: Sequence[tuple[int, int]], num_keys: int) -> Iterator[RowTiles]:
+    """Yield the tiles of runs of rows under a causal mask, of which row i sees the keys up to the i-th."""
+    begin = 0
+    for first, count in runs:
+        causal = min(count, max(num_keys - first, 0))
+        if causal:
+            ahead = (Columns(0, first),) if first else ()
+            yield RowTiles(begin, begin + causal, (*ahead, Columns(first, first + causal, True)))
+        if causal < count:  # behind the last key
+            yield RowTiles(begin + causal, begin + count, (Columns(0, num_keys),))
+        begin += count
+
+
+# ---------------------------------------------------------------------------------------------------- steps of a ring
+
+
+def ring_rows(
+    step: int, number: int, block: int, run: int, chunks: int, causal: bool, band: Sequence[int] | None, most: int
+) -> tuple[RowTiles, ...]:
+    """Return the tiles of a block of ``run`` queries that meets the keys of the block ``step`` before it.
+
+    Args:
+        step: How many blocks before it the keys come from, turning round.
+        number: Of blocks.
+        block: Which block of queries.
+        run: Queries and keys of a block.
+        chunks: Of a block: 1, or 2 where block i has chunks i and 2 * number - 1 - i of the sequence.
+        causal: Whether later keys are hidden, and nothing else is.
+        band: Where a mask or intervals hide keys: the distances key - query at which one may be seen.
+        most: Rows of a tile under a mask.
+    """
+    origin = (block - step) % number
+    if band is None:
+        half = run // 2
+        if not causal or (origin < block and chunks == 1):
+            return (RowTiles(0, run, (Columns(0, run),)),)
+        if origin == block:  # the chunks of a block are in the order of the sequence
+            return (RowTiles(0, run, (Columns(0, run, True),)),)
+        if chunks == 1:
+            return (RowTiles(0, run, ()),)
+        if origin < block:  # both chunks see the first one of a device before this one, and neither its last one
+            return (RowTiles(0, run, (Columns(0, half),)),)
+        return RowTiles(0, half, ()), RowTiles(half, run, (Columns(0, run),))
+    shift = (block - origin) * run
+    tiles = []
+    for begin, end in row_ranges(run, most):
+        first, last = max(begin + band[0] + shift, 0), min(end + band[1] + shift, run)
+        tiles.append(RowTiles(begin, end, (Columns(first, last),) if first < last else ()))
+    return tuple(tiles)
+
+
+def _rows_of_tiles(q: Sequence[int], heads_of_mask: int) -> int:
+    """Return the most rows of a tile under a mask: its mask has no more elements than the queries of a block. ``q``:
+    [..., blocks, rows, width]."""
+    return prod(q[:-3]) * q[-1] // max(heads_of_mask, 1)
+
+
+def busiest_block(call: AnyCall, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    """Return which block computes most in a step of a ring, and how many pairs of a query and a key that is."""
+    args = arguments(call)
+    number, run = args["number"], shapes["q"][-2]
+    limits = args["band"] if {"mask", "first", "end"} & shapes.keys() else None
+    most = _rows_of_tiles(shapes["q"], prod(shapes["mask"][:-4]) if "mask" in shapes else 1)
+
+    def num_pairs(block: int) -> float:
+        tiles = ring_rows(args["step"], number, block, run, args["chunks"], args["causal"], limits, most)
+        return sum(
+            (rows.end - rows.begin) * (end - begin) * (0.5 if causal else 1.0)
+            for rows in tiles
+            for begin, end, causal in rows.columns
+        )
+
+    pairs, block = max((num_pairs(block), block) for block in range(number))
+    return block, int(pairs)
+
+
+def _in_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+    """``... heads blocks rows width -> blocks batch heads rows width``, and the dims of the result before the blocks.
+    Several heads of the queries may share one of the keys."""
+    q, k, v = (x.movedim(-3, 0) for x in (q, k, v))
+    has_heads = max(x.dim() for x in (q, k, v)) > 3
+    rank = max(4, *(x.dim() for x in (q, k, v)))
+    q, k, v = (x.reshape(x.shape[0], *(1,) * (rank - x.dim()), *x.shape[1:]) for x in (q, k, v))
+    batch = torch.broadcast_shapes(*(x.shape[1:-3] for x in (q, k, v)))
+    groups = max(k.shape[-3], v.shape[-3])
+    heads = max(q.shape[-3], groups)
+    q, k, v = (
+        x.expand(-1, *batch, number, -1, -1).reshape(x.shape[0], prod(batch), number, *x.shape[-2:])
+        for x, number in ((q, heads), (k, groups), (v, groups))
+    )
+    return q, k, v, (*batch, heads) if has_heads else ()
+
+
+def _mask_in_heads(mask: Tensor, lead: tuple[int, ...], step: int, number: int, blocks: Sequence[int]) -> Tensor:
+    """``... heads blocks rows origins columns -> blocks batch heads rows columns``, of the columns that each block
+    meets now. ``lead``: the dims before the blocks; those of size 1 are broadcast."""
+    if mask.shape[-2] > 1:
+        several = mask.shape[-4] > 1
+        chosen = [
+            mask.select(-4, i if several else 0).select(-2, (block - step) % number) for i, block in enumerate(blocks)
+        ]
+        mask = torch.stack(chosen) if len(chosen) > 1 else chosen[0].unsqueeze(0)
+    else:
+        mask = mask.squeeze(-2).movedim(-3, 0)
+    lead = lead or (1,)
+    mask = mask.reshape(mask.shape[0], *(1,) * (len(lead) + 3 - mask.dim()), *mask.shape[1:])
+    batch = mask.shape[1:-3] if prod(mask.shape[1:-3]) == 1 else lead[:-1]
+    mask = mask.expand(-1, *batch, *mask.shape[-3:])
+    return mask.reshape(mask.shape[0], prod(batch), *mask.shape[-3:])
+
+
+def _ring_call(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, first: Tensor | None, end: Tensor | None, causal: bool,
+    scale: float, band: Sequence[int], step: int, number: int, chunks: int, blocks: Sequence[int],
+) -> tuple[Tiles, tuple[Tensor, Tensor, Tensor], Visibility, tuple[int, ...]]:  # fmt: skip
+    """Return the tiles of a step of a ring, the operands and what hides keys as tiles take them, and the dims of the
+    result before the blocks."""
+    *qkv, lead = _in_heads(q, k, v)
+    mask = None if mask is None else _mask_in_heads(mask, lead, step, number, blocks)
+    seen = Visibility(mask, first, end)
+    run, limits = q.shape[-2], None if seen.is_full else band
+    most = _rows_of_tiles(q.shape, 1 if mask is None else prod(mask.shape[1:3]))
+    rows = [ring_rows(step, number, block, run, chunks, causal, limits, most) for block in blocks]
+    tiles = Tiles(blocks_of(rows, [(block - step) % number * run for block in blocks]), scale)
+    return tiles, (qkv[0], qkv[1], qkv[2]), seen, lead
+
+
+def _ring_step(out: Tensor | None, log_sum: Tensor | None, *call: Any) -> tuple[Tensor, Tensor]:
+    """Return attended values and the log-sum-exp of the scores, after ``out`` and ``log_sum`` of the steps before."""
+    with torch.no_grad():
+        tiles, qkv, seen, lead = _ring_call(*call)
+        before = None if out is None or log_sum is None else _blocks_first(out, log_sum)
+        now = tiles.attended(*qkv, seen, before)
+        result = [x.reshape(x.shape[0], *lead, *x.shape[3:]).movedim(0, len(lead)) for x in now]
+    return result[0], result[1]
+
+
+def _ring_gradients(out: Tensor, log_sum: Tensor, *call: Any) -> Tensor:
+    """Return attended values as they are. Backward adds to the gradients what a step of the ring contributes."""
+    tiles, qkv, seen, lead = _ring_call(*call)
+    whole = _blocks_first(out, log_sum)
+    attended: Tensor = _Differentiated.apply(*whole, tiles, *qkv, *seen)  # type: ignore[no-untyped-call]
+    return attended.reshape(out.shape[-3], *lead, *out.shape[-2:]).movedim(0, len(lead)).reshape(out.shape)
+
+
+def _blocks_first(out: Tensor, log_sum: Tensor) -> Attended:
+    """``... heads blocks rows (width) -> blocks batch heads rows (width)``"""
+    heads = out.shape[-4] if out.dim() > 3 else 1
+    return Attended(
+        out.movedim(-3, 0).reshape(out.shape[-3], -1, heads, *out.shape[-2:]),
+        log_sum.movedim(-2, 0).reshape(out.shape[-3], -1, heads, out.shape[-2]),
+    )
 
 
 ATTENTION_ROWS: Final = _define(
     "attention_rows(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, bool enable_gqa, "
     f"float? scale, {_ATOMS}) -> Tensor",
     _attention_rows,
+)
+_RING_CALL = (
+    "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? first, Tensor? end, bool causal, float scale, int[] band, "
+    "int step, int number, int chunks, int[] blocks"
+)
+RING_STEP: Final = _define(f"ring_step(Tensor? out, Tensor? log_sum, {_RING_CALL}) -> (Tensor, Tensor)", _ring_step)
+RING_GRADIENTS: Final = _define(
+    f"ring_gradients(Tensor(a) out, Tensor log_sum, {_RING_CALL}) -> Tensor(a)", _ring_gradients
 )

@@ -1,10 +1,13 @@
 """Ring attention: queries, keys and values are split alike along the sequence, and keys and values are passed around.
 
 With N devices the sequence is N blocks. In step i the queries of block j meet the keys of block j - i; between steps
-every device hands its keys and values on. Softmax is computed *online*: a running maximum, sum and result per row are
-scaled as larger scores come (Milakov and Gimelshein 2018; Liu, Zaharia and Abbeel, Ring attention, 2023). No device
-ever has all keys at a time in forward; autograd keeps those of every step for backward, which passes the gradients
-around in the other direction.
+every device hands its keys and values on (Liu, Zaharia and Abbeel, Ring attention, 2023). A step is a call of the
+device's flash kernel, whose result is merged with those of the steps before (``rules/flash.py``). No device ever has
+all keys at a time in forward; those of every step are kept for backward, which passes the gradients around in the other
+direction, and no scores.
+
+The steps compute without gradients (``ring_step``). Their result then passes through one ``ring_gradients`` for every
+step, which leaves it as it is, and in backward calls the kernel with the log-sum-exp over all keys.
 
 In the language of rules a ring is nothing special: the blocks are a dim of N, and handing on is ``roll`` along it,
 which exchanges windows of one block (``rules/windows.py``).
@@ -13,34 +16,25 @@ Of a mask it may be known that queries see keys at some distances alone (``rules
 no block sees anything are left out, with their messages; where only the blocks behind see those before them, nothing is
 handed from the last block to the first.
 
-Under a causal mask the device of the last block has all the work. ``ZIGZAG`` balances it (Zhu, zigzag ring attention,
-2024): the sequence is 2N chunks, and device i works on chunks i and 2N - 1 - i. Every pair of devices then has two
-pairs of chunks in which something is seen, and both are seen in full.
+Under a causal mask the device of the last block has all the work. ``zigzag`` balances it (Zhu, zigzag ring attention,
+2024): the sequence is 2N chunks, and device i works on chunks i and 2N - 1 - i. In every step but the first all devices
+have two pairs of chunks in which something is seen, and both are seen in full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
-from math import inf
-from typing import Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from shardwise.rules.attention_bands import CAUSAL, EVERYTHING, Band
-from shardwise.rules.lowerings.attention import (
-    as_queries,
-    attention_within,
-    masked,
-    scaled_dot_product_attention,
-    scaled_operands,
-)
-
-# Positions of queries and of keys, both broadcast over blocks, queries and keys -> which pairs are hidden.
-Hidden = Callable[[Tensor, Tensor], Tensor]
+from shardwise.rules.attention_kernels import RING_GRADIENTS, RING_STEP, scale_of
+from shardwise.rules.lowerings.attention import attention_within, scaled_dot_product_attention
+from shardwise.rules.lowerings.precision import cast
 
 
 @dataclass(frozen=True)
@@ -71,7 +65,7 @@ class Ring:
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         band = self.band.within(CAUSAL) if is_causal else self.band
-        return _in_turns(query, key, value, attn_mask, _is_later if is_causal else None, band, (scale, enable_gqa, run))
+        return _in_turns((query, key, value), (attn_mask, None, None), is_causal, band, scale, run)
 
 
 @dataclass(frozen=True)
@@ -97,58 +91,8 @@ class RingWithin:
         run = _run(query, runs)
         if not run:
             return attention_within(query, key, value, first, end, seen, enable_gqa, scale)
-        bounds = [None if x is None else x.unflatten(0, (-1, run)).unsqueeze(-1) for x in (first, end)]
-
-        def is_outside(rows: Tensor, columns: Tensor) -> Tensor:
-            before, behind = bounds
-            sides = ([] if before is None else [columns < before]) + ([] if behind is None else [columns >= behind])
-            outside: Tensor = reduce(torch.logical_or, sides)
-            return outside
-
-        hidden = is_outside if any(bound is not None for bound in bounds) else None
-        return _in_turns(query, key, value, seen, hidden, self.band, (scale, enable_gqa, run))
-
-
-def _run(query: Tensor, runs: Sequence[int]) -> int:
-    """Return how many queries a device holds; 0 if it holds all, or they do not divide."""
-    length = query.shape[-2]
-    run = runs[query.dim() - 2] if runs else length
-    return run if run < length else 0
-
-
-def _is_later(rows: Tensor, columns: Tensor) -> Tensor:
-    return columns > rows
-
-
-def _in_turns(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    hidden: Hidden | None,
-    band: Band,
-    settings: tuple[float | None, bool, int],
-) -> Tensor:
-    """The ring itself. ``settings``: scale, whether heads are grouped, and the queries of a device."""
-    scale, enable_gqa, run = settings
-    length = query.shape[-2]
-    number = length // run
-    q, k, v, mask = scaled_operands(query, key, value, attn_mask, scale, enable_gqa)
-    q, k, v = (x.unflatten(-2, (number, run)) for x in (q, k, v))
-    blocks = torch.arange(number, device=query.device)
-    within = torch.arange(run, device=query.device)
-    if mask is not None:
-        mask = _in_blocks(mask, number, run, length)
-    seen = _nothing(q)
-    for step, k_now, v_now in _handed_on(k, v, number, run, band):
-        origin = torch.remainder(blocks - step, number)  # of the keys that a block of queries meets now
-        unseen = None
-        if hidden is not None:
-            rows = (blocks.unsqueeze(-1) * run + within).unsqueeze(-1)
-            columns = (origin.unsqueeze(-1) * run + within).unsqueeze(-2)
-            unseen = hidden(rows, columns)
-        seen = _met(seen, q, k_now, v_now, unseen, None if mask is None else _columns_of(mask, origin, number))
-    return as_queries(_attended(seen).flatten(-3, -2), query)
+        bounds = [None if x is None else x.unflatten(0, (-1, run)) for x in (first, end)]
+        return _in_turns((query, key, value), (seen, *bounds), False, self.band, scale, run)
 
 
 def zigzag(
@@ -171,74 +115,49 @@ def zigzag(
     if not run or run % 2:
         return Ring()(query, key, value, None, dropout_p, True, scale=scale, enable_gqa=enable_gqa, runs=runs)
     number, chunk = query.shape[-2] // run, run // 2
-    q, k, v, _ = scaled_operands(query, key, value, None, scale, enable_gqa)
     order = [chunk for i in range(number) for chunk in (i, 2 * number - 1 - i)]  # of the chunks, device by device
-    q, k, v = (_chunks(x, order, chunk).unflatten(-2, (number, 2, chunk)) for x in (q, k, v))
-    first_q, last_q = q.unbind(-3)
-    blocks = torch.arange(number, device=query.device).unsqueeze(-1).unsqueeze(-1)
-    within = torch.arange(chunk, device=query.device)
-    later = within > within.unsqueeze(-1)
-    first, last = _nothing(q), _nothing(q)
-    for step in range(number):
-        if step:
-            k, v = torch.roll(k, 1, -4), torch.roll(v, 1, -4)
-        (first_k, last_k), (first_v, last_v) = k.unbind(-3), v.unbind(-3)
-        if not step:
-            first = _met(first, first_q, first_k, first_v, later)
-            last = _met(_met(last, last_q, first_k, first_v), last_q, last_k, last_v, later)
-            continue
-        # The last chunk sees the first one of all others. Of a device before this one the first chunk sees the first
-        # one, too; of a device behind it the last chunk sees the last one.
-        last = _met(last, last_q, first_k, first_v)
-        is_before = blocks >= step
-
-        def chosen(first: Tensor, second: Tensor, before: Tensor = is_before) -> Tensor:
-            return torch.where(before, first, second)
-
-        met = _met(
-            _SoftmaxState(*map(chosen, first, last)),
-            chosen(first_q, last_q),
-            chosen(first_k, last_k),
-            chosen(first_v, last_v),
-        )
-        first, last = _SoftmaxState(*map(chosen, met, first)), _SoftmaxState(*map(chosen, last, met))
-    result = torch.stack((_attended(first), _attended(last)), -3).flatten(-4, -2)
-    return as_queries(_chunks(result, sorted(range(2 * number), key=order.__getitem__), chunk), query)
+    q, k, v = (_chunks(x, order, chunk) for x in (query, key, value))
+    # A device is handed the keys of every other one: each of them has chunks that another one sees.
+    result = _in_turns((q, k, v), (None, None, None), True, EVERYTHING, scale, run, chunks=2)
+    return _chunks(result, sorted(range(2 * number), key=order.__getitem__), chunk)
 
 
-# ------------------------------------------------------------------------------------------------------ online softmax
+def _run(query: Tensor, runs: Sequence[int]) -> int:
+    """Return how many queries a device holds; 0 if it holds all, or they do not divide."""
+    length = query.shape[-2]
+    run = runs[query.dim() - 2] if runs else length
+    return run if run < length else 0
 
 
-class _SoftmaxState(NamedTuple):
-    """Of the keys that rows have met: the largest score, the sum of the weights and of the weighted values."""
-
-    top: Tensor
-    total: Tensor
-    result: Tensor
-
-
-def _nothing(q: Tensor) -> _SoftmaxState:
-    zero = torch.zeros((), dtype=q.dtype, device=q.device)
-    return _SoftmaxState(torch.full((), -inf, dtype=q.dtype, device=q.device), zero, zero)
-
-
-def _met(
-    seen: _SoftmaxState, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None, mask: Tensor | None = None
-) -> _SoftmaxState:
-    """Update the softmax state with other keys, except those that are ``hidden`` or that the mask hides."""
-    scores = torch.matmul(q, k.transpose(-2, -1))
-    if hidden is not None:
-        scores = scores.masked_fill(hidden, -inf)
-    scores = masked(scores, mask)
-    higher = torch.maximum(seen.top, scores.detach().amax(-1, keepdim=True))
-    settled = torch.where(higher == -inf, 0, higher)  # nothing seen yet: any number will do
-    weights, kept = torch.exp(scores - settled), torch.exp(seen.top - settled)
-    total = seen.total * kept + weights.sum(-1, keepdim=True)
-    return _SoftmaxState(higher, total, seen.result * kept + torch.matmul(weights, v))
-
-
-def _attended(seen: _SoftmaxState) -> Tensor:
-    return seen.result / torch.where(seen.total == 0, 1, seen.total)  # a row that sees nothing is 0, as in PyTorch
+def _in_turns(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    seen: Sequence[Tensor | None],
+    causal: bool,
+    band: Band,
+    scale: float | None,
+    run: int,
+    *,
+    chunks: int = 1,
+) -> Tensor:
+    """The ring itself. ``seen``: the mask, and the first and the last key of each query, by device; ``run``: the
+    queries of a device."""
+    query, length = qkv[0], qkv[0].shape[-2]
+    number = length // run
+    mask, first, end = seen
+    mask = None if mask is None else _in_blocks(mask, number, run, length)
+    q, k, v = (x.unflatten(-2, (number, run)) for x in qkv)
+    limits = [int(max(band.least, -length)), int(min(band.most, length))]
+    met: list[tuple[Any, ...]] = []
+    out = log_sum = None
+    for step, k_now, v_now in _handed_on(k, v, number, run, band):
+        settings = causal, scale_of(scale, query), limits, step, number, chunks, list(range(number))
+        met.append((q, k_now, v_now, mask, first, end, *settings))
+        out, log_sum = RING_STEP(out, log_sum, *met[-1])
+    assert out is not None
+    result = cast(out, query.dtype)
+    for call in met:
+        result = RING_GRADIENTS(result, log_sum, *call)
+    return result.flatten(-3, -2)
 
 
 # -------------------------------------------------------------------------------------------------------- handing on
@@ -284,26 +203,11 @@ def _chunks(x: Tensor, order: Sequence[int], chunk: int) -> Tensor:
     return moved
 
 
-# -------------------------------------------------------------------------------------------------------------- masks
-
-
 def _in_blocks(mask: Tensor, number: int, run: int, length: int) -> Tensor:
     """``... t s -> ... (blocks of t) t (blocks of s) s``; 1 where the mask is broadcast."""
     columns = mask.unflatten(-1, (number, run) if mask.shape[-1] == length else (1, 1))
     blocks: Tensor = columns.unflatten(-3, (number, run) if mask.shape[-2] == length else (1, 1))
     return blocks
-
-
-def _columns_of(mask: Tensor, origin: Tensor, number: int) -> Tensor:
-    """Return the columns of the blocks of keys ``origin``, one for each block of rows."""
-    if mask.shape[-2] == 1:
-        return mask.squeeze(-2)
-    chosen = torch.arange(number, device=mask.device) == origin.unsqueeze(-1)  # blocks of rows, blocks of columns
-    chosen = chosen.unsqueeze(-2).unsqueeze(-1)
-    if mask.dtype == torch.bool:
-        allowed: Tensor = (mask & chosen).any(-2)
-        return allowed
-    return torch.where(chosen, mask, 0).sum(-2)
 
 
 RING: Final = Ring()

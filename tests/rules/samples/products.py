@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rules.samples.calls import bits, call, ids, x
+from rules.samples.calls import bits, call, ids, plain, x
 from shardwise.graph.attention_within import ATTENTION_WITHIN
 from shardwise.graph.grouped import grouped_mm
+from shardwise.rules.attention_kernels import RING_GRADIENTS, RING_STEP
 
 aten = torch.ops.aten
 
@@ -97,6 +98,22 @@ ATTENTION = [
     call(
         ATTENTION_WITHIN, x(2, 4, 6, 2), x(2, 2, 5, 2), x(2, 2, 5, 3), None, torch.tensor([1, 2, 5, 4, 3, 1]),
         bits(2, 1, 1, 5), True, 0.3, (3, 3), (0, 0), (5, 4),
+    ),
+    call(
+        RING_STEP, None, None, x(2, 2, 4, 3, 2), x(2, 2, 4, 3, 2), x(2, 2, 4, 3, 3), None, None, None, True, 0.3,
+        [-12, 12], 1, 4, 1, [0, 1, 2, 3],
+    ),
+    call(
+        RING_STEP, plain(x(4, 4, 2, 3)), plain(x(4, 4, 2)), x(4, 4, 2, 2), x(2, 4, 2, 2), x(2, 4, 2, 3), None, None,
+        None, True, 0.3, [-8, 8], 3, 4, 2, [0, 1, 2, 3],
+    ),
+    call(
+        RING_GRADIENTS, x(2, 4, 4, 3, 3), plain(x(2, 4, 4, 3)) + 3, x(2, 4, 4, 3, 2), x(2, 2, 4, 3, 2),
+        x(2, 2, 4, 3, 3), bits(2, 1, 4, 3, 4, 3), None, None, False, 0.3, [-12, 12], 1, 4, 1, [0, 1, 2, 3],
+    ),
+    call(
+        RING_GRADIENTS, x(2, 3, 5, 2), plain(x(2, 3, 5)) + 3, x(2, 3, 5, 4), x(2, 3, 5, 4), x(2, 3, 5, 2), None,
+        torch.arange(15).reshape(3, 5) - 6, torch.arange(15).reshape(3, 5), False, 0.3, [-6, 1], 1, 3, 1, [0, 1, 2],
     ),
 ]  # fmt: skip
 
