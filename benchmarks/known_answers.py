@@ -349,7 +349,7 @@ def in_dual_pipe(case: Case) -> float:
     graph = capture(module, inputs["example_inputs"], inputs["kwargs"], precision=plan.precision).graph
     passes = case.batch // mesh.num_devices
     events = events_of(program_of(plan, graph, training=True), small.cluster.with_products("f8"), mesh, passes)
-    nodes = mesh.sizes["ep"] // case.place.levels[0].size
+    nodes = dict(mesh.axes)["ep"] // case.place.levels[0].size
     layers, width = case.model.num_hidden_layers, config.hidden_size
     pipe = DualPipe(case.setting["stages"], layers, passes, case.length, width, nodes, case.reached)
     return pipe.seconds(Layer.of(events, "layers.1.", 2), case.cluster)
