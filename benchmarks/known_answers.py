@@ -10,7 +10,8 @@ process of its own, and takes minutes.
 Such a plan is not run as the published software ran it. What is compared with a published step of Megatron is therefore
 the same setting as ``published_prices`` prices it: whole layers are computed again (a plan leaves out the product at a
 layer's end and its all-reduce, which nothing reads), messages wait, gradients are added up in the dtype of that
-software. Of other software the plan's step is compared.
+software. Nor has a plan DeepSeek's own schedule and exchange (``dual_pipe.py``). Of other software the plan's step is
+compared.
 
 ``--data FILE`` (``published_runs.py``): predictions are multiplied by the factor of the case's hardware and software,
 where the file has four groups of its runs. It comes from every fourth of these groups, none of which is a case here.
@@ -30,6 +31,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from copy import copy
 from dataclasses import dataclass, field, replace
 from math import exp, gcd
 from multiprocessing import get_context
@@ -50,6 +52,7 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from dual_pipe import DualPipe, Layer, events_of
 from published_memory import MEGATRON, WHOLE, Gpt, Shape
 from published_prices import FLASH, Software, attending, cluster_of, unpriced
 from published_prices import seconds_of as priced
@@ -57,6 +60,8 @@ from published_rows import Row, read
 from published_runs import Factor, Found, group_of, quarter
 
 import shardwise as sw
+from shardwise.graph.capture import capture
+from shardwise.plans.bind import program_of
 from shardwise.plans.schedule import schedule_of
 
 SELENE = ("A100-80GB", "NVLink3; 8x HDR200 IB (Selene)")
@@ -77,7 +82,8 @@ class Case:
     runs name GPU and interconnect; ``published``: seconds of a step, from ``source``; ``setting``: arguments of
     ``sw.plan`` that fix it; ``software``: what of it attention and dropout are;
     ``framework``: Megatron's, whose steps are priced as rows of that file (empty: another), in ``precision``;
-    ``products``: the dtype of products, if it is another."""
+    ``products``: the dtype of products, if it is another; ``reached``: nodes that a token goes to in DualPipe (0:
+    another schedule)."""
 
     model: PretrainedConfig | Shape
     hardware: tuple[str, str]
@@ -91,6 +97,7 @@ class Case:
     framework: str = ""
     precision: str = "fp16"
     products: torch.dtype | None = None
+    reached: int = 0
 
     @property
     def row(self) -> Row:
@@ -224,10 +231,11 @@ def at_tokens(
 
 def deepseek_v3() -> Case:
     """16 places, experts over 8 nodes, no tensor parallelism, ZeRO 1. A plan has stages in 1F1B and computes layers
-    again; DualPipe hides the exchange behind another micro-batch and keeps less than a layer's products in float8."""
+    again; DualPipe hides the exchange behind another micro-batch and keeps less than a layer's products in float8.
+    Imbalance is what a bias leaves (``shardwise.rules.keyed_rows.IMBALANCE``)."""
     setting = {
         "stages": 16, "mesh": sw.Mesh(dp=2, ep=64), "micro_batch": 128, "zero": 1, "recompute": "full",
-        "strategies": {"model.layers.*.mlp.experts": "K@ep"},
+        "imbalance": 1.04, "strategies": {"model.layers.*.mlp.experts": "K@ep"},
     }  # fmt: skip
     source = (
         "DeepSeek-AI 2024 (arXiv:2412.19437), sections 1, 3.2 and 4.2: 180 K H800 hours per trillion tokens, batches "
@@ -235,7 +243,8 @@ def deepseek_v3() -> Case:
     source += "of 15,360 sequences; sequences of a micro-batch are not published: one a device"
     tokens = 1e12 / (180e3 * 3600)
     config = DeepseekV3Config(use_cache=False)
-    return at_tokens(config, DEEPSEEK, 2048, 15360, tokens, setting, source, torch.float8_e4m3fn)
+    case = at_tokens(config, DEEPSEEK, 2048, 15360, tokens, setting, source, torch.float8_e4m3fn)
+    return replace(case, reached=config.topk_group)
 
 
 BRIDGE = (
@@ -328,6 +337,24 @@ def seconds_of(plan: sw.Plan) -> float:
     return plan.prediction.planned_seconds
 
 
+def in_dual_pipe(case: Case) -> float:
+    """Return the seconds of a setting of experts in DualPipe, from the second of two layers."""
+    setting = {name: value for name, value in case.setting.items() if name != "stages"} | {"recompute": "none"}
+    assert isinstance(case.model, PretrainedConfig), "a model of transformers"
+    mesh, config = setting["mesh"], copy(case.model)
+    config.update({"num_hidden_layers": 2, "first_k_dense_replace": 1, "vocab_size": 1024})
+    small = replace(case, model=config, num_gpus=mesh.num_devices, batch=mesh.num_devices)
+    module, inputs = small.module()
+    plan, _ = planned(small, setting)
+    graph = capture(module, inputs["example_inputs"], inputs["kwargs"], precision=plan.precision).graph
+    passes = case.batch // mesh.num_devices
+    events = events_of(program_of(plan, graph, training=True), small.cluster.with_products("f8"), mesh, passes)
+    nodes = dict(mesh.axes)["ep"] // case.place.levels[0].size
+    layers, width = case.model.num_hidden_layers, config.hidden_size
+    pipe = DualPipe(case.setting["stages"], layers, passes, case.length, width, nodes, case.reached)
+    return pipe.seconds(Layer.of(events, "layers.1.", 2), case.cluster)
+
+
 def factor_of(case: Case, rows: Sequence[Row]) -> float:
     """Measured / predicted of the hardware and software of a case; 1 where there are too few groups of its runs."""
     own = [row for row in rows if not unpriced(row) and (row["gpu"], row.get("interconnect")) == case.hardware]
@@ -354,7 +381,7 @@ def run(name: str, only_published: bool, factor: float) -> str:
         seconds = seconds_of(plan)
         cells.append(f"{seconds:.2f} ({what})")
         if setting is case.setting:
-            there = priced(case.row) if case.framework else seconds
+            there = priced(case.row) if case.framework else in_dual_pipe(case) if case.reached else seconds
             cells += [f"{there:.2f}", f"{factor:.2f}: {factor * there / case.published - 1:+.0%}"]
         cells.append(f"{took:.0f}")
     held = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

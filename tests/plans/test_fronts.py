@@ -56,6 +56,32 @@ def test_equal_stages_are_searched_once_and_have_the_plan_of_the_fullest() -> No
     assert sw.verify(model, batch, plan).ok
 
 
+def test_a_stage_of_another_cut_is_searched_again_only_if_its_plan_does_not_fit_there() -> None:
+    model, batch = Deep(LAYERS, WIDTH), small_batch(8)
+    options: dict[str, Any] = {"stages": 2, "micro_batch": 1, "global_batch": 8, "mesh": sw.Mesh(dp=1)}
+    with mock.patch.object(stage_planner, "choose_stage", wraps=stage_planner.choose_stage) as searches:
+        sw.plan(model, batch, 2, **options)
+        config, part, _, _, vjp_cache = searches.call_args_list[-1].args
+        limit = 1e12
+        searches.reset_mock()
+        planner = stage_planner.StagePlanner(config, vjp_cache, {})
+        alone = planner.of(part, 1, limit, None)
+        assert planner.of(part, 5, limit, None) is alone
+        assert searches.call_count == 1
+        several = stage_planner.StagePlanner(config, vjp_cache, {}).of(part, 5, limit, None)
+        assert alone.ranking is not None
+        assert several.ranking is not None
+        room = alone.ranking.best.num_bytes + 4 * alone.ranking.best.kept_bytes
+        assert several.choice.strategies == alone.choice.strategies
+        assert several.ranking.best.num_bytes == room, "the same plan, with more in flight"
+        assert alone.fits_with(4, room)
+        assert not alone.fits_with(4, room - 1)
+        count = searches.call_count
+        first = planner.of(part, 1, room - 1, None)
+        assert planner.of(part, 5, room - 1, None) is not first
+        assert searches.call_count >= count + 2
+
+
 @pytest.mark.parametrize("recompute", ["full", "cheap"])
 def test_equal_stages_make_the_same_again(recompute: Any) -> None:
     model, batch = Deep(LAYERS, WIDTH), small_batch(8)

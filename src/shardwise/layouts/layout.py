@@ -260,9 +260,14 @@ class Layout:
 
     def canonical(self) -> Layout:
         """Merge atoms wherever the merged dim places its elements in the same way."""
+        return self._merged or self
+
+    @cached_property
+    def _merged(self) -> Layout | None:
+        """The canonical layout, or None if this is it: only the collector would free an object that kept itself."""
         kept = {window.dim for window in self.windows}
-        dims = (dim if d in kept else _merge(dim, self.mesh) for d, dim in enumerate(self.dims))
-        return replace(self, dims=tuple(dims))
+        dims = tuple(dim if d in kept else _merge(dim, self.mesh) for d, dim in enumerate(self.dims))
+        return None if dims == self.dims else replace(self, dims=dims)
 
     def refine(self, atoms: tuple[tuple[int, ...], ...]) -> Layout:
         """Return the same placement over finer atoms.

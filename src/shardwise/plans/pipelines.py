@@ -63,6 +63,7 @@ from shardwise.plans.stage_planner import (
     StagesDoNotFit,
     StageSearchResult,
     StageTiming,
+    Timings,
     annotated_in_parts,
     timed_stages,
 )
@@ -219,13 +220,14 @@ class PipelineResult:
 @dataclass(frozen=True, eq=False)
 class PipelinePlanner:
     """Planner of a step's micro-batches in stages. ``template``: a plan with all settings, whose stages are ignored;
-    ``known``: the stages that were planned for any cut; ``refused``: the cuts that do not fit."""
+    ``known``, ``timings``: of the stages that were planned for any cut; ``refused``: the cuts that do not fit."""
 
     config: PipelineConfig
     passes: Passes
     template: Plan
     vjp_cache: VjpCache
     known: KnownStages = field(default_factory=dict)
+    timings: Timings = field(default_factory=dict)
     refused: dict[tuple[int, ...], StagesDoNotFit] = field(default_factory=dict)
 
     @cached_property
@@ -366,7 +368,7 @@ class PipelinePlanner:
         for left in reversed(range(MAX_BOUNDARY_TRIES + 1)):
             joined = _together(cut, chosen, config.settings)
             needs_times = config.by_price or config.schedule.is_solved
-            timed = timed_stages(config, cut, joined, self.vjp_cache) if needs_times else []
+            timed = timed_stages(config, cut, joined, self.vjp_cache, self.timings) if needs_times else []
             over = _excess(config, timed, self.order) if config.by_price else {}
             if not over:
                 break

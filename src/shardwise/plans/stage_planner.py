@@ -1,6 +1,7 @@
 """The choice of layouts for the stages of a pipeline, one by one, or for a whole model, and the error if nothing fits.
 
 Equal stages are searched once: they share the plan of the one that keeps most micro-batches, under the names of each.
+So do equal stages of other cuts that keep more, if the plan fits there: more micro-batches only leave fewer plans.
 Stages whose programs differ only in names are timed once.
 """
 
@@ -146,6 +147,12 @@ class StagePlan:
     def excess(self, limit: float) -> float:
         return 0.0 if self.ranking is None else max(0.0, self.ranking.best.num_bytes - limit)
 
+    def fits_with(self, more: int, limit: float) -> bool:
+        """Return whether the plan fits if it keeps so many micro-batches more than it was searched for."""
+        if self.ranking is None:
+            return not more
+        return self.ranking.best.num_bytes + more * self.ranking.best.kept_bytes <= limit
+
 
 class StagesDoNotFit(Exception):
     """Raised if stages of a cut do not fit. ``needs``: stage -> the least bytes of a device that were found for it, and
@@ -162,8 +169,9 @@ class StagesDoNotFit(Exception):
 
 # Annotations whose scope a cut divides -> the operators of the whole graph that they apply to.
 Meant = Mapping[Annotation, frozenset[str]]
-# Key of a part's plan -> the first part with it, and its choice.
-KnownStages = dict[Hashable, tuple[GraphForm, StagePlan]]
+# What a part's plan is asked for -> micro-batches in flight -> the first part with it, and its choice.
+KnownStages = dict[Hashable, dict[int, tuple[GraphForm, StagePlan]]]
+Timings = dict[Hashable, "StageTiming"]  # of all but names that decides a program
 
 
 def annotated_in_parts(graph: Graph, parts: Sequence[Graph], annotations: Sequence[Annotation]) -> Meant:
@@ -185,8 +193,8 @@ def annotated_in_parts(graph: Graph, parts: Sequence[Graph], annotations: Sequen
 
 @dataclass
 class StagePlanner:
-    """Planner of parts that plans equal ones once. ``meant``: of the whole graph; ``known``: key of a part's plan ->
-    the first part with it, and its choice; ``together``: form of a part -> how many equal ones a pipeline rank runs one
+    """Planner of parts that plans equal ones once. ``meant``: of the whole graph; ``known``: the plans so far, of
+    other cuts too; ``together``: form of a part -> how many equal ones a pipeline rank runs one
     after the other."""
 
     config: PipelineConfig
@@ -243,15 +251,18 @@ class StagePlanner:
         kept = [next((layouts[name] for name in s.names if name in layouts), None) for s in part.sources]
         ends = tuple(taken.get(name) for name in part.cotangents or ())
         annotations = self._annotations(part)
-        key = form.key, in_flight, limit, str(segments), str(kept), ends, self._wishes(part, annotations)
-        if key not in self.known:
-            turns = self.config.schedule.stages_per_place
-            together = self.together.get(form.key, 1)
-            settings = replace(self.config.settings, in_flight=in_flight, turns=turns, taken=taken, together=together)
-            chosen = choose_stage(replace(self.config, settings=settings), part, annotations, limit, self.vjp_cache)
-            is_taken = not limit or not chosen.excess(limit)
-            self.known[key] = (form, chosen) if is_taken else self._first(form, part, in_flight, 0.0, None)
-        return self.known[key]
+        known = self.known.setdefault(
+            (form.key, limit, str(segments), str(kept), ends, self._wishes(part, annotations)), {}
+        )
+        for count, (first, chosen) in known.items():
+            if count == in_flight or (count < in_flight and chosen.fits_with(in_flight - count, limit)):
+                return first, chosen
+        turns, together = self.config.schedule.stages_per_place, self.together.get(form.key, 1)
+        settings = replace(self.config.settings, in_flight=in_flight, turns=turns, taken=taken, together=together)
+        chosen = choose_stage(replace(self.config, settings=settings), part, annotations, limit, self.vjp_cache)
+        is_taken = not limit or not chosen.excess(limit)
+        known[in_flight] = (form, chosen) if is_taken else self._first(form, part, in_flight, 0.0, None)
+        return known[in_flight]
 
     def _annotations(self, part: Graph) -> tuple[Annotation, ...]:
         names, scopes = part.op_by_name.keys(), {op.scope for op in part.ops}
@@ -381,10 +392,9 @@ class StageTiming:
 
 
 def timed_stages(
-    config: PipelineConfig, cut: GraphCut, planned: Sequence[StagePlan], vjp_cache: VjpCache
+    config: PipelineConfig, cut: GraphCut, planned: Sequence[StagePlan], vjp_cache: VjpCache, timings: Timings
 ) -> list[StageTiming]:
-    """Return the timings of all stages."""
-    timings: dict[Hashable, StageTiming] = {}
+    """Return the timings of all stages. ``timings``: of stages of other cuts too, to which theirs are added."""
     stages = []
     for number, (part, stage) in enumerate(zip(cut.parts, planned, strict=True)):
         key = _without_names(part, stage.choice, stage.spmd)

@@ -140,8 +140,8 @@ def _least(search: MeshSearch, weights: CostWeights, count: int) -> list[list[in
 @dataclass(frozen=True, eq=False)
 class SimulatedCandidate:
     """A candidate with its program. ``peak``: the most that a device holds in a step of it; ``step``: None if the model
-    is too large to be simulated; ``others``: bytes kept of other micro-batches in flight. ``spmd``: None if both come
-    from programs of fewer blocks (``search.block_extrapolation``)."""
+    is too large to be simulated; ``others``: bytes kept of other micro-batches in flight, ``kept_bytes`` of each.
+    ``spmd``: None if both come from programs of fewer blocks (``search.block_extrapolation``)."""
 
     candidate: Candidate
     choice: Choice
@@ -149,6 +149,7 @@ class SimulatedCandidate:
     peak: Peak
     step: SimulatedStep | None
     others: int = 0
+    kept_bytes: int = 0
 
     @property
     def num_bytes(self) -> float:

@@ -319,7 +319,7 @@ class Planner:
             step = simulate_program(busiest, prices) if simulated else None
         memory = memory_of_program(busiest, prices) if step is None else step
         others = self._others(memory.peak, memory.kept_bytes)
-        return SimulatedCandidate(candidate, choice, spmd, memory.peak, step, others)
+        return SimulatedCandidate(candidate, choice, spmd, memory.peak, step, others, memory.kept_bytes)
 
     def _choice(self, search: MeshSearch, assignment: list[int]) -> Choice:
         key = search.mesh, tuple(assignment)
