@@ -179,7 +179,8 @@ def _cut(x: Tensor, some: slice, place: RowTiles | Columns, dim: int = 3) -> Ten
 
 
 def _tile(qkv: tuple[Tensor, ...], some: slice, rows: RowTiles, columns: Columns) -> tuple[Tensor, ...]:
-    return tuple(_cut(x, some, place) for x, place in zip(qkv, (rows, columns, columns), strict=True))
+    places: tuple[RowTiles | Columns, ...] = (rows, columns, columns)
+    return tuple(_cut(x, some, place) for x, place in zip(qkv, places, strict=True))
 
 
 def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
