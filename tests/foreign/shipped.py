@@ -1,10 +1,9 @@
 """Every tensor-parallel and expert-parallel plan that ships with the installed transformers, checked on small
 configurations.
 
-``make checked-plans``, or ``python -m foreign.shipped --write`` in tests/: each causal model (or masked, or pair of
-texts) whose class ships a tp plan, on 2 ranks and, where its heads divide, on 4. With ``--experts`` those that ship an
-ep plan, beside their tp plan and beside FSDP2. The pages ``docs/checked-plans.md`` and
-``docs/checked-expert-plans.md`` are written from what was found.
+``make checked-plans`` writes ``docs/checked-plans.md``: each causal model whose configuration ships a tp plan, on 2
+ranks and, where its heads divide, on 4. ``python -m foreign.shipped --experts`` in tests/ checks those that ship an ep
+plan, beside their tp plan and beside FSDP2.
 """
 
 from __future__ import annotations
@@ -198,7 +197,7 @@ EXPERTS = Shipped(
 
 Which expert-parallel plans that ship with transformers {version} compute what one device computes: beside the
 tensor-parallel plan of the model, whose ranks have the same samples, and beside FSDP2, whose ranks have their own.
-Written by `make checked-plans`; every line can be had again:
+Written by `python -m foreign.shipped --experts --write`; every line can be had again:
 
 ```text
 model = transformers.AutoModelForCausalLM.from_config(small_config)

@@ -169,6 +169,12 @@ def test_tokens_that_travel_between_fsdp_ranks_are_proven() -> None:
 
 
 @pytest.mark.long
+def test_fsdp_that_divides_twice_in_float64_is_refuted_where_the_model_is_in_float64() -> None:
+    report = check(mixtral().double(), texts(), config_of_experts(fsdp_size=2), 2)
+    assert report.verdict == "wrong", report
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("implementation", ["all_to_all", "all_reduce", "no sum", "no gradient of the others"])
 def test_experts_of_transformers_beside_its_tp_plan(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.distributed import expert_parallel as ep

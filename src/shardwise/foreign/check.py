@@ -185,7 +185,7 @@ def check(
         warnings.catch_warnings(),
         functions_opened(),
         default_dtype(torch.float64) as models_default,
-        nullcontext() if _dtype(module) == torch.float16 else divided_once(),
+        divided_once() if _dtype(module) in (torch.float32, torch.bfloat16) else nullcontext(),
         empty_tensor_caches(reachable_code(module, loss), keeps=False),
     ):
         warnings.simplefilter("ignore")  # tools warn about settings that were requested

@@ -253,14 +253,22 @@ def _repeated(module: nn.Module) -> list[str]:
 
 @contextmanager
 def divided_once() -> Iterator[None]:
-    """Let FSDP2 divide the gradients of a group of one rank by their factor once, as in float32 and bfloat16. In other
-    dtypes, float64 among them, it divides them twice (torch 2.11, ``foreach_reduce``)."""
+    """Let FSDP2 divide the gradients of a group of one rank by their factor once, as it does in float32 and bfloat16:
+    of models in these dtypes, which are checked in float64. In other dtypes, or under
+    ``set_force_sum_reduction_for_comms``, it divides them twice, in training too (torch 2.11, ``foreach_reduce``)."""
     original = _fsdp_collectives._get_gradient_divide_factors
 
-    def factors(reduce_scatter_group: Any, all_reduce_group: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(reduce_scatter_group, all_reduce_group, *args, **kwargs)
+    def factors(
+        reduce_scatter_group: Any,
+        all_reduce_group: Any,
+        reduce_dtype: Any,
+        device_type: str = "",
+        factor: float | None = None,
+        force_sum: bool = False,
+    ) -> Any:
+        found = original(reduce_scatter_group, all_reduce_group, reduce_dtype, device_type, factor, force_sum)
         is_alone = all_reduce_group is None and reduce_scatter_group is not None and reduce_scatter_group.size() == 1
-        return (None, None, *found[2:]) if is_alone else found
+        return (None, None, *found[2:]) if is_alone and not force_sum else found
 
     with patch.object(_fsdp_collectives, "_get_gradient_divide_factors", factors):
         yield

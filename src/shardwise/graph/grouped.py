@@ -63,7 +63,10 @@ def _refuse_unknown(experts: torch.Tensor, count: int, skips: bool) -> None:
         return
     for expert in (int(lowest), int(highest)):
         if expert < 0 or (expert >= count and not skips):
-            raise IndexError(f"grouped_mm: a row is of expert {expert}; {what}")
+            dropped = (
+                f"; rows of padding: drop them, result.masked_fill(expert >= {count}, 0)" if expert == count else ""
+            )
+            raise IndexError(f"grouped_mm: a row is of expert {expert}; {what}{dropped}")
 
 
 def has_kernel(x: torch.Tensor, weight: torch.Tensor) -> bool:

@@ -175,11 +175,15 @@ def _bernoulli(op: Op, emitter: Emitter) -> Results:
     return (emitter.emit(aten.to.dtype, emitter.emit(aten.ne.Scalar, noise, 0), value.dtype),)
 
 
+_WIDEST_HEAD = 256  # of flash kernels on GPUs
+
+
 def _of_equal_widths(op: Op, emitter: Emitter) -> Results:
     """Rewrite attention whose values have another head width than queries and keys (192 and 128 in DeepSeek-V3).
 
-    Fused kernels take one width; without one of them all scores would be materialized. Zeros at the end of the heads
-    change neither scores nor the other columns of the result, where the scale stays that of the original width."""
+    Traced as it is, such attention has no fused operator, and all scores would be materialized. Zeros at the end of the
+    heads change neither scores nor the other columns of the result, where the scale stays that of the original width.
+    """
     args, emit = arguments(op), emitter.emit
     names = ("query", "key", "value")
     of_scores, of_values = (emitter.value(args[name]).shape[-1] for name in names[1:])
@@ -188,6 +192,8 @@ def _of_equal_widths(op: Op, emitter: Emitter) -> Results:
     if of_scores == of_values or is_learned or any(len(emitter.value(args[name]).shape) != 4 for name in names):
         return None  # equal already, or there is no fused kernel
     width = max(of_scores, of_values)
+    if width > _WIDEST_HEAD:
+        return None
     for name in names:
         if missing := width - emitter.value(args[name]).shape[-1]:
             args[name] = emit(aten.constant_pad_nd.default, args[name], (0, missing))

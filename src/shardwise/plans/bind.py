@@ -381,7 +381,13 @@ def _raise_faults(faults: list[str]) -> None:
     if faults:
         shown = sorted(faults)[:_NUM_SHOWN]
         more = [f"  and {len(faults) - len(shown)} more"] if len(faults) > len(shown) else []
-        what = "\n".join(["the plan is for another model or other inputs:", *(f"  {f}" for f in shown), *more])
+        what = "\n".join(
+            [
+                "the plan is for another model or other inputs, or of another version of shardwise:",
+                *(f"  {f}" for f in shown),
+                *more,
+            ]
+        )
         raise PlanError(what, fix="make a plan for this model and these inputs with sw.plan")
 
 

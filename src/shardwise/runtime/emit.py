@@ -69,7 +69,8 @@ class _Emitted(fx.GraphModule):
                 if (origin := module.origin_of(error, run.__code__)) is not None and not isinstance(
                     error, ShardwiseError
                 ):
-                    error.add_note(f"in {origin}")
+                    late = isinstance(error, torch.AcceleratorError)  # kernels of a GPU fail behind the host
+                    error.add_note(f"noticed in {origin}, or in an operator ahead of it" if late else f"in {origin}")
                 raise
 
         of_module.forward = forward
