@@ -132,7 +132,7 @@ def keep_in_pageable_memory(case: Case, plan: str, folder: str) -> tuple[list[st
     runtime = SimpleNamespace(cudaGetLastError=lambda: device.gpu.set_last_error(""))
     with (
         small_models(program_cache),
-        mock.patch.object(host_copies, "cuda_runtime", return_value=runtime),
+        mock.patch.object(host_copies, "gpu_runtime", return_value=runtime),
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
 from raising import raises
+from shardwise.runtime import agree
 from shardwise.runtime.replicas import checked_interval
 
 RunRanks = Callable[..., list[Any]]
@@ -186,6 +189,60 @@ def test_a_sum_over_ranks_that_is_too_large_is_named(run_ranks: RunRanks) -> Non
     for first in run_ranks(sum_over_ranks, 2):
         assert (first.kind, first.ranks) == ("conversion", (0, 1)), first
         assert "float32" in str(first)
+
+
+class Masked(nn.Module):
+    """A mask by a logarithm of 0, whose infinities travel to other ranks and do no harm; and the gradient of a root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        weights = (self.down(self.up(x).relu()) + y.log()).softmax(-1)
+        return weights.square().mean() + (weights * y).square().sum(-1).sqrt().mean()
+
+
+class Summed(nn.Module):
+    """Gradients in float16 that are finite in every micro-batch, and their sum is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4, dtype=torch.float16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 4 * (x * self.scale).float().mean(0).sum()
+
+
+def what_reviewers_found() -> list[Any]:
+    y = torch.ones(HEIGHT, WIDTH)
+    y[:, 3] = 0.0
+    masked = sw.plan(Masked(), (batch()[0], y), 2, **PLANS["tensor parallel"])
+    par = sw.parallelize(Masked(), masked)
+    found: list[Any] = [par.check_finite(batch()[0], y)]
+    y[2] = 0.0
+    y[2, 0] = 1e-30  # its square is 0
+    found.append(par.check_finite(batch()[0], y))
+    x = torch.full((8, 4), 6e4, dtype=torch.float16)
+    summed = sw.parallelize(Summed(), sw.plan(Summed(), (x,), 2, mode="data_parallel", micro_batch=2))
+    found.append(summed.check_finite(x))
+    with mock.patch.object(agree, "_MEETING_SECONDS", 1.0), torch.autograd.set_detect_anomaly(dist.get_rank() == 0):
+        if dist.get_rank() == 0:
+            try:
+                par.step(batch()[0], y)
+            except sw.errors.LaunchError as error:
+                found.append(str(error))
+    return found
+
+
+def test_harmless_infinities_sums_of_micro_batches_and_modes_of_one_rank(run_ranks: RunRanks) -> None:
+    one, other = run_ranks(what_reviewers_found, 2)
+    for masked, root, summed, *_ in (one, other):
+        assert masked is None
+        assert ("sqrt" in root.name, root.part) == (True, "backward"), root
+        assert (summed.kind, summed.name) == ("sum", "scale"), summed
+    assert "not at rank 1" in one[3]
 
 
 def own_loss() -> list[str]:

@@ -115,7 +115,7 @@ Variant = tuple[str, PlanRequest]
 def execute_or_suggest(request: PlanRequest, seconds: float = inf) -> PlanningResult:
     """Plan a request; a refusal of what does not fit names variants that do, or why they were not planned. ``seconds``:
     as for ``execute``."""
-    start, captures = time.process_time(), list[Planning]()
+    start, began, captures = time.process_time(), time.monotonic(), list[Planning]()
     try:
         return execute(request, captures=captures, seconds=seconds)
     except NothingFits as refusal:
@@ -123,18 +123,17 @@ def execute_or_suggest(request: PlanRequest, seconds: float = inf) -> PlanningRe
     if took > min(MAX_REFUSED_SECONDS, seconds):
         why = f"not planned, as this plan took {took:.0f} s of CPU time: sw.fits plans them"
         raise refused.naming([], why) from None
-    raise refused.naming(*_suggestions(request, captures)) from None
+    rest = seconds - (time.monotonic() - began)
+    raise refused.naming(*_suggestions(request, captures, min(MAX_SUGGESTION_SECONDS, rest))) from None
 
 
-def _suggestions(request: PlanRequest, captures: list[Planning]) -> tuple[list[str], str]:
+def _suggestions(request: PlanRequest, captures: list[Planning], seconds: float) -> tuple[list[str], str]:
     """Return a line for each variant that fits, the cheapest first, and the text to print if there is none."""
 
     def enough(planned: Sequence[Option]) -> bool:
         return sum(option.fits for option in planned) >= NUM_SHOWN
 
-    options, untried = plan_variants(
-        suggest_fixes(request), MAX_SUGGESTION_SECONDS, enough, captures, clock=time.process_time
-    )
+    options, untried = plan_variants(suggest_fixes(request), seconds, enough, captures, clock=time.process_time)
     best = sorted((option for option in options if option.fits), key=lambda option: option.price)
     left = f"; not planned (out of time): {'; '.join(untried)}" if untried else ""
     return [suggestion_line(option) for option in best], f"none of the {len(options)} that were planned fits{left}"

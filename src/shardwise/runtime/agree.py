@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._ops import OpOverload
 
-from shardwise.errors import LaunchError, ShardwiseError
+from shardwise.errors import LaunchError, ShardwiseError, name_ranks
 from shardwise.progress import show_progress
 from shardwise.runtime.communicator import Communicator, group_timeout
 
@@ -28,6 +28,7 @@ T = TypeVar("T")
 _BEATS = "shardwise/rank-0-works"
 _BEAT_SECONDS = 1.0
 _FIRST_PAUSE_SECONDS = 1e-3
+_MEETING_SECONDS = 60.0
 _HALF_AN_HOUR = timedelta(minutes=30)  # torch's default, for a group without a time-out
 _turns = count()  # every rank makes the same number of calls
 
@@ -60,6 +61,24 @@ def patience_seconds() -> float:
     """Return the timeout in seconds when waiting for other ranks."""
     timeout = group_timeout() if rank_and_world_size()[1] > 1 else None
     return (timeout or _HALF_AN_HOUR).total_seconds()
+
+
+def meet_all(what: str) -> None:
+    """Wait for all ranks. Raises LaunchError with those that do not come within a minute: the modes of a process are
+    its own, and a collective that some ranks make would meet another one of the others."""
+    rank, num_ranks = rank_and_world_size()
+    if num_ranks == 1:
+        return
+    store, turn = dist.distributed_c10d._get_default_store(), f"shardwise/{what}/{next(_turns)}"
+    store.set(f"{turn}/{rank}", "")
+    store.add(turn, 1)
+    deadline = monotonic() + min(patience_seconds(), _MEETING_SECONDS)
+    while store.add(turn, 0) < num_ranks:
+        if monotonic() > deadline:
+            missing = [other for other in range(num_ranks) if not store.check([f"{turn}/{other}"])]
+            text = f"{what} is on at {name_ranks([rank])}, and not at {name_ranks(missing)}"
+            raise LaunchError(text, fix="use it on every rank")
+        sleep(_FIRST_PAUSE_SECONDS)
 
 
 def from_rank_zero(compute: Callable[[], T]) -> T:

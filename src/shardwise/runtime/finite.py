@@ -9,7 +9,7 @@ the loss or a gradient has it. Ranks exchange what they found, since a value tha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any, Literal
@@ -29,7 +29,8 @@ from shardwise.runtime.observe import Half, halves_of
 from shardwise.runtime.step import Observed
 from shardwise.runtime.transit import Arriving, Converting, Departing
 
-Kind = Literal["parameter", "buffer", "input", "operator", "conversion"]
+Kind = Literal["parameter", "buffer", "input", "operator", "conversion", "sum", "unknown"]
+Bad = Literal["", "NaN", "infinity"]  # the worst that a value holds
 _FIXES: dict[Kind, str] = {
     "parameter": "an earlier step made it so: pass check_finite=1, or call par.check_finite on that step's batch",
     "buffer": "an earlier call wrote it, or it was loaded: pass check_finite=1 and see which call",
@@ -37,6 +38,9 @@ _FIXES: dict[Kind, str] = {
     "operator": "the ranges of its operands say why: keep them where it is defined (clamp, add an epsilon, mask before "
     "it), or compute it in float32 if they are too large for the dtype",
     "conversion": "the sum over ranks is too large for its dtype: sum in float32, or scale the loss",
+    "sum": "the gradients of the micro-batches are finite, their sum is not: parameters in float32, or scale the loss",
+    "unknown": "without compiled kernels every result is finite: compare with compile=False, and call par.zero_grad() "
+    "before a step whose gradients are not to be added to others",
 }
 
 
@@ -62,7 +66,13 @@ class NotFinite:
         facts = [("value", self.value), *shown, ("where", name_ranks(self.ranks))]
         if self.kind in ("parameter", "buffer", "input"):
             return problem(f"{self.kind} {self.name} is not finite before the step", facts=facts, fix=_FIXES[self.kind])
-        made = "the result" if self.kind == "operator" else "a value that is converted for the operator"
+        if self.kind == "unknown":
+            return problem("the loss or a gradient is not finite, but no operator makes it so", fix=_FIXES[self.kind])
+        made = {
+            "operator": "the result",
+            "conversion": "a value that is converted for the operator",
+            "sum": "the sum of gradients of the parameter",
+        }[self.kind]
         what = f"the first value that is not finite is {made}, in {self.part}"
         return problem(what, op=self.name, source=self.source, facts=facts, fix=_FIXES[self.kind])
 
@@ -73,10 +83,8 @@ _FROM_OUTSIDE = "the gradient of an output is not finite: it was when it came fr
 Status = NotFinite | Literal["message", "on purpose"]
 
 
-def all_finite(
-    loss: Tensor | None, parameters: Iterable[Tensor], buffers: Iterable[Tensor], device: torch.device
-) -> bool:
-    """Return whether the loss and all gradients are finite on every rank, and no buffer holds a NaN. Collective."""
+def all_finite(loss: Tensor | None, parameters: Iterable[Tensor], device: torch.device) -> bool:
+    """Return whether the loss and all gradients are finite on every rank. Collective."""
     ok = torch.ones((), dtype=torch.bool, device=device)
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for x in (loss, *(parameter.grad for parameter in parameters)):
@@ -86,9 +94,6 @@ def all_finite(
         for tensors in groups.values():
             largest = torch.stack(torch._foreach_norm(tensors, float("inf")))  # one pass; it keeps NaN
             ok &= largest.isfinite().all().to(device)
-        for x in buffers:
-            if x.numel() and (x.is_floating_point() or x.is_complex()):
-                ok &= ~_readable(x).isnan().any().to(device)
         flag = ok.to(torch.int32)
         with trail.waiting(b"the check of finite values"):
             dist.all_reduce(flag, op=dist.ReduceOp.MIN)
@@ -98,12 +103,17 @@ def all_finite(
 class FiniteWatch:
     """Follows values that are not finite through the halves of a step on this rank (an ``observe.Observer``).
 
-    ``stage``: the number of the stage that the halves are of; ``reached``: where those begin that the loss, a gradient
-    or another rank gets; ``arrived``: conversions whose results are not finite although their operands are."""
+    ``stage``: the number of the stage that the halves are of; ``reached``: where those begin that the loss or a
+    gradient has; ``sent``: that another output or rank has, with what it holds; ``arrived``: conversions whose results
+    are not finite although their operands are; ``from_elsewhere``: what the loss and gradients hold that begins on
+    another rank.
+    """
 
     def __init__(self, stage: int = 0) -> None:
         self.stage = stage
         self.reached: set[NotFinite] = set()
+        self.sent: set[tuple[NotFinite, Bad]] = set()
+        self.from_elsewhere: set[Bad] = set()
         self.arrived: set[NotFinite] = set()
         self._known: dict[tuple[int, int, str], Status] = {}  # program, micro-batch (0: of all), value -> its status
         self._now: dict[fx.Node, Status] = {}
@@ -114,7 +124,11 @@ class FiniteWatch:
         self._runs[half.module] += 1
 
     def add(self, source: str, total: Tensor, gradient: Tensor) -> None:
+        is_bad = bool(_holds((total, gradient)))
         total.add_(gradient)
+        if not is_bad and _holds(total):
+            order = max(self._runs.values()), 1, -self.stage, 0
+            self.reached.add(NotFinite(order, "sum", source, "", "backward", _form(total), ()))
 
     def run(self, node: fx.Node, half: Half, values: Mapping[fx.Node, Any], call: Callable[[], Any]) -> Any:
         operands = {n: values.get(n) for n in node.all_input_nodes}
@@ -122,13 +136,30 @@ class FiniteWatch:
         before = _described(operands, half) if compute is not None and compute.writes else ()  # the call changes them
         result = call()
         if node.op == "output":
-            returned: Any = node.args[0] if half.is_backward else node.args[0][:2]  # type: ignore[index]
-            self._note(self._now[n] for n in tree_leaves(returned) if n in self._now)
+            self._end(node, half, result)
         elif (status := self._status(node, half, operands, result, before)) is not None:
             self._now[node] = status
             if "value" in node.meta:
                 self._known[self._key(half, node.meta["value"])] = status
         return result
+
+    def _end(self, node: fx.Node, half: Half, values: Any) -> None:
+        """Note what the results of a half are: the loss and gradients of parameters, or for others to read."""
+        program, returned = half.program, tuple[Any, ...](node.args[0])  # type: ignore[arg-type]
+        if half.is_backward:
+            sources = program.spmd.graph.source_of
+            is_last = [name not in sources or sources[name].kind != "activation" for name in program.gradients]
+        else:
+            is_last = [name == program.spmd.loss for name in program.delivered]
+            returned, values = tuple(returned[0]), values[0]
+        for result, value, last in zip(returned, values, is_last, strict=True):
+            status = self._now.get(result)
+            if not last:
+                self._note([(status, value)])
+            elif isinstance(status, NotFinite):
+                self.reached.add(status)
+            elif status == "message":
+                self.from_elsewhere.add(_holds(value))
 
     def observed(self, emitted: Emitted) -> Observed:
         """Return what runs the halves of a program and raises NotFiniteError on all ranks behind each, if the loss or a
@@ -155,20 +186,19 @@ class FiniteWatch:
     def _status(
         self, node: fx.Node, half: Half, operands: Mapping[fx.Node, Any], result: Any, before: tuple[str, ...]
     ) -> Status | None:
-        known, target = [self._now[n] for n in operands if n in self._now], half.target(node)
-        earliest = min((s for s in known if isinstance(s, NotFinite)), default=None) or next(
-            (s for s in ("message", "on purpose") if s in known), None
-        )
+        known, target = {n: self._now[n] for n in operands if n in self._now}, half.target(node)
         if isinstance(target, Departing):  # its result is a handle
-            self._note(known)
-            return earliest
+            self._note([(status, operands[n]) for n, status in known.items()])
+            return _earliest(known.values())
         has = _holds(result)
         if not has or node.target is take_all:
             return None
+        nan = [status for n, status in known.items() if has == _holds(operands[n]) == "NaN"]
+        earliest = _earliest(nan or known.values())  # a NaN is of a NaN rather than of a mask's infinity
         if node.op == "placeholder" or (node.args and getattr(node.args[0], "target", None) is take_all):
             return self._given(half, str(node.meta.get("value", "")), result, has)
         if isinstance(target, Converting | Arriving):
-            self._note(known)
+            self._note([(status, operands[n]) for n, status in known.items()])
             if earliest is None or (earliest == "on purpose" and has == "NaN"):
                 instruction = target.instruction
                 about = self._begins(half, "conversion", instruction.origin, len(self.arrived), result, ())
@@ -184,8 +214,8 @@ class FiniteWatch:
         described = before or _described(operands, half)
         return self._begins(half, "operator", compute.origin, node.meta["index"], result, described)
 
-    def _note(self, statuses: Iterable[Status]) -> None:
-        self.reached.update(status for status in statuses if isinstance(status, NotFinite))
+    def _note(self, sent: Iterable[tuple[Status | None, Any]]) -> None:
+        self.sent.update((status, _holds(value)) for status, value in sent if isinstance(status, NotFinite))
 
     def _given(self, half: Half, name: str, value: Tensor, has: str) -> Status:
         """Return the status of a value that another list has made, or of a source."""
@@ -211,17 +241,25 @@ class FiniteWatch:
         return NotFinite(order, kind, origin.op, origin.source, part, _form(value), operands)
 
 
+def _earliest(statuses: Collection[Status]) -> Status | None:
+    origins = [status for status in statuses if isinstance(status, NotFinite)]
+    others: tuple[Status, ...] = ("message", "on purpose")
+    return min(origins) if origins else next((status for status in others if status in statuses), None)
+
+
 def first_of(watches: Sequence[FiniteWatch]) -> NotFinite | None:
     """Return where values that are not finite begin first, over all ranks; None if all are finite. Collective."""
-    reached = min((origin for watch in watches for origin in watch.reached), default=None)
-    arrived = min((origin for watch in watches for origin in watch.arrived), default=None)
-    everywhere: list[tuple[NotFinite | None, NotFinite | None]] = gather_values((reached, arrived))
-    for found in zip(*everywhere, strict=True):
+    reached = {origin for watch in watches for origin in watch.reached}
+    sent = {pair for watch in watches for pair in watch.sent}
+    arrived = {origin for watch in watches for origin in watch.arrived}
+    wanted = set[Bad]().union(*gather_values({bad for watch in watches for bad in watch.from_elsewhere}))
+    reached |= {origin for origin, bad in sent if bad in wanted}
+    mine = [min(found, default=None) for found in (reached, {origin for origin, _ in sent}, arrived)]
+    for found in zip(*gather_values(mine), strict=True):
         origins = [origin for origin in found if origin is not None]
         if origins:
             first: NotFinite = min(origins)
-            ranks = tuple(rank for rank, origin in enumerate(found) if origin == first)
-            return replace(first, ranks=ranks)
+            return replace(first, ranks=tuple(rank for rank, origin in enumerate(found) if origin == first))
     return None
 
 
@@ -236,9 +274,9 @@ def _readable(x: Tensor) -> Tensor:
     return x.float() if x.is_floating_point() and x.itemsize == 1 else x
 
 
-def _holds(result: Any) -> Literal["", "NaN", "infinity"]:
+def _holds(result: Any) -> Bad:
     """Return the worst that the tensors of a result hold."""
-    worst: Literal["", "NaN", "infinity"] = ""
+    worst: Bad = ""
     for x in tree_leaves(result):
         if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and x.numel():
             x = _readable(x.detach())

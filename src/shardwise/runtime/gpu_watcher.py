@@ -101,7 +101,8 @@ class GpuWatcher:
                 oldest = self._oldest()
                 if oldest is not None and (error := self._failure(oldest)) is not None:
                     self._failed = failed = _Failure(error)  # before anything that the abort releases goes on
-                    self._open.clear()
+                    with self._lock:
+                        self._open.clear()
                     abort_communicators()
                     failed.tell(oldest.caller)
                     return

@@ -125,13 +125,16 @@ def register(memory: Tensor) -> str:
     if error == 0:
         return ""
     # CUDA keeps the error for whoever asks next: the next kernel would fail with it. torch does not offer to take it.
-    cuda_runtime().cudaGetLastError()
+    runtime = gpu_runtime()
+    (runtime.hipGetLastError if torch.version.hip else runtime.cudaGetLastError)()
     return f"cudaHostRegister of {memory.nbytes:,} bytes: error {error}"
 
 
 @cache
-def cuda_runtime() -> Any:
-    """Return the CUDA runtime that torch has loaded."""
+def gpu_runtime() -> Any:
+    """Return the runtime of CUDA or ROCm that torch has loaded."""
+    if torch.version.hip:
+        return ctypes.CDLL("libamdhip64.so")
     return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
 
 

@@ -19,7 +19,7 @@ from shardwise.layouts.layout import Layout
 from shardwise.plans.bind_stages import delivered_layouts
 from shardwise.plans.schedule import schedule_of
 from shardwise.programs.micro_batches import Passes
-from shardwise.runtime.agree import show_progress_once
+from shardwise.runtime.agree import meet_all, show_progress_once
 from shardwise.runtime.collective_tracker import trail
 from shardwise.runtime.communicator import Communicator
 from shardwise.runtime.faults import refuse_create_graph
@@ -127,11 +127,10 @@ class Parallel(ParallelModule):
         with torch.autograd.set_detect_anomaly(False):
             value = self._run_step(args, kwargs, loss, scaler)
             gradients = () if scaler is not None and scaler.is_enabled() else self.parameters()
-            if all_finite(value, gradients, self.buffers(), self.device):
+            if all_finite(value, gradients, self.device):
                 return value
             restore()
-            first = self._find_not_finite(args, kwargs)
-        raise NotFiniteError(_GRADIENTS_WERE_BAD if first is None else str(first))
+            raise NotFiniteError(str(self._find_not_finite(args, kwargs) or _GRADIENTS_WERE_BAD))
 
     @in_plan_precision
     def check_finite(self, *args: Any, **kwargs: Any) -> NotFinite | None:
@@ -139,8 +138,8 @@ class Parallel(ParallelModule):
         all gradients are finite. Every rank calls it.
 
         Infinities that do not reach the loss or a gradient, as those of a mask, are no fault. Gradients, buffers and
-        random state are restored afterwards; optimizers are not run. It takes a step, and a second one, operator by
-        operator, if something is found.
+        random state are restored afterwards; optimizers are not run, hooks of parameters are. It takes
+        a step, and a second one, operator by operator, if something is found.
 
         Args:
             args: Positional inputs of the module.
@@ -155,12 +154,13 @@ class Parallel(ParallelModule):
             with self._unchanged():
                 self.zero_grad()
                 loss = self._run_step(args, kwargs, "all", None)
-                if all_finite(loss, self.parameters(), self.buffers(), self.device):
+                if all_finite(loss, self.parameters(), self.device):
                     return None
             return self._find_not_finite(args, kwargs)
 
     def _find_not_finite(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NotFinite | None:
-        """Run a step that has run before again, operator by operator. Collective."""
+        """Run a step that has run before again, operator by operator; None if its loss and gradients are finite by
+        themselves. Collective."""
         replicas, self._replicas = self._replicas, None  # a checked step runs another program
         try:
             with self._unchanged(), ExitStack() as stack:
@@ -169,8 +169,9 @@ class Parallel(ParallelModule):
                 for number, step, others in self._steps_here():
                     watches.append(FiniteWatch(number))
                     stack.enter_context(observed(step, watches[-1], others))
-                self._run_step(args, kwargs, "all", None)
-            return first_of(watches)
+                loss = self._run_step(args, kwargs, "all", None)
+                first, is_finite = first_of(watches), all_finite(loss, self.parameters(), self.device)
+            return None if first is None and is_finite else first or NotFinite((), "unknown", "", "", "", "", ())
         finally:
             self._replicas = replicas
 
@@ -192,7 +193,10 @@ class Parallel(ParallelModule):
         """Return whether this training call is checked. Call it once in every training call."""
         every = self._settings.check_finite
         self._calls_so_far += 1
-        return torch.is_anomaly_enabled() or (every > 0 and (self._calls_so_far - 1) % every == 0)
+        if torch.is_anomaly_enabled():
+            meet_all("anomaly detection")
+            return True
+        return every > 0 and (self._calls_so_far - 1) % every == 0
 
     def _run_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], loss: str, scaler: GradScaler | None
@@ -256,7 +260,7 @@ class Parallel(ParallelModule):
 
         def step() -> None:
             self.zero_grad()
-            self.step(*args, **kwargs)
+            self._run_step(args, kwargs, "all", None)
 
         replicas, self._replicas = self._replicas, None  # a checked step runs another program
         try:

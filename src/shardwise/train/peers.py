@@ -227,9 +227,13 @@ class Peers:
     def land(self) -> None:
         """Wait for the copies of the previous step, before the ranks synchronize. Raises CollectiveError if one does
         not arrive, and OSError if a note cannot be written."""
-        copies, self.under_way = self.under_way, None
-        if copies is not None:
-            copies.wait()
+        if self.under_way is not None:
+            try:
+                self.under_way.wait()
+            except Exception:  # an interrupt leaves it under way
+                self.under_way = None
+                raise
+            self.under_way = None
         if self.filled == _NUM_SLOTS and self.shares_folder[self.rank] == self.rank:
             self.filled += 1  # once
             for folder in self.memory.iterdir():
@@ -265,27 +269,42 @@ class Peers:
             elif mirror.is_sent and mirror.keeper == self.rank:
                 path = self._path(mirror, slot, copy=True)
                 transfers.append(_Transfer(self.staged[path].buffer, mirror.writer, tag, _note(path)))
-        on_gpu = any(part.tensor.is_cuda for part in state.parts.values())
-        if on_gpu:
-            copied = torch.cuda.current_stream().record_event()
-            self.under_way = _Background(partial(self._finish, copied, filled, transfers, text))
-        else:
-            self._note(filled, text)
-            if transfers:
-                self.under_way = _Background(partial(self._transfer, transfers, text))
         self.filled += self.filled < _NUM_SLOTS
+        device = next((part.tensor.device for part in state.parts.values() if part.tensor.is_cuda), None)
+        if device is not None:
+            copied = torch.cuda.current_stream().record_event()
+            self.under_way = _Background(partial(self._finish, device, copied, filled, transfers, text))
+            return
+        fault = self._note(filled, text)
+        if transfers:
+            self.under_way = _Background(partial(self._transfer, transfers, text))
+        if fault is not None:
+            raise fault
 
     def _finish(
-        self, copied: torch.cuda.Event, filled: Sequence[Path], transfers: Sequence[_Transfer], text: str
+        self,
+        device: torch.device,
+        copied: torch.cuda.Event,
+        filled: Sequence[Path],
+        transfers: Sequence[_Transfer],
+        text: str,
     ) -> None:
         """Mark the ``filled`` files complete once they are ``copied``, and then transfer."""
+        torch.cuda.set_device(device)  # of this thread, which would use GPU 0
         copied.synchronize()
-        self._note(filled, text)
+        fault = self._note(filled, text)
         self._transfer(transfers, text)
+        if fault is not None:
+            raise fault
 
-    def _note(self, filled: Sequence[Path], text: str) -> None:
-        for path in filled:
-            _write(_note(path), text)
+    def _note(self, filled: Sequence[Path], text: str) -> OSError | None:
+        """Mark files complete. Return an error to raise behind the transfers, for which other ranks wait."""
+        try:
+            for path in filled:
+                _write(_note(path), text)
+        except OSError as error:
+            return error
+        return None
 
     def _transfer(self, transfers: Sequence[_Transfer], text: str) -> None:
         """Send and receive, and mark the received files complete."""

@@ -86,6 +86,7 @@ class Recovery:
         Raises:
             CheckpointError, ShardwiseError: as ``sw.load_checkpoint``.
         """
+        self._land()  # a note that is written behind this would be of a step that is given up
         copy, saved, limit = self._choose()
         checkpoint = None
         if copy is not None:
