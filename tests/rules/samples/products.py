@@ -158,5 +158,5 @@ RECURRENT = [
 EXPERTS = [
     call(grouped_mm._opoverload, x(6, 4), x(3, 4, 2), torch.tensor([1, 0, 2, 2, 0, 1]), [3], [0], [3]),
     # Two rows of each token; an expert without rows, and rows without an expert.
-    call(grouped_mm._opoverload, x(3, 4), x(4, 4, 3), torch.tensor([0, 4, 3, 0, 3, 1]), [4], [0], [4]),
+    call(grouped_mm._opoverload, x(3, 4), x(4, 4, 3), torch.tensor([0, 4, 3, 0, 3, 1]), [4], [0], [4], True),
 ]
