@@ -46,10 +46,12 @@ def explain_export_error(error: Exception) -> CaptureError:
                 f"that it would skip get a gradient of zeros, not None): {_BY_EXPERT}"
             )
         if "specialized integer" in first or reads_values:
-            fix = (
-                "use x[mask].shape[0] for the number of selected rows, not len(x[mask]), int(...) or range(...). With "
-                f"rows per expert, no counts on the host (.tolist(), .numpy()): {_BY_EXPERT}"
+            instead = (
+                "compute with tensors: numpy reads the values of a tensor, and capture has fake (data-free) ones"
+                if reads_values
+                else "use x[mask].shape[0] for the number of selected rows, not len(x[mask]), int(...) or range(...)"
             )
+            fix = f"{instead}. With rows per expert, no counts on the host (.tolist(), .numpy()): {_BY_EXPERT}"
         if any(
             Path(frame.filename).parent.name == "distributions" for frame in traceback.extract_tb(error.__traceback__)
         ):
