@@ -108,7 +108,7 @@ def test_a_search_that_finds_nothing_has_a_row_that_says_so():
         (["planned_model.py:three", "--cluster", "h100"], "returned 4 values"),
         (["planned_model.py:build", "--cluster", "h1000"], "h1000"),
         (["planned_model.py:build", "--cluster", "h100", "--memory", "80 foo"], "--memory: unknown unit 'foo'"),
-        (["planned_model.py:build", "--cluster", "h100", "--memory", "1 KiB"], "least memory"),
+        (["planned_model.py:build", "--cluster", "h100", "--memory", "1 KiB"], "every division keeps"),
         (["planned_model.py:build", "--cluster", "h100", "--mesh", "dp=4"], "the cluster has 8"),
         (["planned_model.py:build", "--cluster", "h100", "--mesh", "dp"], "a mesh reads dp=2, tp=4"),
         (["planned_model.py:build", "--cluster", "h100", "--search", "best"], "unknown search 'best'"),
