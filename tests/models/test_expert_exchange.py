@@ -71,6 +71,7 @@ def test_tokens_travel_and_every_number_is_that_of_one_device(case: str) -> None
     assert report.ok, report
 
 
+@pytest.mark.long
 def test_experts_with_biases_are_searched() -> None:
     module, batch, plan = planned("gpt_oss", EP, search="dynamic_programming")
     assert sw.verify(module, batch, plan).is_equal
@@ -152,6 +153,7 @@ def test_any_number_of_tokens_travels(case: str) -> None:
     assert report.is_equal, report
 
 
+@pytest.mark.long
 def test_the_host_reads_sizes_once_a_layer_when_all_is_recomputed_too(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[RowCounts] = []
     original = RowCounts.__init__
