@@ -50,7 +50,7 @@ def request_of(
 def share_of(request: PlanRequest, *, staged: bool = False) -> int:
     """Return the bytes that some device holds at least: a limit below is refused by division, and none above."""
     captures: list[planning.Planning] = []
-    with raises(sw.errors.NothingFits):
+    with raises(sw.errors.NothingFits, section="nothing-fits"):
         execute(request.varied(memory_bytes=1.0), captures=captures)
     graph, optimizer, cluster = captures[0].captured.graph, request.training.optimizer, request.cluster
     share = ResidentBytes.of(graph, optimizer, cluster.device, staged=staged).on_each(cluster.num_devices)
@@ -92,7 +92,7 @@ def test_no_plan_holds_less_than_its_share(settings: dict[str, Any]) -> None:
 def test_the_least_memory_that_is_found_is_no_less_than_the_share(stages: int | None) -> None:
     request = request_of(tricky=stages is None, stages=stages)
     share = share_of(request, staged=stages is not None)
-    with raises(sw.errors.NothingFits, "found") as refused:
+    with raises(sw.errors.NothingFits, "found", section="nothing-fits") as refused:
         execute(request.varied(memory_bytes=float(share)))
     needed = str(refused.value).partition(" = ")[2].partition(" bytes")[0].replace(",", "")
     assert share < int(needed) <= 2 * share
@@ -131,16 +131,16 @@ def test_a_division_refuses_before_any_search_and_its_fixes_are_computed(monkeyp
 
 
 def test_a_fix_may_need_both_and_none_is_named_where_no_cluster_is_large_enough() -> None:
-    with raises(sw.errors.NothingFits) as caught:
+    with raises(sw.errors.NothingFits, section="nothing-fits") as caught:
         execute(request_of(memory_bytes=16_000.0, tricky=False))
     assert [fix.partition(": at least")[0] for fix in caught.value.computed] == [
         'the optimizer\'s states on the host (optimizer="adamw on host") and 4 times the devices (8)',
         "8 times the devices (16)",
     ]
-    with raises(sw.errors.NothingFits) as caught:
+    with raises(sw.errors.NothingFits, section="nothing-fits") as caught:
         execute(request_of(memory_bytes=10.0))
     assert not caught.value.computed
-    with raises(sw.errors.NothingFits, "reserve"):
+    with raises(sw.errors.NothingFits, "reserve", section="nothing-fits"):
         execute(request_of(width=2**18, layers=4))
 
 

@@ -54,7 +54,7 @@ def emit(
     return Emitted(program, writer.forward(), writer.backward(), writer)
 
 
-class _Emitted(fx.GraphModule):
+class _ErrorNamingModule(fx.GraphModule):
     """A module whose errors name the operator in which they were raised."""
 
     def recompile(self) -> Any:
@@ -62,7 +62,7 @@ class _Emitted(fx.GraphModule):
         of_module: Any = type(self)  # a class of its own
         run = of_module.forward
 
-        def forward(module: _Emitted, *args: Any) -> Any:
+        def forward(module: _ErrorNamingModule, *args: Any) -> Any:
             try:
                 return run(module, *args)
             except Exception as error:
@@ -161,7 +161,7 @@ class ModuleWriter:
         for value, node in self.nodes.items():
             node.meta["value"] = value
         self.graph.output(output)
-        return _Emitted(self.root, self.graph, name)
+        return _ErrorNamingModule(self.root, self.graph, name)
 
     def _write(self, instructions: Sequence[Instruction], first: int = 0) -> None:
         for index, instruction in enumerate(instructions, first):

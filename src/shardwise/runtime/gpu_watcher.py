@@ -57,7 +57,7 @@ class GpuWatcher:
         self._open: deque[_Started] = deque()
         self._thread: threading.Thread | None = None
         self._ended_at = 0.0  # when a collective was last seen to have ended
-        self._failed: _Failure | None = None
+        self._failed: _Abort | None = None
         self._lock = threading.Lock()  # to remove the oldest collective
 
     def started(self, explain: Explain) -> None:
@@ -100,7 +100,7 @@ class GpuWatcher:
                 time.sleep(_POLL_SECONDS)
                 oldest = self._oldest()
                 if oldest is not None and (error := self._failure(oldest)) is not None:
-                    self._failed = failed = _Failure(error)  # before anything that the abort releases goes on
+                    self._failed = failed = _Abort(error)  # before anything that the abort releases goes on
                     with self._lock:
                         self._open.clear()
                     abort_communicators()
@@ -131,7 +131,7 @@ def abort_communicators() -> None:
                 backend.abort()
 
 
-class _Failure:
+class _Abort:
     """Why the communicators were aborted. It is raised once by itself, and by whatever asks."""
 
     def __init__(self, error: ShardwiseError) -> None:
