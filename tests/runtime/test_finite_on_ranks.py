@@ -215,7 +215,7 @@ class Summed(nn.Module):
         return 4 * (x * self.scale).float().mean(0).sum()
 
 
-def what_reviewers_found() -> list[Any]:
+def beside_masks_and_sums() -> list[Any]:
     y = torch.ones(HEIGHT, WIDTH)
     y[:, 3] = 0.0
     masked = sw.plan(Masked(), (batch()[0], y), 2, **PLANS["tensor parallel"])
@@ -237,7 +237,7 @@ def what_reviewers_found() -> list[Any]:
 
 
 def test_harmless_infinities_sums_of_micro_batches_and_modes_of_one_rank(run_ranks: RunRanks) -> None:
-    one, other = run_ranks(what_reviewers_found, 2)
+    one, other = run_ranks(beside_masks_and_sums, 2)
     for masked, root, summed, *_ in (one, other):
         assert masked is None
         assert ("sqrt" in root.name, root.part) == (True, "backward"), root
