@@ -7,7 +7,6 @@ import shutil
 import signal
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,7 +18,6 @@ import torch.distributed as dist
 import shardwise as sw
 from raising import raises
 from shardwise.errors import PlanWarning, ShardwiseError
-from shardwise.train import peers
 from shardwise.train.checkpoints import assign_writers
 from shardwise.train.parts import random_part, state_of
 from shardwise.train.peers import Peers, assign_keepers
@@ -172,27 +170,6 @@ def torn(folder: str) -> list[int]:
     assert len(said) == (rank == 0)
     assert all("no other machine keeps copies of the state any more ([Errno 28] No space" in text for text in said)
     return found
-
-
-def unwritten(folder: str) -> int:
-    """The notes of step 2 cannot be written on one rank: all go on."""
-    rank = dist.get_rank()
-    model = torch.nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    memory = str(Path(folder, f"machine{rank}"))
-    own = sw.Recovery(model, optimizer, peer_copy=sw.PeerCopy(memory))
-    own.resume()
-    for step in range(1, 5):
-        full = mock.patch.object(peers, "_write", side_effect=OSError(28, "no space"))
-        with full if (step, rank) == (2, 1) else nullcontext():
-            model(torch.ones(2, 4)).sum().backward()
-            optimizer.step()
-            own.keep(step)
-    return step
-
-
-def test_a_note_that_cannot_be_written_keeps_no_rank_waiting(run_ranks: RunRanks, tmp_path: Path) -> None:
-    assert run_ranks(unwritten, 2, str(tmp_path), time_limit_seconds=60.0) == [4, 4]
 
 
 def test_torn_copies_count_for_nothing_and_a_full_memory_is_announced(run_ranks: RunRanks, tmp_path: Path) -> None:
